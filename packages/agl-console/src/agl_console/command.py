@@ -98,9 +98,9 @@ def console(
 ) -> None:
     """Look at the runs of STORE in a browser: a URL or a SQLite file; by default $AGL_STORE, or the only runs/*.db.
 
-    The console only reads. With --actions, people who sign in with the admin token may act: it is $AGL_TOKEN, or else
-    the one in --token-file. The console answers to this machine alone; with another --host it asks for the password
-    in $AGL_CONSOLE_PASSWORD.
+    The console only reads, unless --actions lets people who sign in with the admin token act; the token is $AGL_TOKEN,
+    or else in --token-file. It answers only to this machine; with another --host it asks for the password in
+    $AGL_CONSOLE_PASSWORD.
     """
     if store_url and named:
         raise click.UsageError(f"{store_url!r} and --store {named!r} name two stores; give one")

@@ -462,14 +462,15 @@ _MARKS = {"ok": "ok     ", "warning": "warning", "wrong": "WRONG  "}
 
 @click.command()
 @click.argument("target", required=False, default="")
-@click.option("--forget", is_flag=True, help="Take the gateways that are gone off the store's list.")
+@click.option("--forget", is_flag=True, help="Remove gateways that are gone from the store's list.")
 @json_option
 @pass_manager
 def doctor(manager: PluginManager, target: str, forget: bool, as_json: bool) -> None:
-    """Examine a deployment: an experiment's file, the URL of a gateway or a store; by default the only store here.
+    """Check a deployment: TARGET is an experiment file, or the URL of a gateway or store; by default the only store
+    here.
 
-    Looks at versions, secrets, ports, disks, encryption, clocks, the gateway's token and health, the store's writes,
-    and spools that nobody drains. Exit status 1 if something is wrong.
+    Checks versions, secrets, ports, disks, encryption, clocks, the gateway's token and health, the store's writes, and
+    spools that no gateway drains. The exit status is 1 if something is wrong.
     """
     patient = patient_of(target)
     if forget:

@@ -64,7 +64,7 @@ def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
     default=1,
     show_default=True,
     metavar="N",
-    help="Processes that serve the port together; they are started again when they end.",
+    help="Number of processes that serve the port; a process that ends is restarted.",
 )
 @click.option(
     "--upstream",
@@ -77,7 +77,7 @@ def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
     "--split",
     "split_text",
     metavar="LABEL=SHARE,LABEL=SHARE",
-    help="Share of rollouts and conversations for each label's versions, the baseline first.",
+    help="Share of rollouts and conversations that get each label's versions; name the baseline first.",
 )
 @_setting("--conversation-idle", "conversation_idle_s", type=seconds_of, default="30m", metavar="DURATION")
 @_setting("--base-rate", type=click.FloatRange(0, 1), metavar="SHARE")
@@ -101,7 +101,7 @@ def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
     "--older-than",
     type=seconds_of,
     metavar="DURATION",
-    help="Remove rollouts that finished longer ago, such as 30d: at the start, and every hour.",
+    help="Remove rollouts that finished longer ago than this, such as 30d, at the start and every hour.",
 )
 @click.option(
     "--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts, and remove the others."
