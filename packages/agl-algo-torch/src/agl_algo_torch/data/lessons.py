@@ -7,11 +7,10 @@ answer begins. A group about which nothing can be said, or with nothing left to 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-import torch
 from jinja2 import TemplateError
 
 from agl.errors import ConfigError
@@ -216,8 +215,8 @@ class Teaching:
         answer = unpack_ids(call.response_ids)
         if len(prompt) + len(answer) > self._most:
             return "too_long"
-        sample = from_tokens(call.rollout_id, [*prompt, *answer], [0] * len(prompt) + [1] * len(answer))
-        return replace(sample, temperature=torch.full((len(sample.ids),), call.temperature or 1.0))
+        mask = [0] * len(prompt) + [1] * len(answer)
+        return from_tokens(call.rollout_id, [*prompt, *answer], mask, temperature=call.temperature or 1.0)
 
 
 def _rows(episode: Episode, taught: Mapping[str, RowSample], *, is_solved: bool) -> list[TaughtRow]:
