@@ -82,6 +82,7 @@ def drift(model: Path, start: Path) -> float:
     return float((logp(model) - logp(start)).abs().mean())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [GRPO, PPO])
 def test_other_agents_answers_stay_where_they_were(make: Any, model_dir: Path, tmp_path: Path) -> None:
     drifts: dict[float, float] = {}
@@ -93,6 +94,7 @@ def test_other_agents_answers_stay_where_they_were(make: Any, model_dir: Path, t
     assert drifts[100.0] < 0.5 * drifts[0.0], drifts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [GRPO, PPO])
 def test_other_agents_are_held_without_being_asked_for(make: Any, model_dir: Path, tmp_path: Path) -> None:
     drifts: dict[str, float] = {}

@@ -130,6 +130,7 @@ def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:
     assert ("new", ["c"]) == ((target / "f").read_text(), os.listdir(tmp_path))
 
 
+@pytest.mark.long
 def test_a_killed_write_leaves_a_whole_directory(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """

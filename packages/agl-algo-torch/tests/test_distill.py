@@ -75,6 +75,7 @@ class TestConformance(AlgorithmConformance):
         )
 
 
+@pytest.mark.long
 class TestConformanceWithEverything(AlgorithmConformance):
     """Rewards beside the teacher, several updates and adapters must resume as exactly."""
 
@@ -85,6 +86,7 @@ class TestConformanceWithEverything(AlgorithmConformance):
         )
 
 
+@pytest.mark.long
 class TestConformanceWithChosenTasks(AlgorithmConformance):
     """Rounds and a curriculum must resume as exactly."""
 
@@ -95,6 +97,7 @@ class TestConformanceWithChosenTasks(AlgorithmConformance):
         return replace(scenario, train=[{"n": number} for number in range(12)])
 
 
+@pytest.mark.long
 class TestConformanceWithAServedTeacher(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path, teacher_dir: Path) -> AlgorithmScenario:
@@ -103,6 +106,7 @@ class TestConformanceWithAServedTeacher(AlgorithmConformance):
         )
 
 
+@pytest.mark.long
 def test_policy_comes_closer_to_its_teacher(model_dir: Path, teacher_dir: Path, tmp_path: Path) -> None:
     bench = AlgorithmBench(scenario_of(model_dir, teacher_dir, steps=30, lr=1e-2, group_size=8), tmp_path / "work")
     reports = asyncio.run(run(bench))

@@ -51,6 +51,7 @@ class TestConformance(AlgorithmConformance):
         return replace(scenario_of(model_dir, **settings), make_longer=longer.make)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("params", [{"reference": "start"}, {"reference": "behaviour"}, {"pairs": "all"}])
 def test_preferred_tokens_become_more_likely(model_dir: Path, tmp_path: Path, params: dict[str, Any]) -> None:
     bench = AlgorithmBench(scenario_of(model_dir, steps=8, tasks_per_step=8, **params), tmp_path / "work")

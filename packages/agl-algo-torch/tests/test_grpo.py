@@ -77,6 +77,7 @@ class TestConformance(AlgorithmConformance):
         return replace(scenario_of(model_dir), make_longer=scenario_of(model_dir, steps=5).make)
 
 
+@pytest.mark.long
 class TestConformanceWithEverything(AlgorithmConformance):
     """Several updates, a KL penalty and adapters must resume as exactly."""
 
@@ -85,6 +86,7 @@ class TestConformanceWithEverything(AlgorithmConformance):
         return scenario_of(model_dir, updates_per_step=2, epochs=2, kl_coef=0.05, lora_rank=4, warmup=2, decay="linear")
 
 
+@pytest.mark.long
 class TestConformanceWithRounds(AlgorithmConformance):
     """Rounds that replace silent groups, and what a curriculum knows, must resume as exactly."""
 

@@ -38,6 +38,7 @@ class TestConformance(AlgorithmConformance):
         return scenario_of(model_dir, epochs=2, pairs_per_update=2)
 
 
+@pytest.mark.long
 def test_preferred_tokens_become_more_likely(model_dir: Path, tmp_path: Path) -> None:
     bench = AlgorithmBench(scenario_of(model_dir, steps=8, tasks_per_step=8), tmp_path / "work")
     reports = asyncio.run(run(bench))

@@ -43,6 +43,7 @@ class TestConformance(AlgorithmConformance):
         return replace(scenario_of(model_dir, **settings), make_longer=longer.make)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("params", [{}, {"good_from": 0.5}, {"reference": "behaviour"}])
 def test_good_tokens_become_more_likely(model_dir: Path, tmp_path: Path, params: dict[str, Any]) -> None:
     settings = {"steps": 8, "tasks_per_step": 8, "beta": 0.5, **params}

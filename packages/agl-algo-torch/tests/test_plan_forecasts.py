@@ -97,6 +97,7 @@ def peak_of(sizes: dict[str, int], *, is_checkpointed: bool, dtype: torch.dtype 
     return peak.most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "is_checkpointed", "dtype"),
     [

@@ -54,6 +54,7 @@ class TestConformance(AlgorithmConformance):
         return replace(scenario_of(model_dir, **settings), make_longer=longer.make)
 
 
+@pytest.mark.long
 def test_the_reward_rises_and_the_critic_learns_it(model_dir: Path, tmp_path: Path) -> None:
     scenario = scenario_of(model_dir, steps=10, tasks_per_step=8, lr=1e-2, epochs=2)
     bench = AlgorithmBench(scenario, tmp_path / "work")

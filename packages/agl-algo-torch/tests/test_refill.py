@@ -100,6 +100,7 @@ async def records(folder: Path) -> tuple[dict[str, int], set[str]]:
         await store.close()
 
 
+@pytest.mark.long
 def test_a_run_killed_while_it_refills_draws_and_trains_what_an_unharmed_one_does(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ class TestConformance(AlgorithmConformance):
         return replace(scenario_of(model_dir), make_longer=scenario_of(model_dir, steps=4).make)
 
 
+@pytest.mark.long
 def test_imitating_the_best_raises_the_reward(model_dir: Path, tmp_path: Path) -> None:
     bench = AlgorithmBench(scenario_of(model_dir, steps=6, tasks_per_step=8, best=1), tmp_path / "work")
     reports = asyncio.run(run(bench))
@@ -73,6 +74,7 @@ def test_good_rollouts_of_another_algorithm_are_imitated_once(model_dir: Path, t
     assert mean_reward(published(bench)) > mean_reward(model_dir) + 0.1
 
 
+@pytest.mark.long
 class TestConformanceWithChosenTasks(AlgorithmConformance):
     """Rounds and a curriculum must resume as exactly."""
 

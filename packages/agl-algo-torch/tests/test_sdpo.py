@@ -65,6 +65,7 @@ class TestConformance(AlgorithmConformance):
         return replace(scenario_of(model_dir), make_longer=scenario_of(model_dir, steps=5).make)
 
 
+@pytest.mark.long
 class TestConformanceWithEverything(AlgorithmConformance):
     """The policy at the start, GRPO's loss and adapters must resume as exactly."""
 
@@ -73,6 +74,7 @@ class TestConformanceWithEverything(AlgorithmConformance):
         return scenario_of(model_dir, teacher_start=0.3, grpo_coef=0.5, lora_rank=4, warmup=1, decay="linear")
 
 
+@pytest.mark.long
 class TestConformanceWithChosenTasks(AlgorithmConformance):
     """Rounds and a curriculum must resume as exactly."""
 
@@ -144,6 +146,7 @@ def _logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
     return scaled_logprobs(logits, temperature_M=torch.full((len(answer),), 0.7))
 
 
+@pytest.mark.long
 def test_policy_comes_closer_to_what_it_would_say_knowing_the_outcome(tmp_path: Path, model_dir: Path) -> None:
     reports = reports_of(tmp_path, model_dir, steps=12, lr=3e-3, group_size=8)
     apart = [report.metrics["divergence"] for report in reports]

@@ -78,6 +78,7 @@ class TestConformance(AlgorithmConformance):
         return replace(scenario_of(model_dir, decay="constant"), make_longer=longer.make)
 
 
+@pytest.mark.long
 class TestConformanceWithDropout(AlgorithmConformance):
     """Check that dropout leaves out the same after a restart."""
 

@@ -288,7 +288,7 @@ def test_a_run_that_is_stopped_leaves_the_terminal_as_it_was(folder: Path, start
 def test_a_run_that_is_killed_leaves_its_block_and_a_cursor(folder: Path, start: Start) -> None:
     write(folder, 'name = "learner"\nparams = { hold_at = 2 }')
     terminal = start()
-    terminal.read(has(r"^  update 1/2"))
+    terminal.read(has(r"learner: holding", r"^learner  ━+─+  1/4", r"^validate  0\.750", r"^  update 1/2"))
 
     terminal.process.kill()
     lines = terminal.read()

@@ -19,7 +19,7 @@ from agl.contracts import SinkOutcome, SinkRow, SinkRun, SinkTable, StepReport
 from agl.errors import ConfigError, ExportError
 from agl.schemas import PromptTemplate
 from agl_run import Quiet
-from agl_run.cli.sync import sync_plan
+from agl_run.cli.run import sync_plan
 from agl_run.deliver import sinking
 from agl_run.deliver.sink_contents import shown_config
 from agl_sinks import webhook
@@ -181,12 +181,12 @@ def test_only_the_events_that_are_asked_for_are_sent(receiver: Receiver, tmp_pat
     [
         ({}, "needs the address"),
         ({"url": "http://h/p", "url_env": "HOOK"}, "only one of the two"),
-        ({"url": "file:///etc/passwd"}, "is no web address"),
-        ({"url": "https:///the-secret"}, "is no web address"),
-        ({"url": "https://[h/the-secret"}, "is no web address"),
-        ({"url": "https://h:port/the-secret"}, "is no web address"),
-        ({"url": "https://h:99999/the-secret"}, "is no web address"),
-        ({"url": "https://h/the-secret\nHost: x"}, "is no web address"),
+        ({"url": "file:///etc/passwd"}, "is not a web address"),
+        ({"url": "https:///the-secret"}, "is not a web address"),
+        ({"url": "https://[h/the-secret"}, "is not a web address"),
+        ({"url": "https://h:port/the-secret"}, "is not a web address"),
+        ({"url": "https://h:99999/the-secret"}, "is not a web address"),
+        ({"url": "https://h/the-secret\nHost: x"}, "is not a web address"),
         ({"url": "https://user:the-secret@h/"}, "the address at h has a user or a password"),
         ({"url_env": "HOOK_NOT_SET"}, "HOOK_NOT_SET, which is not set"),
         ({"url": "http://h", "secret_env": "HOOK_NOT_SET"}, "secret_env names .* HOOK_NOT_SET"),

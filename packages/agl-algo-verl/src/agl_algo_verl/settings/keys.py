@@ -176,9 +176,13 @@ def _paths(shape: type[msgspec.Struct], before: str = "", *, is_lowest: bool = F
     """Return the dotted name of every key of a struct and of those below it."""
     found: set[str] = set()
     for field in msgspec.structs.fields(shape):
-        deeper = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
-        if deeper:
-            found |= _paths(field.type, f"{before}{field.name}.", is_lowest=is_lowest)
-        if not (deeper and is_lowest):
+        inner = _struct(field.type)
+        if inner is not None:
+            found |= _paths(inner, f"{before}{field.name}.", is_lowest=is_lowest)
+        if inner is None or not is_lowest:
             found.add(before + field.name)
     return frozenset(found)
+
+
+def _struct(annotation: object) -> type[msgspec.Struct] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None

@@ -283,8 +283,10 @@ class TrainerKeys(Keys, frozen=True, kw_only=True):
     total_training_steps: Count | None = None
 
 
-OWN = ("loss", "loss_params", "estimator", "estimator_params", "sampling", "replay", "saving", "anchor_coef")
-OWN += ("threads", "max_nonfinite", "entropy", "probe")
+OWN = (
+    *("loss", "loss_params", "estimator", "estimator_params", "sampling", "replay", "saving", "anchor_coef"),
+    *("threads", "max_nonfinite", "entropy", "probe"),
+)
 """Parameters beside VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
 
 

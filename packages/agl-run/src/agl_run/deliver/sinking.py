@@ -8,10 +8,12 @@ comes again, as a row of that number alone.
 import asyncio
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,16 +21,13 @@ import msgspec
 from agl.contracts import Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, Store, shortened
 from agl.errors import AglError, FencedError
 from agl.tracing import redact
-from agl_inspect.records import run_key
+from agl_inspect.records.shelf import run_key
 from agl_run.deliver.sink_contents import read_rows, read_tables, shown_config
 from agl_run.parts.build import build_sinks
 from agl_run.plan import Plan
 
 if TYPE_CHECKING:
     from agl.schemas import Json
-
-import threading
-from queue import SimpleQueue
 
 _LOG = logging.getLogger("agl_run.run")
 

@@ -7,29 +7,12 @@ from statistics import median
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import Metric
 from agl.schemas import Record
-from agl_inspect.forecast import (
-    Device,
-    DeviceForecast,
-    Examined,
-    Fault,
-    ModelShape,
-    Observed,
-    Recorded,
-    SilentShare,
-    Spread,
-    StepForecast,
-    StepShape,
-    at_once,
-    best_size,
-    faults_in,
-    faults_of_tasks,
-    forecast,
-    forecast_on,
-    loud_groups,
-    silent_shares,
-    spread_of,
-    uncertainty_of,
-)
+from agl_inspect.forecast.costs import Device, DeviceForecast, Recorded, StepShape, forecast_on
+from agl_inspect.forecast.faults import Examined, Fault, faults_in, faults_of_tasks
+from agl_inspect.forecast.models import ModelShape
+from agl_inspect.forecast.observed import Observed
+from agl_inspect.forecast.queueing import Spread, StepForecast, at_once, forecast, spread_of, uncertainty_of
+from agl_inspect.forecast.silence import SilentShare, best_size, loud_groups, silent_shares
 from agl_run.forecast.recorded import Material, Source
 from agl_run.forecast.step_size import compares_groups, measured_update, shape_of, training_of
 from agl_run.plan import Plan
@@ -244,19 +227,9 @@ async def _measured(
 
 
 def _size(rollouts: Sequence[Observed]) -> RolloutSize:
-    return RolloutSize(
-        calls=spread_of(one.calls for one in rollouts),
-        rows=spread_of(one.rows for one in rollouts),
-        prompt_tokens=spread_of(one.prompt_tokens for one in rollouts),
-        response_tokens=spread_of(one.response_tokens for one in rollouts),
-        row_tokens=spread_of(one.row_tokens for one in rollouts),
-        trained_tokens=spread_of(one.trained_tokens for one in rollouts),
-        context=spread_of(one.context for one in rollouts),
-        seconds=spread_of(one.seconds for one in rollouts),
-        model_s=spread_of(one.model_s for one in rollouts),
-        tool_s=spread_of(one.tool_s for one in rollouts),
-        rest_s=spread_of(max(0.0, one.seconds - one.model_s - one.tool_s) for one in rollouts),
-    )
+    rest = spread_of(max(0.0, one.seconds - one.model_s - one.tool_s) for one in rollouts)
+    names = [name for name in RolloutSize.__struct_fields__ if name != "rest_s"]
+    return RolloutSize(rest_s=rest, **{name: spread_of(getattr(one, name) for one in rollouts) for name in names})
 
 
 def _group(share: SilentShare, shape: StepShape | None) -> GroupSize:

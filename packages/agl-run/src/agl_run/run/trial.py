@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from agl.contracts import ExperimentRecord, Store
 from agl.schemas import Episode, Json, Mode
-from agl_inspect.records import load_experiment
+from agl_inspect.records.state import load_experiment
 from agl_run.display.progress import Progress
 from agl_run.plan import Plan
 from agl_run.run.collector import cancel_unfinished
@@ -72,11 +72,6 @@ class Tasks:
         self._rounds += 1
         self._driver.patterns.end()
         return collected.episodes
-
-
-async def run_tasks(driver: Driver, tasks: Sequence[Json], *, samples: int = 1, mode: Mode) -> Sequence[Episode]:
-    """Run the agent on tasks, ``samples`` times each, as the experiment's first algorithm reads them."""
-    return await Tasks(driver).run(tasks, samples=samples, mode=mode)
 
 
 def _other_text(name: str, version: str) -> str:

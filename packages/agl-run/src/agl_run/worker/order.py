@@ -12,7 +12,7 @@ from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import ErrorInfo, Outcome
 from agl.stores import read_recordings, without_credentials
-from agl_inspect.records import worker_is_dead
+from agl_inspect.records.workers import worker_is_dead
 from agl_inspect.stores import build_store
 from agl_run.access.secret import SECRET_ENV, SECRET_FILE_ENV
 from agl_run.access.tokens import AttemptTokens
@@ -114,7 +114,7 @@ class OrderedWorker:
                 await reclaim_lost(store, plan.name)
             at_once = plan.config.runner.concurrency
             self._worker = RemoteWorker(plan, store, tell=self._tell, concurrency=at_once)
-            return (await self._worker.run()).finished
+            return await self._worker.run()
         finally:
             await store.close()
 
