@@ -8,7 +8,6 @@ A server is any that answers `/v1/completions` with the log-probabilities of the
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import time
 from dataclasses import replace
@@ -181,7 +180,8 @@ class ServedTeacher:
     async def _complete(self, prompt: str | Sequence[int]) -> dict[str, Any]:
         """Return the one choice of an answer; asks again while the server is away."""
         start, shown = time.monotonic(), float("-inf")
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             problem = await self._try(prompt)
             if isinstance(problem, dict):
                 return problem
@@ -195,6 +195,7 @@ class ServedTeacher:
                 shown = time.monotonic()
                 self._say(f"the teacher {self._name!r} is away ({problem}); asking again for {self._wait_s:g} s")
             await asyncio.sleep(min(0.1 * 2 ** min(attempt, 6), 5.0, self._wait_s))
+            attempt += 1
 
     async def _try(self, prompt: str | Sequence[int]) -> dict[str, Any] | str:
         """Return the choice, or why there is none for now; raises AglError for a request that is refused."""
