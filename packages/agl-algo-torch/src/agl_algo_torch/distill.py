@@ -76,7 +76,7 @@ class Distill(OnPolicy):
         group_size: Rollouts per task; more than 1 only makes a batch larger, unless `reward_coef` compares them.
         sampling: The choice of tasks. `refill` replaces groups whose rewards do not differ, and is refused without
             `reward_coef`, with which alone groups are compared.
-        reward_coef: Weight of the rewards' advantages, by `estimator`, beside the teacher's; 0 needs no reward.
+        reward_coef: Weight of the rewards' advantages, by `estimator`, added to the teacher's; 0 needs no reward.
         updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
         objective: The loss and the weights of tokens.
         correction: Importance weights for the difference between sampler and trainer.
@@ -157,7 +157,7 @@ class Distill(OnPolicy):
         moves = learner.moves
 
         # 1. Collect answers y of the policy as it is, pi. Training on its own states, and not on the teacher's texts,
-        # is what tells on-policy distillation from fine-tuning on a teacher's answers (GKD with lambda = 1).
+        # is what distinguishes on-policy distillation from fine-tuning on a teacher's answers (GKD with lambda = 1).
         collected = await self._groups.collect(self._tuned.step + 1)
 
         # 2. and 3. Rows with the rewards' part of the advantages, then the teacher's: log q(y_t | y_<t), by one forward

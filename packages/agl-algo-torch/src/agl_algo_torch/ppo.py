@@ -433,7 +433,7 @@ class PPO(OnPolicy):
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint of policy and critic, optimizer moments and the KL reference included."""
-        # The count alone is in the state; weights and moments of V are beside the policy's checkpoint.
+        # The count alone is in the state; weights and moments of V are next to the policy's checkpoint.
         done = state.get("critic_updates")
         self._critic_updates = None if done is None else int(done)
         self._replay.load(self._context.workdir, step=int(state["step"]))
@@ -459,7 +459,7 @@ class PPO(OnPolicy):
             self._critic.save(self._context.workdir, self._tuned.opened, step=step, keep=self._keep, kept=kept)
 
     async def _open_critic(self, state: Mapping[str, Json]) -> None:
-        """Continue with the critic that was saved beside the checkpoint; without one the next step makes it."""
+        """Continue with the critic that was saved next to the checkpoint; without one the next step makes it."""
         checkpoint = str(state.get("checkpoint", ""))
         if checkpoint and Path(checkpoint).is_dir():
             learner = await self._tuned.learner()

@@ -550,7 +550,7 @@ class KTO(PreferenceAlgorithm):
             losses.append(label.weight * loss)  # lambda_y - v(x, y), up to a constant
             factors[rollout] = label.weight * slope / len(examples)
             totals[is_good].append(total)
-        # Not in the paper: r(good) - r(bad) on average, to be read beside DPO's margin.
+        # Not in the paper: r(good) - r(bad) on average, to be read next to DPO's margin.
         margin = mean(totals[True]) - mean(totals[False]) if totals[True] and totals[False] else 0.0
         return factors, {"loss": mean(losses), "margin": margin, "reference_kl": point}
 

@@ -170,7 +170,7 @@ class RFT(Supplied):
                 part = [row for name in order[start : start + self._rollouts_per_update] for row in by_rollout[name]]
                 reports.append(await asyncio.to_thread(self._update, learner, part))
                 self._context.progress(epoch * len(order) + start, self._epochs * len(order), "update")
-        # No good rollout is no error: a hard batch leaves the weights alone, and the metric shows it.
+        # A step without a good rollout is not an error: a hard batch leaves the weights alone, and the metric shows it.
         kept = {"imitated": float(len(by_rollout))}
         if not reports:
             return kept | {"updates_skipped": 1.0}

@@ -19,7 +19,7 @@ Deviations from the paper, and why:
 - A sibling is shown by the answers of the same agent in the other rollout.
 - In rollouts that succeeded, and about which nothing was said, the teacher is heard only at tokens that it finds at
   least as likely as the policy does; with `teach_successes = "all"` at every token, as in the paper. It is mostly the
-  policy at the start that was told, makes mistakes of its own, and takes back what the policy does better by then: the
+  policy at the start with a lesson, makes mistakes of its own, and takes back what the policy does better by then: the
   calculator example went from a reward of 1.00 to 0.75 in ten steps, and stays at 0.98 as it is.
 - What rewards and tools say is masked where it quotes hidden fields of the task.
 - The teacher is the geometric mean of the policy at the step's start and that at this algorithm's start, which is the
@@ -135,9 +135,9 @@ class SDPO(OnPolicy):
             and those in which every rollout succeeded without a remark.
         teacher: What the teacher is and what it reads.
         divergence: `jsd`, `reverse` (policy to teacher) or `forward` (teacher to policy).
-        top_k: Tokens that a comparison tells apart, those that the policy finds likeliest; all others count as one. 0
-            compares the whole vocabulary.
-        grpo_coef: Weight of GRPO's loss beside the divergence; `estimator` gives its advantages.
+        top_k: The likeliest tokens of the policy, which are compared one by one; all others count as one. 0 compares
+            the whole vocabulary.
+        grpo_coef: Weight of GRPO's loss next to the divergence; `estimator` gives its advantages.
         aggregation: `token`, or `sequence`: every rollout counts the same, however long.
         optim: AdamW.
         lora: Adapters in place of all weights.

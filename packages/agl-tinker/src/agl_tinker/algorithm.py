@@ -317,7 +317,7 @@ class Tinker:
         loud = sum(any(e.rollout.rollout_id in own for e in group) for group in groups)
         metrics = _metrics(groups, rows=rows, loud=loud) | collected.metrics
 
-        # 3. Update: theta moves by the gradient of sum_t w_t r_t A_t. Without any advantage there is none.
+        # 3. Update: theta moves by the gradient of sum_t w_t r_t A_t. Without any advantage it stays.
         started = time.perf_counter()
         # All rows go along, silent ones too: they have a share in the denominators.
         published: tuple[str, ...] = ()

@@ -50,7 +50,7 @@ def read_objects(path: Path, *, what: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the objects of a JSON-lines file with the places where they stand, an empty one for other values.
 
     Blank lines are skipped. Raises DatasetError for a file of `what` that is not there, is empty, or has a line that
-    is no JSON.
+    is not JSON.
     """
     if not path.is_file():
         raise DatasetError(
@@ -160,7 +160,7 @@ class WrittenExample:
     start: int
 
     def where(self, side: Side) -> str:
-        """Return the file and line of a dialogue, empty if there is no such."""
+        """Return the file and line of the chosen or the rejected dialogue, empty where it is missing."""
         return self.sides[side].where if side in self.sides else ""
 
     def rows(self, *, tokenizer: Any, max_tokens: int) -> Iterator[RowSample]:

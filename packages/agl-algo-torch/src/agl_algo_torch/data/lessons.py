@@ -70,7 +70,7 @@ class SelfTeacher(Settings, frozen=True, kw_only=True):
                 raise ValueError(f"{name}_words = {text!r} shows nothing; write {{{name}}} in it")
 
     def message(self, lesson: Lesson) -> str:
-        """Return the user message that tells the lesson."""
+        """Return the user message with the lesson."""
         parts = [
             self.sibling_words.replace("{sibling}", lesson.sibling) if lesson.sibling else "",
             self.feedback_words.replace("{feedback}", lesson.feedback) if lesson.feedback else "",
@@ -93,7 +93,7 @@ class TaughtRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    """The rows that learn, the calls that do not with the reason for each, and the rollouts by what they were told."""
+    """The rows that learn, the calls that do not with the reason for each, and how many rollouts have lessons."""
 
     rows: list[TaughtRow] = field(default_factory=list[TaughtRow])
     untaught: dict[str, dict[str, str]] = field(default_factory=dict[str, "dict[str, str]"])
@@ -106,7 +106,7 @@ class Lessons:
         self.counts.update(other.counts)
 
     def metrics(self) -> dict[str, float]:
-        """Return how many rollouts there was something to tell about, and how many calls learn, by reason where not."""
+        """Return how many rollouts have a lesson, how many calls learn from one, and how many do not, by reason."""
         names = {"with_sibling": "told_sibling", "with_feedback": "told_feedback", "taught": "calls_taught"}
         names |= {reason: f"calls_untaught_{reason}" for reason in _REASONS}
         return {name: float(self.counts[key]) for key, name in names.items()}
@@ -144,7 +144,7 @@ class Teaching:
         self._known: dict[tuple[str, ...], Lessons] = {}
 
     async def lessons(self, groups: Sequence[Sequence[Episode]]) -> Lessons:
-        """Return the rows of all rollouts that there is something to tell about."""
+        """Return the rows of all rollouts that have a lesson."""
         found = Lessons()
         for group in groups:
             found.add(await self._of(group))
@@ -269,8 +269,8 @@ class Retelling:
         at = _last(prompt_ids, self._begin)
         if at < 0:
             return None
-        told = self._encode(self._before + message + self._after)
-        return [*prompt_ids[:at], *told, *prompt_ids[at:]]
+        lesson = self._encode(self._before + message + self._after)
+        return [*prompt_ids[:at], *lesson, *prompt_ids[at:]]
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer without the tokens that frame messages."""

@@ -64,7 +64,7 @@ class ReplayBuffer:
         }
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write the rows beside the checkpoint of a step, and remove old ones as `PolicyLearner.save` does."""
+        """Write the rows next to the checkpoint of a step, and remove old ones as `PolicyLearner.save` does."""
         if not self.share:
             return
 

@@ -8,7 +8,7 @@ ids and tokenises only the rest. Tool calls and plain answers that come back unc
 them (`written_answers`). Where the text differs otherwise (the template rewrote the answer, the client edited it), it
 tokenises the whole conversation.
 
-Limit: two conversations with equal text and different ids are told apart by their tool call ids; without any, the
+Limit: two conversations with equal text and different ids are distinguished by their tool call ids; without any, the
 most recent one is continued.
 """
 
@@ -118,7 +118,7 @@ class PromptBuilder:
         return Prompt(text, (*known, *ids), len(known))
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that is no conversation, with the special tokens that begin one."""
+        """Return the token ids of a text that is not a conversation, with the special tokens that begin one."""
         return self._codec.encode(text, add_special_tokens=True)
 
     def _find(self, text: str, known_calls: set[str]) -> tuple[int, _Turn] | None:
@@ -127,7 +127,7 @@ class PromptBuilder:
             turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
             if turns:
                 self._turns.move_to_end(text[:end])
-                # Siblings may have one text and different ids; the ids of their tool calls tell them apart.
+                # Siblings may have one text and different ids; the ids of their tool calls distinguish them.
                 turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & known_calls)))
                 return end + len(turn.text), turn
         return None

@@ -118,7 +118,7 @@ def _statistics(values: Mapping[str, Sequence[float]], *, has_norm: bool) -> tup
     mean = _mean(scores)
     # std = sqrt(sum (x - mean)^2 / (n - 1)) over the n rollouts
     deviation = math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
-    # What rounding has left is no difference: divided by itself it would become an advantage of size 1.
+    # A difference by rounding counts as 0: divided by itself it would become an advantage of size 1.
     if deviation <= ROUNDING * max(1.0, *(abs(score) for score in scores)):
         return mean, 0.0
     return mean, 1.0 / deviation if has_norm else 1.0

@@ -1,7 +1,7 @@
 """The state of a server between requests: sessions, models in training, samplers, and the queue of training.
 
 Training requests of all clients go through one thread, in the order in which they arrive, because one pass fills the
-machine. Sampling runs beside it. What is in memory is lost with the process: models in training, and results that
+machine. Sampling runs meanwhile. Everything in memory is lost with the process: models in training, and results that
 nobody fetched. Checkpoints stay, and so do sampling sessions, whose ids name their weights.
 """
 
@@ -276,7 +276,7 @@ def _run_id(session: str, number: int) -> str:
 
 
 def _number(seq_id: int | None) -> str:
-    """Return what tells a request from its client's others; one that came without a number is not sent twice."""
+    """Return the part of a promise's id that is the request's own; a request without a number is never sent twice."""
     return uuid.uuid4().hex if seq_id is None else str(seq_id)
 
 
