@@ -281,7 +281,7 @@ def test_address_that_refuses_is_told_once_without_its_path_and_gets_the_rest_af
     receiver.answers = [404] * 1000
     trainer().fit(solve, TASKS)
     assert [] == receiver.got
-    assert 1 == len([record for record in caplog.records if "the experiment goes on" in record.getMessage()])
+    assert 1 == len([record for record in caplog.records if "the experiment continues" in record.getMessage()])
     assert "`agl run --sync`" in caplog.text
     assert "the-secret-part" not in caplog.text
 

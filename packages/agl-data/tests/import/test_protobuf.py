@@ -131,7 +131,7 @@ def test_logs_are_no_spans(tmp_path: Path, imports: Imports) -> None:
     path = tmp_path / "logs.pb"
     path.write_bytes(bytes([0x0A, len(group)]) + group)
 
-    with pytest.raises(DatasetError, match=r"message 1 is no batch of spans .*or hold logs or metrics"):
+    with pytest.raises(DatasetError, match=r"message 1 is not a batch of spans .*or hold logs or metrics"):
         imports(path)
     assert [] == imports.recordings()
 

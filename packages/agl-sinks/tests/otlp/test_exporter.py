@@ -103,7 +103,7 @@ def test_what_a_backend_missed_is_sent_by_the_next_run(tmp_path: Path, caplog: p
     assert REWARD == result.after
     away, left = warnings_of(caplog)
     assert f"http://127.0.0.1:{port}/v1/traces does not answer (ConnectError" in away
-    assert "the experiment goes on, and the rollouts are sent when it answers" in away
+    assert "the experiment continues, and the rollouts are sent when it answers" in away
     assert "3 rollouts were not sent" in left
 
     with Backend(port) as backend:

@@ -105,7 +105,7 @@ def read_rows(path: Path, columns: Mapping[str, Kind]) -> Iterator[Row]:
     """Read columns of a local file, row by row.
 
     Raises:
-        DamagedFileError: It is no Parquet file, is damaged, or lacks a column.
+        DamagedFileError: It is not a Parquet file, is damaged, or lacks a column.
         NewerFileError: A newer release wrote it.
     """
     with _reading():
@@ -143,7 +143,7 @@ def _check(schema: Any, columns: Mapping[str, Kind]) -> None:
     metadata: dict[bytes, bytes] = schema.metadata or {}
     version = metadata.get(_VERSION, b"")
     if not version.isdigit():
-        raise DamagedFileError("it is no table of an archive")
+        raise DamagedFileError("it is not a table of an archive")
     if int(version) > FORMAT:
         raise NewerFileError(int(version))
     for name, kind in columns.items():

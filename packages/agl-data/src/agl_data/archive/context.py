@@ -177,7 +177,7 @@ async def _lacking_versions(store: Store, versions: Sequence[ResourceVersion]) -
         if len(missing) + len(same) < len(archived) or (missing and len(there) > len(same)):
             raise ConflictError(
                 f"the store has other versions of the resource {name!r} than the archive, and a restored one would "
-                "become the newest, which agents get; restore into a store of its own: --store restored.db"
+                "become the newest, which agents get; restore into a separate store: --store restored.db"
             )
         lacking += missing
     return lacking

@@ -140,7 +140,7 @@ def open_archive(place: Place) -> None:
     mark = _decoded(place, MARK, Mark)
     if mark is None:
         raise ConfigError(
-            f"{place.shown} is no archive: it has no file {MARK}; name the folder that agl data archive wrote to"
+            f"{place.shown} is not an archive: it has no file {MARK}; name the folder that agl data archive wrote to"
         )
     if mark.format != Mark().format:
         raise damaged(place, MARK, f"it names the format {mark.format!r}")
@@ -154,7 +154,7 @@ def make_archive(place: Place) -> None:
     others = place.names()
     if others:
         raise ConfigError(
-            f"{place.shown} is no archive and is not empty: it has {others[0]!r}; name a folder that is new or empty, "
+            f"{place.shown} is not an archive and is not empty: it has {others[0]!r}; name a new or empty folder, "
             "or the folder of an archive"
         )
     place.write(MARK, to_json(Mark()))

@@ -121,7 +121,7 @@ class Place:
             reason = str(error) or type(error).__name__
             raise StoreError(
                 f"cannot {what} in the archive {self.shown}: {reason}; mend that, such as the folder's rights or the "
-                "backend's credentials, and repeat the command, which goes on where it stopped"
+                "backend's credentials, and repeat the command, which continues where it stopped"
             ) from error
 
 
@@ -140,10 +140,10 @@ def _open(url: str, shown: str) -> tuple[Any, str]:
     try:
         return _fsspec.core.url_to_fs(url)
     except ImportError as error:
-        install = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else f"install what it asks for: {error}"
+        install = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else f"install its requirements: {error}"
         raise ConfigError(f"the archive {shown} needs a package that is not installed; {install}") from error
     except ValueError as error:
         raise ConfigError(
-            f"{shown} is no address of an archive: {error}; name a folder, or a URL such as s3://BUCKET/FOLDER, "
+            f"{shown} is not an address of an archive: {error}; name a folder, or a URL such as s3://BUCKET/FOLDER, "
             "gs://BUCKET/FOLDER or az://CONTAINER/FOLDER"
         ) from error

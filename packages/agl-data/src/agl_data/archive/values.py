@@ -21,7 +21,7 @@ _MOST_MICROS = 253_402_300_800 * _MICRO
 def row_of(record: Any, columns: Mapping[str, Kind]) -> Row:
     """Return the columns that have the names of a record's fields: integers and times as columns hold them.
 
-    A column of texts holds a field that is no text as JSON.
+    A column of texts holds a field that is not text as JSON.
     """
     found = {name: getattr(record, name) for name in columns if hasattr(record, name)}
     return {name: _as_column(value, columns[name]) for name, value in found.items()}

@@ -54,7 +54,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     A document that is an array has one record for each item.
 
     Raises:
-        DatasetError: The file cannot be read, is no JSON, ends in the middle, or has a record that is too large.
+        DatasetError: The file cannot be read, is not JSON, ends in the middle, or has a record that is too large.
     """
     with opened(path) as file:
         texts = ((number, text) for number, text in enumerate(_texts(path, file), start=1) if text.strip())
@@ -139,13 +139,13 @@ def decoded(text: bytes) -> Json:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _no_json(place: str, error: ValueError) -> DatasetError:
     reason = error.reason if isinstance(error, UnicodeDecodeError) else str(error)
     return DatasetError(
-        f"{place} is no JSON ({reason}), and nothing was imported; the file may be cut, or still be written: repair or "
+        f"{place} is not JSON ({reason}), and nothing was imported; the file may be cut or incomplete: repair or "
         "remove the line, or import the file once it is complete"
     )
 
@@ -180,7 +180,7 @@ def opened(path: Path) -> Generator[IO[bytes]]:
         raise DatasetError(f"cannot read {path}: {error.strerror or error}; correct the path") from error
     except (EOFError, zlib.error) as error:
         raise DatasetError(
-            f"{path} is cut or damaged ({error}), and nothing was imported; copy it once more from where it was made"
+            f"{path} is cut or damaged ({error}), and nothing was imported; copy it again from its origin"
         ) from error
 
 

@@ -36,7 +36,7 @@ def read_batches(path: Path) -> Iterator[Line] | None:
 
 
 def _framing(head: bytes) -> str:
-    """Return how a file that begins so is framed, ``""`` for one that is no Protobuf.
+    """Return how a file that begins so is framed, ``""`` for one that is not Protobuf.
 
     A batch begins with 0x0A, the tag of its first field, and what this holds with 0x0A, 0x12 or 0x1A.
     """
@@ -82,8 +82,8 @@ def _batches(path: Path) -> Iterator[Line]:
                 yield _line(place, _unpacked(place, data, framing))
             except _NoBatchError as error:
                 raise DatasetError(
-                    f"{place} is no batch of spans ({error}), and nothing was imported; the file may be cut, damaged, "
-                    "or hold logs or metrics: write the spans once more with an exporter of OTLP"
+                    f"{place} is not a batch of spans ({error}), and nothing was imported; the file may be cut or "
+                    "damaged, or hold logs or metrics: write the spans again with an OTLP exporter"
                 ) from error
 
 
@@ -107,7 +107,7 @@ def _varint(value: int) -> bytes:
 
 
 class _NoBatchError(Exception):
-    """A message that is no batch of spans."""
+    """A message that is not a batch of spans."""
 
 
 class _Reader:

@@ -174,12 +174,12 @@ def _check_runner(plan: Plan) -> None:
         )
     if plan.agent.harness and plan.config.gateway.use == "none":
         raise ConfigError(
-            "a harness is a program of its own, and only the gateway can record its model calls; remove [gateway] "
+            "a harness is a separate program, and only the gateway can record its model calls; remove [gateway] "
             'use = "none"'
         )
     if runner.use == "command" and not plan.agent.command:
         raise ConfigError(
-            f'runner.use is "command", and the agent {plan.agent.identity!r} is none; write a command as an array of '
+            f'runner.use is "command", and the agent {plan.agent.identity!r} is not a command; write it as an array of '
             'words, such as agent = ["python", "agent.py"], or set [runner] use = "async"'
         )
 
@@ -194,7 +194,7 @@ def _check_first(config: ExperimentConfig) -> None:
     for name in schedule.first:
         if name not in names:
             hint = did_you_mean(name, names, otherwise=f"there are {sorted(names)}")
-            raise ConfigError(f"schedule.first names {name!r}, which is no algorithm; {hint}")
+            raise ConfigError(f"schedule.first names {name!r}, which is not an algorithm; {hint}")
 
 
 def _check_tasks(plan: Plan) -> None:
@@ -342,7 +342,7 @@ def _check_pattern(owner: str, pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"{owner} agents = {pattern!r} is no regular expression: {error}; list names as in 'write|rewrite'"
+            f"{owner} agents = {pattern!r} is not a regular expression: {error}; list names as in 'write|rewrite'"
         ) from None
 
 
@@ -398,7 +398,9 @@ def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
     wanted, found = plan.entry(algorithm).tunes, _kinds(plan.config)
     if name not in found:
         hint = did_you_mean(name, _tunable(plan), otherwise=f"there are {_tunable(plan)}")
-        raise ConfigError(f"algorithm {algorithm.name!r} tunes {name!r}, which is no policy or resource; {hint}")
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} tunes {name!r}, which is neither a policy nor a resource; {hint}"
+        )
     if found[name] not in wanted:
         fitting = sorted(other for other, kind in found.items() if kind in wanted)
         remedy = f"set tunes to one of {fitting}" if fitting else "add one of that kind, or use another algorithm"
@@ -442,7 +444,7 @@ def _provided(plan: Plan) -> Sequence[str]:
 
 
 def check_patterns(patterns: Mapping[str, str]) -> None:
-    """Refuse ``agents`` patterns, by policy name, that are no regular expression or that share an agent's name.
+    """Refuse ``agents`` patterns, by policy name, that are not regular expressions or that share an agent's name.
 
     Two expressions can overlap in ways that only a call shows; the gateway refuses such a call.
 

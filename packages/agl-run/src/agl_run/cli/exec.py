@@ -24,8 +24,8 @@ from agl_run.watch.agreement import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_ca
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 
 _RECORDED = (
-    "A Python program is recorded where its clients use httpx, as the openai and anthropic ones do; any other program "
-    "where it reads OPENAI_BASE_URL: pass --upstream, the URL where its calls go."
+    "A Python program is recorded if its clients use httpx, as those of openai and anthropic do; any other program "
+    "if it reads OPENAI_BASE_URL: pass --upstream, the URL to which its calls go."
 )
 
 
@@ -66,7 +66,7 @@ def exec_program(
     store_url = as_url(url or DEFAULT_STORE)
     refuse_directory(store_url, Path())
     if upstream and not upstream.startswith(("http://", "https://")):
-        raise ConfigError(f"--upstream {upstream!r} is no URL; write http://HOST:PORT/v1")
+        raise ConfigError(f"--upstream {upstream!r} is not a URL; write http://HOST:PORT/v1")
     started = time.monotonic()
     request = StopRequest()
     recording = record_command(

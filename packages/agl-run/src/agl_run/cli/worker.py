@@ -54,7 +54,7 @@ def worker(
     """Run rollouts of the running experiment in FILE until it is finished."""
     config, plugins = read_experiment(file, settings, manager=manager)
     if gateway_url and not gateway_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--gateway {gateway_url!r} is no URL; write http://HOST:PORT")
+        raise ConfigError(f"--gateway {gateway_url!r} is not a URL; write http://HOST:PORT")
     plan = make_worker_plan(config, folder=file.absolute().parent, manager=plugins)
     if ca := ca_of(plan):
         os.environ.setdefault(CA_ENV, str(ca))  # its store is mostly that which the gateway serves
@@ -100,8 +100,8 @@ def _open(plan: Plan, given: str | None) -> Store:
         )
     if url.startswith(_SQLITE) and not Path(url.removeprefix(_SQLITE)).exists():
         raise ConfigError(
-            f"there is no store {url} on this machine. Where the experiment runs elsewhere, give --store "
-            "http://HOST:PORT of its gateway or of `agl serve`; where it runs here, start it first"
+            f"there is no store {url} on this machine. If the experiment runs elsewhere, give --store "
+            "http://HOST:PORT of its gateway or of `agl serve`; if it runs here, start it first"
         )
     if worker_key() and not url.startswith(("http://", "https://")):
         raise ConfigError(

@@ -55,7 +55,7 @@ def agent_of(
         )
     if section.workspace and not section.harness:
         raise ConfigError(
-            "experiment.workspace is what a coding harness works in, and the experiment has none; add harness = "
+            "experiment.workspace is for a coding harness, and the experiment has no harness; add harness = "
             '"NAME", one that `agl harness list` shows, or remove workspace'
         )
     if section.harness:

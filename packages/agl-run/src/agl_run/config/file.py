@@ -43,7 +43,7 @@ def load_data(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}; name an experiment file, such as e.toml") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no valid TOML: {error}{_line_of(path, str(error))}") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}{_line_of(path, str(error))}") from None
 
 
 def _line_of(path: Path, problem: str) -> str:

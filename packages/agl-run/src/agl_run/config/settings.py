@@ -66,7 +66,7 @@ def refuse_other_kind(experiment: str, algorithm: AlgorithmConfig, before: Mappi
     if kind not in (None, _text("use", algorithm.use)):
         raise ConfigError(
             f"the algorithm {algorithm.name!r} of experiment {experiment!r} began as {kind} and its use is now "
-            f"{_text('use', algorithm.use)}, which cannot continue from that state; give the new one a name of its own "
+            f"{_text('use', algorithm.use)}, which cannot continue from that state; give the new one its own name "
             "(name = ... in [[algorithm]]), or start again with --fresh (fresh=True)"
         )
 

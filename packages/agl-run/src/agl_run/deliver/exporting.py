@@ -107,7 +107,7 @@ class Exporting:
         except FencedError:
             pass  # another trainer took over, and sends the rest
         except Exception:  # noqa: BLE001  # isolation point: the experiment goes on
-            _LOG.exception("the exporter %s stopped, and the experiment goes on without it", self._name)
+            _LOG.exception("the exporter %s stopped, and the experiment continues without it", self._name)
 
     async def _next(self) -> Sequence[Change]:
         """Wait for changes; none at the end of the experiment, once all were read."""
@@ -170,7 +170,7 @@ class Exporting:
         self._counts["broken"] += 1
         if self._counts["broken"] == 1:
             _LOG.exception(
-                "the exporter %s broke on rollout %s; the experiment goes on, and such rollouts are left out",
+                "the exporter %s failed on rollout %s; the experiment continues, and such rollouts are left out",
                 self._name,
                 recordings[0].rollout.rollout_id,
             )
@@ -180,7 +180,7 @@ class Exporting:
         if kind not in self._told:
             self._told.add(kind)
             rest = "the rollouts are sent when it answers" if error.is_passing else "such rollouts are left out"
-            _LOG.warning("%s: %s; the experiment goes on, and %s", self._name, error, rest)
+            _LOG.warning("%s: %s; the experiment continues, and %s", self._name, error, rest)
 
     async def _read(self, rollout_ids: Sequence[str]) -> list[Recording]:
         """Read rollouts with all of their spans; leaves out those that were removed meanwhile."""

@@ -250,7 +250,7 @@ class _Sinking:
         if not self._is_told:
             self._is_told = True
             _LOG.warning(
-                "%s: %s; the experiment goes on, and its numbers are written when this works again",
+                "%s: %s; the experiment continues, and its numbers are written when this works again",
                 *(self._name, _problem(error)),
                 exc_info=_LOG.isEnabledFor(logging.DEBUG),
             )

@@ -158,7 +158,7 @@ def require_key(place: str, variable: str) -> None:
     """Raise :class:`ConfigError` if the environment lacks the variable; ``""`` is none."""
     if variable and not _VARIABLE.fullmatch(variable):
         raise ConfigError(
-            f"[{place}] {_KEY} is no name of an environment variable, and may be a key itself; export the key, such as "
+            f"[{place}] {_KEY} is not the name of a variable, and may be a key itself; export the key, such as "
             f'in OPENAI_API_KEY, and write {_KEY} = "OPENAI_API_KEY"'
         )
     if variable and not os.environ.get(variable):
@@ -169,7 +169,7 @@ def require_key(place: str, variable: str) -> None:
 
 
 def check_template(name: str, template: PromptTemplate) -> None:
-    """Raise :class:`ConfigError` for braces of an f-string template that are no placeholder, such as ``{json: 1}``."""
+    """Raise :class:`ConfigError` for braces of an f-string template that are not placeholders: ``{json: 1}``."""
     if template.engine != "f-string":
         return
     remedy = 'write literal braces as {{ and }}, or set engine = "plain" or "jinja"'
@@ -181,7 +181,7 @@ def check_template(name: str, template: PromptTemplate) -> None:
         if not (_NAME.fullmatch(field or "") and _is_format(form or "")):
             shown = f"{field}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
             raise ConfigError(
-                f"[resource.{name}] template: {'{' + shown[:60] + '}'!r} is read as a placeholder and is none; {remedy}"
+                f"[resource.{name}] template: {'{' + shown[:60] + '}'!r} looks like a placeholder and is not; {remedy}"
             )
 
 

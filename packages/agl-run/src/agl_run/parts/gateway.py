@@ -53,7 +53,7 @@ def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, st
         if config.process is True:
             raise ConfigError(f"[gateway] process is true, and {error}") from error
         return gateway, f"the gateway runs in this process, although it would get its own ({count}): {error}"
-    return separate, f"the gateway runs in a process of its own: {count}"
+    return separate, f"the gateway runs in its own process: {count}"
 
 
 def check_place(plan: Plan, *, store_url: str) -> None:
@@ -78,7 +78,7 @@ def gateway_params(plan: Plan) -> dict[str, Any]:
 
 def _apart(gateway: Gateway, plan: Plan, store_url: str) -> Gateway:
     if not isinstance(gateway, SeparableGateway):
-        raise ConfigError(f"the gateway {type(gateway).__name__} has no process of its own")
+        raise ConfigError(f"the gateway {type(gateway).__name__} cannot run in its own process")
     if not store_url:
         raise ConfigError("the store is an object, which a second process cannot open; give its URL")
     return gateway.apart(store_url, plugins=plan.manager.worker_env())

@@ -79,7 +79,7 @@ class ForkPlayer:
         if not missed:
             return ""
         return (
-            f"the agent ended without {self._named(missed[0])}. Something beside its model calls went another way, "
+            f"the agent ended without {self._named(missed[0])}. Something other than its model calls went differently, "
             "such as a tool, or the call left through a client that is not on httpx; a fork answers no other"
         )
 
@@ -120,7 +120,7 @@ class ForkPlayer:
         if due is None:
             return told
         where = nearest(messages, [asked(due.dialect, due.request)])
-        return f"{told}. Due was {self._named(due)}: {where}"
+        return f"{told}. Expected: {self._named(due)}: {where}"
 
     def _missed(self) -> list[RecordedAnswer]:
         """Return the calls up to the one to fork at that the agent has not made yet, in order of time."""

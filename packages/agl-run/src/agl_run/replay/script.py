@@ -61,5 +61,5 @@ async def _answers(store: Store, rollout_id: str) -> tuple[RecordedAnswer, ...]:
         return recorded_answers(await all_spans(store, rollout_id))
     except NotFoundError as error:
         raise RunError(
-            f"rollout {rollout_id!r} is to be replayed and is no longer in the store; keep it until its replays ran"
+            f"rollout {rollout_id!r} is to be replayed but is no longer in the store; keep it until then"
         ) from error

@@ -140,7 +140,7 @@ class CollapseGuard:
 
 
 _INTENTIONS = {
-    "rollback": "training goes back to the best versions with smaller steps, or stops where it cannot",
+    "rollback": "training goes back to the best versions with smaller steps, or stops if it cannot",
     "stop": "the run stops",
-    "continue": "training goes on all the same",
+    "continue": "training continues anyway",
 }

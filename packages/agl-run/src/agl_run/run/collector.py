@@ -285,8 +285,8 @@ class Collector:
                 if differing := await self._differing(rollout):
                     raise ConfigError(
                         f"a step that was interrupted asked for the rollout {rollout.rollout_id} with other "
-                        f"{differing}, and the step goes on with the rollouts that it had. Change that back until the "
-                        "step is done, or start anew with --fresh"
+                        f"{differing}, and the step continues with its old rollouts. Change that back until the step "
+                        "is done, or start again with --fresh"
                     ) from error
             raise
 
@@ -368,6 +368,6 @@ async def cancel_unfinished(store: Store, experiment: str) -> None:
 def _check_gateway(plan: Plan) -> None:
     if plan.config.gateway.use == "none":
         raise ConfigError(
-            "the algorithm asks for greedy rollouts, and only the gateway gives their calls temperature 0; remove "
+            "the algorithm requests greedy rollouts, and only the gateway sets their temperature to 0; remove "
             '[gateway] use = "none", or use an algorithm without them'
         )

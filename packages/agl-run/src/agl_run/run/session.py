@@ -327,8 +327,8 @@ class Session:
         began = [one.resource for one in await self.store.resources(name) if one.version.partition(".")[0] == first]
         if began and resource not in began:  # one that began at a label has no first version of its own
             (self._say or _LOG.info)(
-                f"{name}: the run goes on with the version {version.version}, and not with what the experiment's file "
-                "says, which has changed since the run began; to use the file's, start again with --fresh (fresh=True) "
+                f"{name}: the run continues with the version {version.version}; the experiment's file has changed "
+                "since. To use the file's value, start again with --fresh (fresh=True) "
                 "or give the experiment another name"
             )
 

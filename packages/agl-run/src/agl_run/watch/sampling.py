@@ -72,7 +72,7 @@ class SamplingReport(Observer):
         self._logged.update((policy, attribute, text.split(" ")[0]) for text in new)
         if new:
             see = proposal("See", "show", span.rollout_id, store_url=self._store_url)
-            _LOG.warning("the agent asks for %s; %s.%s", ", ".join(new), _MESSAGES[attribute] % policy, see)
+            _LOG.warning("the agent requests %s; %s.%s", ", ".join(new), _MESSAGES[attribute] % policy, see)
 
 
 def check_rules(policies: Mapping[str, PolicyConfig], *, trained: Iterable[str]) -> None:

@@ -115,7 +115,7 @@ class RemoteWorker:
                 await asyncio.sleep(LOOK_S)
                 continue
             if serving is None:
-                self._say_once("waiting", f"experiment {self._plan.name!r} does not run; waiting for it to start")
+                self._say_once("waiting", f"experiment {self._plan.name!r} is not running; waiting for it to start")
             else:
                 gateway = self._gateway_of(serving)
                 problem = await self._join_problem(serving, gateway)

@@ -21,7 +21,7 @@ from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, json_
 
 _VERSION = re.compile(r"ATIF-v1\.([0-8])")
 _MERGED = "steps that stand for several model calls: without token ids"
-_CONTINUED = "trajectories that continue another one: each is a run of its own"
+_CONTINUED = "trajectories that continue another one: each is a separate run"
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 _DEEPEST = 32
 
@@ -181,7 +181,7 @@ class _Trajectory:
             found["logprobs"] = pack_floats(logprobs)
         except ValueError as error:
             raise DatasetError(
-                f"{self._place}: step {number + 1} has token ids or logprobs that are no numbers of 32 bits ({error}); "
+                f"{self._place}: step {number + 1} has token ids or logprobs that are not 32-bit numbers ({error}); "
                 "write them once more, or leave them out"
             ) from error
         if len(logprobs) != len(answer):
@@ -221,7 +221,7 @@ class _Trajectory:
             if not _is_inside(target, self._path.parent):
                 raise DatasetError(
                     f"{self._place} names the sub-agent's trajectory {path[:200]!r}, which is outside of its folder; "
-                    "nothing was imported: move that file beside this one, and name it there"
+                    "nothing was imported: move that file next to this one, and name it there"
                 )
             line = next(read_lines(target), None)
             document = as_dict(line.value) if line else {}

@@ -63,7 +63,9 @@ def _checked(place: str, record: dict[str, Any]) -> list[dict[str, Any]]:
                 f"{', '.join(sorted(_ROLES))}"
             )
         if not isinstance(message.get("content"), str | list | None):
-            raise DatasetError(f"{place}: the content of message {number} is no text and no list of parts; make it one")
+            raise DatasetError(
+                f"{place}: the content of message {number} is neither text nor a list of parts; make it one"
+            )
     return messages
 
 

@@ -98,7 +98,7 @@ def _tool_call(part: dict[str, Any]) -> dict[str, Json]:
 
 
 def _parts(parts: Json) -> Json:
-    """Return the text of parts, or chat's parts where some are no text."""
+    """Return the text of parts, or chat's parts where some are not text."""
     if isinstance(parts, str):
         return parts
     found = [part for part in map(_part, dicts_in(parts)) if part]

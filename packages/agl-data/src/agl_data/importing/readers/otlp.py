@@ -41,14 +41,16 @@ def fits(record: Json) -> bool:
 
 
 def read(path: Path) -> Iterator[Run]:
-    """Read the traces of a file; raises :class:`DatasetError` for a record that is no batch of spans."""
+    """Read the traces of a file; raises :class:`DatasetError` for a record that is not a batch of spans."""
     return runs_of(path, _parts(path), content=(*genai.CONTENT, *LANGFUSE_CONTENT))
 
 
 def _parts(path: Path) -> Iterator[tuple[str, Part]]:
     for line in read_batches(path) or read_lines(path):
         if not fits(line.value):
-            raise DatasetError(f"{line.place} is no batch of spans (it has no resourceSpans); write one request a line")
+            raise DatasetError(
+                f"{line.place} is not a batch of spans (it has no resourceSpans); write one request a line"
+            )
         yield from marked(line, _spans_in(line))
 
 
