@@ -49,7 +49,7 @@ def call_span(
 
 
 def plain_span(span_id: str, *, parent: str | None = None, start: int = 1, end: int = 10**6, **fields: Any) -> Span:
-    """Return a span that is not a model call; ``start`` and ``end`` are in the unit of :func:`call_span`'s number."""
+    """Return a span that is no model call; ``start`` and ``end`` are in the unit of :func:`call_span`'s number."""
     given: dict[str, Any] = {"name": span_id, "sequence": start, "attributes": {}, "attempt_id": "r.1", **fields}
     return Span(rollout_id="r", span_id=span_id, parent_id=parent, start_ns=start * 10, end_ns=end * 10, **given)
 

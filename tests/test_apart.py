@@ -104,7 +104,7 @@ def test_gateway_killed_five_times_costs_no_rollout(agl: StartAgl, apart: Callab
 
     assert 0 == process.returncode, out + err
     assert 5 == (out + err).count("ended with -9; it is started again"), out + err
-    assert "the gateway runs in its own process: 3 attempts at once" in out + err
+    assert "the gateway runs in a process of its own: 3 attempts at once" in out + err
     check_all_trained_once(file, steps=25)
 
 
@@ -167,7 +167,7 @@ def test_gateway_gets_a_process_beyond_the_load_that_the_settings_name(
 
     assert [
         "the gateway runs in this process: 3 attempts at once, and it gets its own above 64",
-        "the gateway runs in its own process: 65 attempts at once",
+        "the gateway runs in a process of its own: 65 attempts at once",
         "the gateway runs in this process, as [gateway] process = false says",
     ] == told
 
@@ -180,7 +180,7 @@ def test_gateway_of_workers_elsewhere_has_a_process(agl: StartAgl, experiment: C
     out, err = trainer.communicate(timeout=120)
     worker.communicate(timeout=120)
 
-    assert "the gateway runs in its own process: workers elsewhere run the attempts" in out + err
+    assert "the gateway runs in a process of its own: workers elsewhere run the attempts" in out + err
     assert (0, 0) == (trainer.returncode, worker.returncode), out + err
 
 

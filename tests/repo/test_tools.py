@@ -33,7 +33,7 @@ def test_time_is_that_of_the_lane_that_ends_last(seconds: list[float], lanes: in
 def test_every_session_that_is_run_has_its_time() -> None:
     text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
     for name in read_times():
-        assert name.partition("-3.")[0].partition("(")[0] in text, f"{name} is not a session; remove it from times.toml"
+        assert name.partition("-3.")[0].partition("(")[0] in text, f"{name} is no session; remove it from times.toml"
 
 
 def test_output_is_shown_of_what_failed_and_of_nothing_else(tmp_path: Path) -> None:

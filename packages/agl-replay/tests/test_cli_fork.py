@@ -188,7 +188,7 @@ def test_divergence_fails_the_fork_whatever_the_agent_makes_of_it(
         tuple(each[key] for key in ("is_diverged", "reward", "status", "replayed_calls", "model_calls"))
         for each in report["forks"]
     ]
-    assert "Expected: call 2 of sums-dev" in report["forks"][0]["error"]
+    assert "Due was call 2 of sums-dev" in report["forks"][0]["error"]
     assert "is 'calm write 2+2 ok at noon'" in report["forks"][0]["error"]
     assert report["mean"] is None
     assert [] == team.server.calls

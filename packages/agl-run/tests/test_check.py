@@ -70,11 +70,11 @@ def test_server_that_needs_no_key_is_accepted(tmp_path: Path, section: str) -> N
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("Answer as {json: 1}", "'{json: 1}' looks like a placeholder and is not"),
-        ('Answer as {"answer": 1}', "'{\"answer\": 1}' looks like a placeholder and is not"),
-        ("Answer as {answer:[1, 2]}", "'{answer:[1, 2]}' looks like a placeholder and is not"),
-        ("Answer as {}", "'{}' looks like a placeholder and is not"),
-        ("Answer as {0}", "'{0}' looks like a placeholder and is not"),
+        ("Answer as {json: 1}", "'{json: 1}' is read as a placeholder and is not one"),
+        ('Answer as {"answer": 1}', "'{\"answer\": 1}' is read as a placeholder and is not one"),
+        ("Answer as {answer:[1, 2]}", "'{answer:[1, 2]}' is read as a placeholder and is not one"),
+        ("Answer as {}", "'{}' is read as a placeholder and is not one"),
+        ("Answer as {0}", "'{0}' is read as a placeholder and is not one"),
         ("Answer as {question", "expected '}' before end of string"),
         ("Answer as }", "Single '}' encountered in format string"),
     ],

@@ -76,11 +76,11 @@ def written(folder: Path, *, val: int) -> dict[str, Any]:
     [
         (0, {"validation_limit": 3}, "validation_limit is 3, and there are no validation tasks; set [experiment] val"),
         (0, {"final": "last"}, "final is 'last', and there are no validation tasks; set [experiment] val"),
-        (4, {"on_collapse": "stop", "validate_every": 1}, "from 5 validation tasks on, of which there are 4; give"),
+        (4, {"on_collapse": "stop", "validate_every": 1}, "from 5 validation tasks on, and there are 4; give"),
         (
             9,
             {"on_collapse": "continue", "validate_every": 1, "validation_limit": 3},
-            "a collapse shows from 5 validation tasks on, of which there are 3; give more of them",
+            "a collapse shows from 5 validation tasks on, and there are 3; give more of them",
         ),
     ],
 )

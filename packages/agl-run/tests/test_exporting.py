@@ -93,7 +93,7 @@ def test_rollouts_on_which_an_exporter_breaks_are_left_out_and_all_others_sent(
     assert 1.0 == result.after
     assert exporter.is_closed
     assert 38 == len(exporter.ids) == len(set(exporter.ids))
-    (record,) = [record for record in caplog.records if "the exporter kept failed on rollout" in record.getMessage()]
+    (record,) = [record for record in caplog.records if "the exporter kept broke on rollout" in record.getMessage()]
     assert record.exc_info is not None
     assert "kept: 2 rollouts were not sent, because the exporter broke on them" in caplog.messages
 

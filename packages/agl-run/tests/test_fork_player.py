@@ -86,7 +86,7 @@ def test_another_request_before_the_fork_is_refused_and_its_first_difference_nam
     assert ["recorded said 1", "refused", "refused"] == ask(fork, RUN[0], ("write", "w, at noon"), RUN[2])
     found = fork.divergence(is_over=False)
     assert "write made a request that the recorded rollout did not make: user: w, at noon" in found
-    assert "Expected: call 2 of r by write: message 1 (user) was 'w', is 'w, at noon'" in found
+    assert "Due was call 2 of r by write: message 1 (user) was 'w', is 'w, at noon'" in found
     assert found == fork.divergence(is_over=True)
 
 

@@ -13,8 +13,9 @@ from agl.schemas import JsonResource, PromptTemplate
 from agl_run import Quiet, Trainer
 
 SAID = (
-    "{name}: the run continues with the version {version}; the experiment's file has changed since. To use the file's "
-    "value, start again with --fresh (fresh=True) or give the experiment another name"
+    "{name}: the run goes on with the version {version}, and not with what the experiment's file says, which has "
+    "changed since the run began; to use the file's, start again with --fresh (fresh=True) or give the experiment "
+    "another name"
 )
 
 

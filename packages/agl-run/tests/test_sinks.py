@@ -145,7 +145,7 @@ def test_sink_begins_again_after_errors_which_are_told_once(
     assert ["finished"] == [end.status for end in sink.ends]
     own = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "kept-0" in r.getMessage()]
     assert [
-        "kept-0: ValueError: no room; the experiment continues, and its numbers are written when this works again"
+        "kept-0: ValueError: no room; the experiment goes on, and its numbers are written when this works again"
     ] == own
 
 

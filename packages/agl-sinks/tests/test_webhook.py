@@ -181,12 +181,12 @@ def test_only_the_events_that_are_asked_for_are_sent(receiver: Receiver, tmp_pat
     [
         ({}, "needs the address"),
         ({"url": "http://h/p", "url_env": "HOOK"}, "only one of the two"),
-        ({"url": "file:///etc/passwd"}, "is no web address"),
-        ({"url": "https:///the-secret"}, "is no web address"),
-        ({"url": "https://[h/the-secret"}, "is no web address"),
-        ({"url": "https://h:port/the-secret"}, "is no web address"),
-        ({"url": "https://h:99999/the-secret"}, "is no web address"),
-        ({"url": "https://h/the-secret\nHost: x"}, "is no web address"),
+        ({"url": "file:///etc/passwd"}, "is not a web address"),
+        ({"url": "https:///the-secret"}, "is not a web address"),
+        ({"url": "https://[h/the-secret"}, "is not a web address"),
+        ({"url": "https://h:port/the-secret"}, "is not a web address"),
+        ({"url": "https://h:99999/the-secret"}, "is not a web address"),
+        ({"url": "https://h/the-secret\nHost: x"}, "is not a web address"),
         ({"url": "https://user:the-secret@h/"}, "the address at h has a user or a password"),
         ({"url_env": "HOOK_NOT_SET"}, "HOOK_NOT_SET, which is not set"),
         ({"url": "http://h", "secret_env": "HOOK_NOT_SET"}, "secret_env names .* HOOK_NOT_SET"),
@@ -281,7 +281,7 @@ def test_address_that_refuses_is_told_once_without_its_path_and_gets_the_rest_af
     receiver.answers = [404] * 1000
     trainer().fit(solve, TASKS)
     assert [] == receiver.got
-    assert 1 == len([record for record in caplog.records if "the experiment continues" in record.getMessage()])
+    assert 1 == len([record for record in caplog.records if "the experiment goes on" in record.getMessage()])
     assert "`agl run --sync`" in caplog.text
     assert "the-secret-part" not in caplog.text
 

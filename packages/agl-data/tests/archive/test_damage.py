@@ -114,7 +114,7 @@ def test_a_missing_backend_names_its_package():
         Place("s3://bucket/runs")
     with pytest.raises(ConfigError, match=r"^the archive sftp://host/runs needs a package.* \"paramiko\""):
         Place("sftp://me:secret@host/runs")
-    with pytest.raises(ConfigError, match="foo://x is not an address of an archive: Protocol not known"):
+    with pytest.raises(ConfigError, match="foo://x is not the address of an archive: Protocol not known"):
         Place("foo://x")
 
 

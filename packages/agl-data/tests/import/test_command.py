@@ -108,5 +108,5 @@ def test_interrupt_says_how_to_complete_the_import(tmp_path: Path) -> None:
         said = process.stderr.read()
 
     assert 130 == process.returncode
-    assert said.endswith("stopped; imported rollouts stay in the store, and the same command adds the rest\n")
+    assert said.endswith("stopped; what is in the store stays, and the same command adds the rest\n")
     assert "Traceback" not in said

@@ -117,7 +117,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(work)
     except KeyboardInterrupt:
-        click.echo("\nstopped; written files stay, and the same command adds the rest", err=True)
+        click.echo("\nstopped; what is written stays, and the same command adds the rest", err=True)
         sys.exit(_STOPPED)
 
 

@@ -15,9 +15,8 @@ from agl.contracts import LabelMove, Metric, Store, VersionScore
 from agl.errors import ConflictError
 from agl.schemas import Record, ResourceVersion, decode, encode
 from agl.stores import TableStore
-from agl_data.archive.arrow import DamagedFileError, Kind, NewerFileError, read_rows, write_table
-from agl_data.archive.layout import Folder, damaged, newer
-from agl_data.archive.values import row_of
+from agl_data.archive.arrow import Kind, read_rows, row_of, write_table
+from agl_data.archive.layout import Folder, damaged
 
 R = TypeVar("R", bound=Record)
 
@@ -51,11 +50,10 @@ class Table(NamedTuple, Generic[R]):
             if not folder.place.fetch(name, path):
                 return []
             try:
-                return [decode(row["record"], self.type) for row in read_rows(path, {"record": "bytes"})]
-            except (DamagedFileError, msgspec.DecodeError) as error:
+                rows = read_rows(path, {"record": "bytes"}, place=folder.place, name=name)
+                return [decode(row["record"], self.type) for row in rows]
+            except msgspec.DecodeError as error:
                 raise damaged(folder.place, name, str(error)) from error
-            except NewerFileError as error:
-                raise newer(folder.place, name, error.version) from error
 
     def write(self, folder: Folder, records: Iterable[R]) -> None:
         """Write the records in place of those that are archived."""
@@ -177,7 +175,7 @@ async def _lacking_versions(store: Store, versions: Sequence[ResourceVersion]) -
         if len(missing) + len(same) < len(archived) or (missing and len(there) > len(same)):
             raise ConflictError(
                 f"the store has other versions of the resource {name!r} than the archive, and a restored one would "
-                "become the newest, which agents get; restore into a separate store: --store restored.db"
+                "become the newest, which agents get; restore into a store of its own: --store restored.db"
             )
         lacking += missing
     return lacking

@@ -84,7 +84,7 @@ def import_runs(
     try:
         done = asyncio.run(_import(manager, store_url, files, target, lost=lost, is_dry=is_dry))
     except KeyboardInterrupt:
-        click.echo("stopped; imported rollouts stay in the store, and the same command adds the rest", err=True)
+        click.echo("stopped; what is in the store stays, and the same command adds the rest", err=True)
         sys.exit(128 + signal.SIGINT)
     if as_json:
         print_json(done)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from agl.dialects import Request, StreamedCalls
-from agl.schemas import Json
+from agl.schemas import Json, Usage
 from agl_gateway.wire.problems import Problem
 from agl_gateway.wire.translation import EventSplitter, as_object, data_of, objects_in, text_in
 
@@ -178,35 +178,9 @@ def pieces_of(message: dict[str, Any]) -> list[Piece]:
     return [piece for step, piece, _ in (*building.add(message), *building.end()) if step == "closed"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """The tokens of a call.
-
-    Attributes:
-        cached: Those of the prompt that were not computed again.
-        thoughts: Those of the answer that are thoughts, where the server counts them.
-    """
-
-    prompt: int = 0
-    answer: int = 0
-    cached: int = 0
-    thoughts: int = 0
-
-
 def usage_of(given: dict[str, Any]) -> Usage:
     """Return the usage in an answer or a chunk, zeros where there is none."""
-    usage = as_object(given.get("usage"))
-    asked, answered = (as_object(usage.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion"))
-    return Usage(
-        prompt=_count(usage.get("prompt_tokens")),
-        answer=_count(usage.get("completion_tokens")),
-        cached=_count(asked.get("cached_tokens")),
-        thoughts=_count(answered.get("reasoning_tokens")) or _count(usage.get("reasoning_tokens")),
-    )
-
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) else 0
+    return Usage.read(given.get("usage"))
 
 
 def first_choice(given: dict[str, Any]) -> dict[str, Any]:

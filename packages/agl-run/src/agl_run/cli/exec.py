@@ -24,8 +24,8 @@ from agl_run.watch.agreement import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_ca
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 
 _RECORDED = (
-    "A Python program is recorded if its clients use httpx, as those of openai and anthropic do; any other program "
-    "if it reads OPENAI_BASE_URL: pass --upstream, the URL to which its calls go."
+    "A Python program is recorded where its clients use httpx, as the openai and anthropic ones do; any other program "
+    "where it reads OPENAI_BASE_URL: pass --upstream, the URL where its calls go."
 )
 
 
@@ -80,6 +80,7 @@ def exec_program(
     try:
         run: RecordedRun = asyncio.run(recording)
     except (KeyboardInterrupt, asyncio.CancelledError):
+        # Where signals cannot be handled, asyncio reports Ctrl-C alone.
         number = request.number or signal.SIGINT
         click.echo(f"agl: {_stopped(number.name)} before the recording was complete", err=True)
         sys.exit(128 + number)

@@ -83,7 +83,7 @@ def _step(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
     shape, step = plan.shape, plan.step
     if shape is None or step is None:
         why = (
-            f"a step of {plan.algorithm}: not known, because it collects no rollouts, or has no method step_size and "
+            f"a step of {plan.algorithm}: not known, for it collects no rollouts, or says by no method step_size and "
             "by no parameters tasks_per_step and group_size how many"
         )
         return ["", *_wrapped(why if plan.algorithm else "no algorithm: nothing is trained, so there are no steps")]
@@ -247,9 +247,9 @@ def _verdict(found: DeviceForecast) -> str:
     """Return whether it fits, and what would make it fit."""
     memory, limit = found.memory, found.device.memory
     if memory.training + memory.serving <= _FULL * limit:
-        return "trainer and server fit together"
+        return "trainer and server fit side by side"
     if memory.training + memory.serving <= limit:
-        return f"trainer and server fill more than {_FULL:.0%} of it, which leaves little room for other uses"
+        return f"trainer and server fill more than {_FULL:.0%} of it, which leaves little room for what is not counted"
     if memory.training <= _FULL * limit and memory.serving <= _FULL * limit:
         return "trainer and server fit on a device each, not on one"
     states = memory.weights + memory.gradients + memory.optimizer

@@ -45,15 +45,17 @@ def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, st
     if config.process is False:
         return gateway, "the gateway runs in this process, as [gateway] process = false says"
     count = f"{load} attempt{'' if load == 1 else 's'} at once" if load else "workers elsewhere run the attempts"
+    # Few attempts leave the trainer's process time enough to answer them.
     if config.process == "auto" and 0 < load <= PROCESS_ABOVE:
         return gateway, f"the gateway runs in this process: {count}, and it gets its own above {PROCESS_ABOVE}"
     try:
         separate = _apart(gateway, plan, store_url)
     except ConfigError as error:
+        # What was asked for explicitly is refused; ``auto`` falls back and says so.
         if config.process is True:
             raise ConfigError(f"[gateway] process is true, and {error}") from error
         return gateway, f"the gateway runs in this process, although it would get its own ({count}): {error}"
-    return separate, f"the gateway runs in its own process: {count}"
+    return separate, f"the gateway runs in a process of its own: {count}"
 
 
 def check_place(plan: Plan, *, store_url: str) -> None:
@@ -78,7 +80,7 @@ def gateway_params(plan: Plan) -> dict[str, Any]:
 
 def _apart(gateway: Gateway, plan: Plan, store_url: str) -> Gateway:
     if not isinstance(gateway, SeparableGateway):
-        raise ConfigError(f"the gateway {type(gateway).__name__} cannot run in its own process")
+        raise ConfigError(f"the gateway {type(gateway).__name__} has no process of its own")
     if not store_url:
         raise ConfigError("the store is an object, which a second process cannot open; give its URL")
     return gateway.apart(store_url, plugins=plan.manager.worker_env())

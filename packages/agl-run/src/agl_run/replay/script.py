@@ -19,6 +19,7 @@ async def load_script(store: Store, rollout: Rollout) -> Script | None:
 
     Raises :class:`RunError` if a rollout that it replays is gone.
     """
+    # The plan is in the rollout's metadata, so any worker can load it.
     if (fork := fork_of(rollout)) is not None:
         return await _fork_script(store, fork)
     plan = replay_of(rollout)
@@ -61,5 +62,5 @@ async def _answers(store: Store, rollout_id: str) -> tuple[RecordedAnswer, ...]:
         return recorded_answers(await all_spans(store, rollout_id))
     except NotFoundError as error:
         raise RunError(
-            f"rollout {rollout_id!r} is to be replayed but is no longer in the store; keep it until then"
+            f"rollout {rollout_id!r} is to be replayed and is no longer in the store; keep it until its replays ran"
         ) from error
