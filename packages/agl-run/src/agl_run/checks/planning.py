@@ -440,7 +440,9 @@ def _check_agent(plan: Plan) -> None:
         loaded = load_agent(plan.agent)
     except OtherModuleError:
         return  # a runner in this process refuses it, and one with processes of its own imports the right one there
-    known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources, *_provided(plan)}
+    runner = plan.manager.resolve(plan.manager.runner(plan.config.runner.use))
+    # A runner declares the parameters that it fills itself, such as a sandbox, as ``provides``.
+    known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources, *getattr(runner, "provides", ())}
     # The first parameter is the task, whatever its name is.
     for parameter in loaded.parameters[1:]:
         if parameter not in known:
@@ -449,11 +451,6 @@ def _check_agent(plan: Plan) -> None:
                 f"the agent needs the resource {parameter!r}, which the experiment lacks{f'; {near}' if near else '.'} "
                 f"Add [policy.{parameter}] or [resource.{parameter}]; there are {_tunable(plan)}"
             )
-
-
-def _provided(plan: Plan) -> Sequence[str]:
-    """Return the names of the agent's parameters that its runner fills, which declares them as ``provides``."""
-    return getattr(plan.manager.resolve(plan.manager.runner(plan.config.runner.use)), "provides", ())
 
 
 def check_patterns(patterns: Mapping[str, str]) -> None:

@@ -19,7 +19,6 @@ from agl_run.config.retention import retain_after_run
 from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.display.progress import Progress
 from agl_run.display.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
-from agl_run.display.summary import LiveSummary
 from agl_run.parts.build import build_rewards, check_algorithms
 from agl_run.parts.waiting import waiting_for
 from agl_run.plan import Plan
@@ -234,8 +233,6 @@ async def _start(session: Session, beginning: Beginning, progress: Progress, *, 
         driver = Driver(session, beginning.state, progress=progress)
         await driver.validations.load()
         driver.view_validations()
-        if isinstance(progress, LiveSummary):
-            progress.watch(driver.view)
         for config in session.plan.config.algorithm:
             turns.append(
                 DrivenAlgorithm(driver, config, beginning.reopened.get(config.name) or await driver.load(config))

@@ -29,7 +29,7 @@ from agl_run.config.records import (
     policy,
     validated,
 )
-from agl_run.display.progress import Progress, default_progress, run_progress
+from agl_run.display.progress import Progress, default_progress
 from agl_run.parts.rewards import given_rewards, name_of
 from agl_run.plan import Plan
 from agl_run.run.blocking import Work, require_blocking, run_beside, run_blocking
@@ -231,7 +231,7 @@ class Trainer:
         return await run_beside(self._fit(self.plan(agent, train_dataset, val_dataset), resume=resume, fresh=fresh))
 
     def _fit(self, plan: Plan, *, resume: bool, fresh: bool) -> Work[FitResult]:
-        return lambda: fit_plan(plan, progress=self._progress or run_progress(), resume=resume, fresh=fresh)
+        return lambda: fit_plan(plan, progress=self._progress or default_progress(), resume=resume, fresh=fresh)
 
     def dev(
         self,
