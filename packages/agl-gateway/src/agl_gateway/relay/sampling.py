@@ -78,7 +78,7 @@ class SamplingRules:
         if rule == "refuse" and overridden:
             raise Problem(
                 400,
-                f"the request asks for {', '.join(overridden)}, and policy {upstream.name!r} is in training, where it "
+                f"the request sets {', '.join(overridden)}, and policy {upstream.name!r} is in training, where it "
                 "samples from its full distribution; leave these parameters out while training, or set "
                 f'[policy.{upstream.name}] sampling = "override" to have them ignored there, or "keep" to train on '
                 "such samples with a biased gradient",

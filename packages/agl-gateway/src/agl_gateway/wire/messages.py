@@ -231,7 +231,7 @@ def _usage(usage: Usage) -> dict[str, Json]:
 
 
 def _block(piece: Piece, text: str) -> dict[str, Json]:
-    """Return a block with ``text``; a tool's use, whose input is no text, with its arguments so far."""
+    """Return a block with ``text``; a tool's use, whose input is not text, with its arguments so far."""
     match piece.kind:
         case "thought":
             return {"type": "thinking", "thinking": text, "signature": ""}
