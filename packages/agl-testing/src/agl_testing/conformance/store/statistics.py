@@ -1,4 +1,4 @@
-"""Tests of the statistics that a store keeps: they equal what the rollouts themselves add up to."""
+"""Tests of the statistics that a store keeps: they equal the sums over the rollouts themselves."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
