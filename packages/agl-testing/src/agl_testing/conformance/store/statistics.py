@@ -19,7 +19,7 @@ from agl.schemas import Claim, Json, Mode, Reward, RewardSource, Rollout, Span, 
 from agl.stores import all_spans, read_recordings
 from agl_testing.conformance._base import run
 from agl_testing.conformance.store.case import store_test
-from agl_testing.stores.location import StoreLocation
+from agl_testing.stores.process import StoreLocation
 from agl_testing.stores.samples import TWO_ATTEMPTS, make_call, make_rollout, make_span, outcome_of, start_one
 
 MODES: tuple[Mode, ...] = ("train", "val")
