@@ -75,7 +75,7 @@ class OpenAIPolicy:
         sampling_parameters: dict[str, Json] | None = None,
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"policy {name!r}: base_url {base_url!r} is no URL; write http://HOST:PORT/v1")
+            raise ConfigError(f"policy {name!r}: base_url {base_url!r} is not a URL; write http://HOST:PORT/v1")
         self._name = name
         self.has_token_ids = has_token_ids
         self._served = ServedModel(
@@ -88,6 +88,7 @@ class OpenAIPolicy:
     async def start(self) -> ServedModel:
         """Check that the key is set."""
         variable = self._served.api_key_env
+        # Other servers mostly accept calls without a key.
         if variable and not os.environ.get(variable) and "api.openai.com" in self._served.base_urls[0]:
             raise PolicyError(
                 f"policy {self._name!r} needs the environment variable {variable}, which is not set; "

@@ -2,7 +2,7 @@
 
 :class:`ExperimentConfig` is a whole experiment, and each section of the file is a record of its own; those of
 algorithms, rewards and credit are in :mod:`agl.algorithms`. :func:`policy` and :func:`runner` build theirs with the
-component's own parameters written beside the settings, as in a file.
+component's own parameters written next to the settings, as in a file.
 """
 
 from collections.abc import Iterable
@@ -311,6 +311,7 @@ def validated(config: ExperimentConfig) -> ExperimentConfig:
         ConfigError: A value has another type; names the section and the key.
     """
     hints = get_type_hints(ExperimentConfig)
+    # From Python values arrive unchecked; msgspec checks types only when it decodes.
     fields = {name: _checked(value, name) for name, value in msgspec.structs.asdict(config).items()}
     return ExperimentConfig(**{name: check_value(value, hints[name], name) for name, value in fields.items()})
 
@@ -324,6 +325,7 @@ def _checked(value: Any, where: str) -> Any:
         return value
     hints = get_type_hints(type(value), include_extras=True)
     for name, item in msgspec.structs.asdict(value).items():
+        # As a file has it, so that both get the same messages.
         plain = list(cast("tuple[Any, ...]", item)) if isinstance(item, tuple) else item
         check_value(plain, hints[name], f"{where}.{name}")
     return msgspec.convert(msgspec.structs.asdict(value), type(value))

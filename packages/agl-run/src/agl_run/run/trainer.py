@@ -29,7 +29,7 @@ from agl_run.config.records import (
     policy,
     validated,
 )
-from agl_run.display.progress import Progress, default_progress, run_progress
+from agl_run.display.progress import Progress, default_progress
 from agl_run.parts.rewards import given_rewards, name_of
 from agl_run.plan import Plan
 from agl_run.run.blocking import Work, require_blocking, run_beside, run_blocking
@@ -102,7 +102,10 @@ class Trainer:
         **settings: Any,
     ) -> None:
         resources = dict(initial_resources or {})
+        # An ``LLM`` that is passed as a resource is a model server, and so it becomes a policy.
         served = {key: _served(value) for key, value in resources.items() if isinstance(value, LLM)}
+        # One record in the end, whether it comes from Python or from a file, so both are checked by
+        # the same rules.
         self._config = validated(
             ExperimentConfig(
                 experiment=_section(settings, name=name, store=store if isinstance(store, str) else "memory://"),
@@ -121,6 +124,7 @@ class Trainer:
             )
         )
         self._store = None if isinstance(store, str) else store
+        # Objects cannot be written into a configuration; it names them, and they travel next to it.
         self._rewards = given_rewards(_several(rewards))
         self._manager = plugins
         self._progress = progress
@@ -206,6 +210,7 @@ class Trainer:
             ConfigError: The experiment cannot run, or the event loop of an async program runs here; use
                 :meth:`fit_async` there.
         """
+        # Before the plan, which imports the agent: the mistake is in the call.
         require_blocking("fit")
         return run_blocking(self._fit(self.plan(agent, train_dataset, val_dataset), resume=resume, fresh=fresh))
 
@@ -218,7 +223,7 @@ class Trainer:
         resume: bool = False,
         fresh: bool = False,
     ) -> FitResult:
-        """Run the experiment like :meth:`fit`, beside the event loop of an async program.
+        """Run the experiment like :meth:`fit` without blocking the event loop of an async program.
 
         The agent runs on another loop in another thread. Cancelling this abandons the step in flight and stops
         the experiment, which can be resumed.
@@ -226,7 +231,7 @@ class Trainer:
         return await run_beside(self._fit(self.plan(agent, train_dataset, val_dataset), resume=resume, fresh=fresh))
 
     def _fit(self, plan: Plan, *, resume: bool, fresh: bool) -> Work[FitResult]:
-        return lambda: fit_plan(plan, progress=self._progress or run_progress(), resume=resume, fresh=fresh)
+        return lambda: fit_plan(plan, progress=self._progress or default_progress(), resume=resume, fresh=fresh)
 
     def dev(
         self,
@@ -266,7 +271,7 @@ class Trainer:
         record_as: str = "",
         mode: Mode = "test",
     ) -> DevResult:
-        """Run the agent on a few tasks like :meth:`dev`, beside the event loop of an async program."""
+        """Run the agent on a few tasks like :meth:`dev` without blocking the event loop of an async program."""
         return await run_beside(self._dev(self.plan(agent, train_dataset), tasks, record_as, mode))
 
     def _dev(self, plan: Plan, tasks: int, record_as: str, mode: Mode) -> Work[DevResult]:
@@ -280,6 +285,7 @@ class Trainer:
 
 
 def _section(settings: dict[str, Any], *, name: str, store: str) -> ExperimentSection:
+    # The section's own fields are the list of settings, so a new key needs no change here.
     known = ExperimentSection.__struct_fields__
     for key in settings:
         if key not in known:
