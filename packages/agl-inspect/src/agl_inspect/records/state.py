@@ -20,7 +20,7 @@ from agl_inspect.records.shelf import Shelf, run_key
 class AlgorithmState(Record, frozen=True, kw_only=True):
     """The state of an algorithm between two steps.
 
-    ``settings`` are those of its last step, see :func:`~agl_run.config.settings.training_settings`.
+    ``settings`` are those of its last step, see :func:`~agl_run.config.training_settings.training_settings`.
     """
 
     step: int = 0

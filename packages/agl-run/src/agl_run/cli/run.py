@@ -28,7 +28,7 @@ from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json
 from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.ranking import fit_and_record, lacking, print_fit, settings_of
 from agl_run.config.records import ExperimentConfig
-from agl_run.config.settings import training_settings
+from agl_run.config.training_settings import training_settings
 from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.display.progress import Quiet
 from agl_run.parts.build import build_sinks
