@@ -34,7 +34,7 @@ from agl.schemas import (
     pack_ids,
     to_builtins,
 )
-from agl_inspect.rollouts import AgentTally, StepTally, add_tallies
+from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, add_tallies
 from agl_store_sqlite import SQLiteStore
 from benchmarks._harness import Figure, table
 

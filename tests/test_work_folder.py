@@ -23,7 +23,7 @@ def test_run_under_another_name_leaves_the_files_of_the_first_as_they_are(
     written = metrics.read_bytes()
     second = run("--set", "experiment.name=other")
 
-    assert file.parent / "out" == Path(first["workdir"])
-    assert file.parent / "out/experiment-other" == Path(second["workdir"])
+    assert file.parent / "out/toy" == Path(first["workdir"])
+    assert file.parent / "out/other" == Path(second["workdir"])
     assert written == metrics.read_bytes()
     assert first["workdir"] == run("--fresh")["workdir"]

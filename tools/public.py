@@ -1,8 +1,8 @@
 """The public modules of our distributions, and the names that each offers.
 
-A name is public when a module in :data:`PUBLIC` has it in ``__all__``; a module without ``__all__`` offers its
-constants. Everything else is private to its distribution. Nothing is imported to find out, so that no framework is
-needed.
+A name is public when a module in :data:`PUBLIC` has it in ``__all__``; a module without ``__all__`` offers everything
+that it defines without a leading underscore, and what it imports under the same name (``from a import b as b``).
+Everything else is private to its distribution. Nothing is imported to find out, so that no framework is needed.
 """
 
 import ast
@@ -20,6 +20,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.episodes",
         "agl.errors",
         "agl.hints",
+        "agl.owned_process",
         "agl.schemas",
         "agl.semconv",
         "agl.stores",
@@ -30,18 +31,42 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "agl-environments": ("agl_environments.openenv",),
     "agl-harness": ("agl_harness", "agl_harness.conformance"),
     "agl-inspect": (
-        "agl_inspect.advice",
+        "agl_inspect.advice.past_runs",
+        "agl_inspect.advice.ranking",
+        "agl_inspect.advice.run_differences",
+        "agl_inspect.advice.suggestions",
         "agl_inspect.exports",
-        "agl_inspect.forecast",
+        "agl_inspect.forecast.costs",
+        "agl_inspect.forecast.faults",
+        "agl_inspect.forecast.models",
+        "agl_inspect.forecast.observed",
+        "agl_inspect.forecast.queueing",
+        "agl_inspect.forecast.silence",
         "agl_inspect.keys",
         "agl_inspect.ownership",
-        "agl_inspect.records",
+        "agl_inspect.records.labels",
+        "agl_inspect.records.metrics",
+        "agl_inspect.records.names",
+        "agl_inspect.records.shelf",
+        "agl_inspect.records.sources",
+        "agl_inspect.records.state",
+        "agl_inspect.records.validations",
+        "agl_inspect.records.workers",
         "agl_inspect.retention",
-        "agl_inspect.rollouts",
+        "agl_inspect.rollouts.answers",
+        "agl_inspect.rollouts.conversations",
+        "agl_inspect.rollouts.explanations",
+        "agl_inspect.rollouts.span_reader",
+        "agl_inspect.rollouts.step_tallies",
+        "agl_inspect.rollouts.training",
         "agl_inspect.searches",
         "agl_inspect.statistics",
         "agl_inspect.stores",
-        "agl_inspect.terminal",
+        "agl_inspect.terminal.opening",
+        "agl_inspect.terminal.output",
+        "agl_inspect.terminal.program",
+        "agl_inspect.terminal.query",
+        "agl_inspect.terminal.ranking",
         "agl_inspect.text",
         "agl_inspect.versions",
     ),
@@ -104,13 +129,24 @@ def source_of(module: str) -> Path | None:
 
 @cache
 def names_of(module: str) -> tuple[str, ...]:
-    """The names that a module offers, in the order of its ``__all__``."""
+    """The names that a module offers, in the order of its ``__all__`` if it has one."""
     path = source_of(module)
     tree = ast.parse(path.read_text(encoding="utf-8")) if path else ast.Module(body=[], type_ignores=[])
     values = {target.id: value for statement in tree.body for target, value in _assigned(statement)}
     if "__all__" in values:
         return tuple(ast.literal_eval(values["__all__"]))
-    return tuple(sorted(name for name in values if name.isupper() and not name.startswith("_")))
+    defined = [
+        *(name for name, value in values.items() if not ast.unparse(value).startswith("TypeVar(")),
+        *(node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)),
+        *_reexported(tree),
+    ]
+    return tuple(sorted({name for name in defined if not name.startswith("_")}))
+
+
+def _reexported(tree: ast.Module) -> list[str]:
+    """The names that a module imports for others: ``from a import b as b``."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [alias.name for node in imports for alias in node.names if alias.name == alias.asname]
 
 
 def _assigned(statement: ast.stmt) -> list[tuple[ast.Name, ast.expr]]:

@@ -83,7 +83,7 @@ def main() -> None:
     started = time.monotonic()
     call(sys.executable, "-m", "agl", "run", variant.experiment, "--set", f"experiment.seed={seed}")
     seconds = time.monotonic() - started
-    before, warm, *_, after = draw(work / "run" / "metrics.jsonl", work / "reward.png")
+    before, warm, *_, after = draw(work / variant.name / "metrics.jsonl", work / "reward.png")
     call(sys.executable, "-m", "agl", "console", runs, "export", variant.name, "--output", f"{variant.out}/report.html")
     print("\nvalidation reward on tasks never trained on: ", end="")
     print(f"{before:.2f} before, {warm:.2f} after sft, {after:.2f} after grpo, {seconds:.0f} s")

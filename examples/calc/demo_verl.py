@@ -32,7 +32,8 @@ def call(*words: str) -> float:
 
 def values(folder: str, name: str) -> list[float]:
     """A number that `verl` logged, by step."""
-    lines = (HERE / folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    (file,) = (HERE / folder).glob("*/metrics.jsonl")
+    lines = file.read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [row["value"] for row in rows if (row["algorithm"], row["name"]) == ("verl", name)]
 

@@ -62,7 +62,7 @@ def main() -> None:
     started = time.monotonic()
     call(sys.executable, "-m", "agl", "run", "experiment.toml", "--set", f"experiment.seed={seed}")
     seconds = time.monotonic() - started
-    before, warm, *_, after = draw(WORK / "run" / "metrics.jsonl", WORK / "reward.png")
+    before, warm, *_, after = draw(WORK / "crew" / "metrics.jsonl", WORK / "reward.png")
     print("\nvalidation reward on parts never trained on: ", end="")
     print(f"{before:.2f} before, {warm:.2f} after sft, {after:.2f} after grpo, {seconds:.0f} s")
     print(f"reward curve: {WORK / 'reward.png'}")

@@ -78,7 +78,7 @@ def record(bug: Bug, out: Path) -> Recording:
             "experiment.val": str((out / "recorded.jsonl").absolute()),
             "experiment.store": f"sqlite:///{store}",
             "experiment.workspace": f"{out.absolute()}/workspaces/{{name}}",
-            "experiment.workdir": str((out / "recorded").absolute()),
+            "experiment.workdir": str(out.absolute()),
             "policy.llm.base_url": server.base_url,
         }
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]

@@ -73,7 +73,7 @@ async def read_parts(database: Path) -> dict[int, dict[str, float]]:
 
 def read_curve(work: Path) -> tuple[list[Point], int]:
     """Return a run's validations, and the last step of its warm-up."""
-    rows = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in (work / "rag" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     parts = asyncio.run(read_parts(work / "runs.db"))
     validated = [row for row in rows if (row["algorithm"], row["name"]) == ("validate", "reward")]
     points = [Point(step=row["step"], reward=row["value"], **parts[row["step"]]) for row in validated]

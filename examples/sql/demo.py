@@ -83,7 +83,7 @@ def main() -> None:
     call(sys.executable, "-m", "agl", "run", "experiment.toml", "--set", f"experiment.seed={seed}")
     seconds = time.monotonic() - started
     parts = asyncio.run(read_parts(WORK / "runs.db"))
-    draw(parts, WORK / "run" / "metrics.jsonl", WORK / "reward.png")
+    draw(parts, WORK / "sql" / "metrics.jsonl", WORK / "reward.png")
     for step, values in parts.items():
         print(f"after step {step}: " + ", ".join(f"{part} {value:.2f}" for part, value in values.items()))
     print(f"\ncurves: {WORK / 'reward.png'}; {seconds:.0f} s in all")

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from agl.contracts import RolloutQuery
-from agl_inspect.records import load_experiment, trained_rollouts
+from agl_inspect.records.state import load_experiment, trained_rollouts
 from agl_store_postgres.store import PostgresStore
 
 NAME = "calc"

@@ -48,7 +48,7 @@ def run(world: PromptWorld, folder: Path, optimizer: ScriptedOptimizer, *, worke
             workdir=str(folder / "work"),
         )
         trainer.fit(order_agent(world, fault=note), world.train, world.val)
-    result = json.loads((folder / "work" / "run-1" / "gepa" / "result.json").read_text(encoding="utf-8"))
+    result = json.loads((folder / "work" / "orders" / "run-1" / "gepa" / "result.json").read_text(encoding="utf-8"))
     return {**result, "started": started}
 
 
@@ -58,7 +58,7 @@ def test_gepa_improves_within_its_budget_and_reports_fresh_scores(tmp_path: Path
     assert result.get("is_fresh", True)
     assert result["score"]["mean"] > result["seed_score"]["mean"]
     assert len(result["started"]) == result["spent"]["rollouts"] <= 200
-    best = (tmp_path / "work" / "run-1" / "gepa" / "best" / "clerk_prompt.txt").read_text(encoding="utf-8")
+    best = (tmp_path / "work" / "orders" / "run-1" / "gepa" / "best" / "clerk_prompt.txt").read_text(encoding="utf-8")
     assert result["texts"]["clerk_prompt"] == best
 
 
@@ -78,7 +78,7 @@ def test_equal_seeds_give_equal_runs_whatever_the_concurrency(tmp_path: Path) ->
 
 def test_phases_share_the_budget_and_go_on_from_the_best(tmp_path: Path) -> None:
     result = run(SMALL, tmp_path, ScriptedOptimizer(), phases=3, budget=300)
-    rows = (tmp_path / "work" / "run-1" / "gepa" / "lineage.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = (tmp_path / "work" / "orders" / "run-1" / "gepa" / "lineage.jsonl").read_text(encoding="utf-8").splitlines()
     assert {2, 3, 4} <= {json.loads(row)["step"] for row in rows}
     assert len(result["started"]) <= 300
 
@@ -110,7 +110,7 @@ def test_perfect_score_stops_the_run(tmp_path: Path) -> None:
 def test_what_joins_the_pool_was_measured_on_every_validation_task_itself(tmp_path: Path) -> None:
     """The library's own cache would give it rewards of training tasks at the same positions."""
     run(SMALL, tmp_path, ScriptedOptimizer())
-    rows = (tmp_path / "work" / "run-1" / "gepa" / "lineage.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = (tmp_path / "work" / "orders" / "run-1" / "gepa" / "lineage.jsonl").read_text(encoding="utf-8").splitlines()
     pool = [row for row in map(json.loads, rows) if row["status"] == "pool"]
     assert len(pool) > 2
     assert {len(SMALL.val)} == {row["score"]["n"] for row in pool if row["score"]["how"] == "selection"}
@@ -167,7 +167,9 @@ def test_run_that_was_killed_ends_like_an_unbroken_one(tmp_path: Path) -> None:
         return subprocess.run(command, check=False, timeout=120, env=env).returncode
 
     def result(name: str) -> Any:
-        return json.loads((tmp_path / name / "work" / "run-1" / "gepa" / "result.json").read_text(encoding="utf-8"))
+        return json.loads(
+            (tmp_path / name / "work" / "orders" / "run-1" / "gepa" / "result.json").read_text(encoding="utf-8")
+        )
 
     with model_server(SMALL, ScriptedOptimizer()) as server:
         assert 0 == play("whole", server.base_url, 0)
@@ -175,7 +177,11 @@ def test_run_that_was_killed_ends_like_an_unbroken_one(tmp_path: Path) -> None:
             assert -9 == play("cut", server.base_url, kill_at)
         assert 0 == play("cut", server.base_url, 0)
     assert result("whole") == result("cut")
-    rows = (tmp_path / "whole" / "work" / "run-1" / "gepa" / "lineage.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = (
+        (tmp_path / "whole" / "work" / "orders" / "run-1" / "gepa" / "lineage.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     assert {2, 3} <= {json.loads(row)["step"] for row in rows}
     paid = (tmp_path / "cut" / "ledger.txt").read_text(encoding="utf-8").splitlines()
     assert len(paid) <= result("whole")["spent"]["rollouts"] + 16

@@ -67,7 +67,7 @@ EXPERIMENT = """\
 name = "small"
 agent = "agent_that_saves:write"
 store = "sqlite:///runs.db"
-workdir = "small"
+workdir = "."
 train = "train.jsonl"
 
 [runner]

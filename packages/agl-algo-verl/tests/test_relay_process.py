@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from agl import owned_process
 from agl.errors import PolicyError
-from agl_algo_verl.serving import relay_process
+from agl_algo_verl.serving import policy as policy_module
 from agl_algo_verl.serving.relay_process import RelayProcess
 from agl_testing.waiting import eventually, wait_until
 
@@ -170,14 +172,14 @@ def test_a_relay_that_does_not_start_is_an_error_with_its_last_words(monkeypatch
                 await relay.start(listener.dup())
             await relay.stop()
 
-            monkeypatch.setattr(relay_process, "PAUSE_S", 0.001)
+            monkeypatch.setattr(owned_process, "FIRST_PAUSE_S", 0.001)
             relay = RelayProcess(home, key="k")
             await relay.start(listener.dup())
-            relay._program = (sys.executable, "-c", "raise SystemExit('no such thing')")
+            relay._process.program = (sys.executable, "-c", "raise SystemExit('no such thing')")
             psutil.Process(relay.pid).kill()
             await asyncio.wait_for(relay.lost.wait(), 60)
             assert "no such thing" in str(relay.failure)
-            assert relay_process.STARTS - 1 == relay.restarts
+            assert owned_process.QUICK_ENDS - 1 == relay.restarts
             await relay.hold()
             await relay.stop()
 
@@ -185,7 +187,7 @@ def test_a_relay_that_does_not_start_is_an_error_with_its_last_words(monkeypatch
 
 
 def test_a_process_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_process, "HEALTH_S", 0.5)
+    monkeypatch.setattr(policy_module, "RelayProcess", partial(RelayProcess, health_s=0.5))
 
     async def body() -> None:
         async with replicas(1) as (found, _), serving(model="m") as (policy, llm):

@@ -98,7 +98,7 @@ def test_plugin_cannot_take_a_name_of_ours(install_plugin):
     install_plugin("agl-thief", source, entry="thief")
     manager = PluginManager.from_environment()
     assert "'run' (agl-run" in status(manager, "thief").error
-    assert manager.reward("exact-match").factory == "agl_run.agents.exact_match:ExactMatch"
+    assert manager.reward("exact-match").factory == "agl_run.builtin:ExactMatch"
 
 
 def test_other_components_of_a_refused_duplicate_are_broken_too(install_plugin):

@@ -29,7 +29,7 @@ from agl.tracing import chat_spans
 from agl_data.export.dialogues import chat_tools
 from agl_inspect.ownership import Ownership
 from agl_inspect.records.state import AlgorithmState, save_progress
-from agl_inspect.rollouts import in_tree
+from agl_inspect.rollouts.span_reader import in_tree
 from agl_inspect.terminal.opening import resolve_url
 from agl_inspect.terminal.program import cli
 from agl_inspect.terminal.query import seconds_of

@@ -243,7 +243,7 @@ from agl import RewardEntry, hookimpl
 
 @hookimpl
 def agl_rewards():
-    yield RewardEntry(name="pigeon", factory="agl_run.agents.exact_match:ExactMatch")
+    yield RewardEntry(name="pigeon", factory="agl_run.builtin:ExactMatch")
 """
 
 

@@ -36,7 +36,7 @@ def agl_commands():
 COMMANDS = """
 import click
 from agl import ConfigError
-from agl_inspect.terminal import pass_manager
+from agl_inspect.terminal.opening import pass_manager
 
 @click.command()
 @pass_manager

@@ -6,7 +6,7 @@ import pytest
 from agl.contracts import RewardEmitter
 from agl.errors import ConfigError
 from agl.schemas import Rollout, Span
-from agl_run.agents.exact_match import ExactMatch
+from agl_run.builtin import ExactMatch
 from agl_testing.conformance.reward import RewardConformance
 from tests.cases import call_span
 

@@ -142,7 +142,6 @@ def test_group_key_is_looked_for_in_every_task(tmp_path: Path) -> None:
             {"resource": {"prompt": {"template": "x", "label": 3}}},
             r'resource.prompt.label is 3; write one text in quotes: label = "..."',
         ),
-        ({"logger": [{"use": "jsonl"}]}, r"no section \[\[logger\]\]: metrics are always written to metrics.jsonl"),
         ({"resource": {"main": {"template": "x"}}}, "both policies and resources"),
         (section(name="my experiment"), "may hold letters, digits"),
         (section(name="x" * 81), "the name 'x{30}'... has 81 characters, and 80 are allowed"),

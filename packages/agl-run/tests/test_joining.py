@@ -24,6 +24,7 @@ from agl_run.access.tokens import AdminKey
 from agl_run.config.records import ComponentConfig
 from agl_run.parts.build import build_rewards
 from agl_run.plan import Plan
+from agl_run.runners.setup import RunContext
 from agl_run.worker.address import advertised_url, is_loopback, local_url
 from agl_run.worker.admission import (
     check_direct_calls,
@@ -33,10 +34,9 @@ from agl_run.worker.admission import (
     unreachable_policies,
 )
 from agl_run.worker.current import PinnedResources
-from agl_run.worker.heartbeat import Heartbeat, RunningExperiment, load_running, make_running
+from agl_run.worker.heartbeat import Heartbeat, RunningExperiment, UnclaimedReport, load_running, make_running
 from agl_run.worker.remote import RemoteWorker
 from agl_run.worker.remote_gateway import RemoteGateway
-from agl_run.worker.unclaimed import UnclaimedReport
 from agl_testing.waiting import eventually
 
 AGENT = "def solve(task, prompt):\n    return 1.0\n"
@@ -60,14 +60,9 @@ def a_serving(plan: Plan, **changes: Any) -> RunningExperiment:
     """The description that the experiment of ``plan`` publishes."""
     upstream = Upstream(name="main", base_url="http://me:my-key@127.0.0.1:8000/v1", model="small")
     llm = LLM(endpoint="http://me:my-key@127.0.0.1:8000/v1", model="small", api_key="my-key")
+    context = RunContext(store=MemoryStore(), upstreams=[upstream], requires_calls=True)
     serving = make_running(
-        plan,
-        run=1,
-        gateway_url="http://10.0.0.1:4748",
-        upstreams=[upstream],
-        endpoints={"main": llm},
-        live={"main": "v1"},
-        requires_calls=True,
+        plan, context, run=1, gateway_url="http://10.0.0.1:4748", endpoints={"main": llm}, live={"main": "v1"}
     )
     return msgspec.structs.replace(serving, **changes)
 

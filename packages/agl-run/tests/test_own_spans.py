@@ -11,7 +11,7 @@ import pytest
 
 from agl.schemas import LLM
 from agl.tracing import OtelTracer, WireTracer
-from agl_run.tracers.own_spans import OwnSpans
+from agl_run.tracers.module_tracer import OwnSpans
 from agl_testing.model_server import ScriptedModelServer
 from tests.adapters import play
 

@@ -7,7 +7,7 @@ from agl import PluginManager
 from agl.contracts import RewardSetup, Upstream
 from agl.schemas import Rollout
 from agl_run import parse_config
-from agl_run.agents.exact_match import ExactMatch
+from agl_run.builtin import ExactMatch
 from agl_run.parts.build import build_rewards
 
 

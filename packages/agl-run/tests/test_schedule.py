@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_run.config.records import ScheduleConfig
-from agl_run.run.schedule import alternate, concurrent, run_schedule, sequential
+from agl_run.run.schedule import alternate, concurrent, run_schedule
 
 
 class Counted:
@@ -173,22 +173,6 @@ def test_step_that_fails_is_not_saved_and_everything_is_released(
     played(ScheduleConfig(mode=mode), turns, log)
     assert (1, True) == (labels(log).count("a"), labels(log).count("b") < 9)
     assert ["end a", "end b"] == log[-2:]
-
-
-@pytest.mark.parametrize(("mode", "released"), [("sequential", ["end a"]), ("alternate", ["end a", "end b"])])
-def test_plain_schedules_release_what_they_began(mode: str, released: list[str]) -> None:
-    log: list[str] = []
-    turns = [Noted("a", log, length=9, fails_at=2), Noted("b", log)]
-
-    async def after_step() -> None: ...
-
-    with pytest.raises(StoppedError, match="a"):
-        asyncio.run(
-            sequential(turns, after_step=after_step)
-            if mode == "sequential"
-            else alternate(turns, every=1, after_step=after_step)
-        )
-    assert released == [word for word in log if word.startswith("end")]
 
 
 def test_first_failure_of_concurrent_turns_stops_the_others_and_is_raised_itself() -> None:

@@ -54,17 +54,3 @@ def test_load_secret_says_what_to_do_where_it_cannot_write(monkeypatch: pytest.M
 def test_state_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert tmp_path / "agl" == state_dir()
-
-
-def test_a_key_that_an_earlier_release_made_elsewhere_stays_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("AGL_SECRET", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    former = tmp_path / "Library" / "Application Support" / "agl"
-    former.mkdir(parents=True)
-    (former / "secret").write_bytes(SECRET)
-    (former / "secret").chmod(0o600)
-    assert SECRET == load_secret()
-    (former / "secret").unlink()
-    assert SECRET != load_secret()
-    assert (tmp_path / "state" / "agl" / "secret").exists()

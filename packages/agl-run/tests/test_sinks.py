@@ -28,7 +28,7 @@ from agl.contracts import (
 from agl.errors import ConfigError, ExportError
 from agl.schemas import PromptTemplate
 from agl_run import ExperimentConfig, Quiet, parse_config
-from agl_run.cli.sync import sync_plan
+from agl_run.cli.run import sync_plan
 from agl_run.deliver import sinking
 from agl_run.deliver.sink_contents import shown_config
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from agl.contracts import StepReport
-from agl_inspect.advice import Suggestion
+from agl_inspect.advice.suggestions import Suggestion
 from agl_inspect.records.metrics import step_line
 from agl_run.watch.steps import StepWatch
 

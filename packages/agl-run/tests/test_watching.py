@@ -4,7 +4,7 @@ import pytest
 
 from agl import PluginManager
 from agl.errors import UnknownComponentError
-from agl_run.cli.watching import console_of
+from agl_run.cli.run import console_of
 
 
 def test_console_that_is_not_installed_is_named_with_its_installation() -> None:

@@ -19,7 +19,7 @@ from agl.contracts import SinkOutcome, SinkRow, SinkRun, SinkTable, StepReport
 from agl.errors import ConfigError, ExportError
 from agl.schemas import PromptTemplate
 from agl_run import Quiet
-from agl_run.cli.sync import sync_plan
+from agl_run.cli.run import sync_plan
 from agl_run.deliver import sinking
 from agl_run.deliver.sink_contents import shown_config
 from agl_sinks import webhook

@@ -15,9 +15,9 @@ from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record, Reward, Rollout, Span
 from agl_console.reading import rollout_of
-from agl_inspect.records import LABEL, label_path, labelled, move, move_back
-from agl_inspect.rollouts import read_episode
-from agl_inspect.terminal import is_counted
+from agl_inspect.records.labels import LABEL, label_path, labelled, move, move_back
+from agl_inspect.rollouts.span_reader import read_episode
+from agl_inspect.terminal.query import is_counted
 from agl_inspect.text import visible
 from agl_inspect.versions import list_versions
 

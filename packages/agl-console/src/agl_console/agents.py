@@ -17,7 +17,7 @@ from agl.episodes import Enclosing, chronological
 from agl.schemas import Mode, Record, RolloutStatus, Span
 from agl_console.figures import Figure, Line, thinned
 from agl_console.reading import newest_recordings, run_of, uses_of
-from agl_inspect.rollouts import AgentTally, StepTally, read_tallies
+from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, read_tallies
 
 LOOKED = 100
 """Rollouts that are looked through by default."""

@@ -26,7 +26,8 @@ from agl_console.server import make_app
 from agl_console.views import read_view
 from agl_console.vocabulary import Vocabulary
 from agl_inspect.stores import as_url
-from agl_inspect.terminal import given_options, pass_manager, print_json, with_store
+from agl_inspect.terminal.opening import given_options, pass_manager, with_store
+from agl_inspect.terminal.output import print_json
 
 PASSWORD_ENV = "AGL_CONSOLE_PASSWORD"
 

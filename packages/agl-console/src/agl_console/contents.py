@@ -6,7 +6,7 @@ Everything here was written by agents, models and tools, and may have any shape 
 from typing import Any
 
 from agl.schemas import Record, Span, to_json
-from agl_inspect.rollouts import ShownMessages, contents_of
+from agl_inspect.rollouts.conversations import ShownMessages, contents_of
 
 CUT = 2000
 """Characters of a text that a rollout's page shows; the page of a span shows all of them, up to ``LONGEST``."""

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from agl.contracts import Metric
 from agl.schemas import Record
-from agl_inspect.records import experiment_step
-from agl_inspect.rollouts import StepTally
+from agl_inspect.records.metrics import experiment_step
+from agl_inspect.rollouts.step_tallies import StepTally
 
 T = TypeVar("T")
 

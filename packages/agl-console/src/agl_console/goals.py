@@ -7,7 +7,7 @@ from agl.contracts import Metric
 from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import REWARD
-from agl_inspect.records import experiment_step
+from agl_inspect.records.metrics import experiment_step
 
 SHARE = 0.9
 """Part of the best reward that is the goal by default."""

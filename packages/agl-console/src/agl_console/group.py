@@ -12,7 +12,7 @@ from agl.episodes import Enclosing, chronological, episode_reward
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import ModelCall, Record, Rollout, Span
 from agl_console.reading import newest_recordings, uses_of
-from agl_inspect.rollouts import labelled_texts
+from agl_inspect.rollouts.conversations import labelled_texts
 
 LOOKED = 200
 """Rollouts of the task, the newest ones, among which those of a step are looked for."""

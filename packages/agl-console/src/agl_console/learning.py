@@ -8,9 +8,9 @@ from agl_console.figures import Figure, derived, figure_of
 from agl_console.goals import Goal, goal_of
 from agl_console.reading import run_of
 from agl_console.runs import best_version, has_failures, status_of
-from agl_inspect.advice import Suggestion, suggestions_of
-from agl_inspect.records import load_settings
-from agl_inspect.rollouts import read_tallies
+from agl_inspect.advice.suggestions import Suggestion, suggestions_of
+from agl_inspect.records.state import load_settings
+from agl_inspect.rollouts.step_tallies import read_tallies
 
 STEPS = 50
 """Steps of a table."""

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from agl.contracts import CallUse, ExperimentRecord, Recording, RolloutQuery, SpanChoice, Store
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, Rollout, Span
-from agl_inspect.rollouts import training_of
+from agl_inspect.rollouts.training import training_of
 
 _PAGE = 32
 

@@ -13,7 +13,7 @@ from agl.episodes import Score, ScoreOptions, admitted_rewards, recorded_rewards
 from agl.schemas import Attempt, Record, Reward, Rollout, RolloutStatus, Span
 from agl_console.reading import newest_recordings
 from agl_console.rollouts import Bin, bar_of, bars_of
-from agl_inspect.rollouts import reward_of
+from agl_inspect.rollouts.span_reader import reward_of
 
 NEWEST = 200
 """Rollouts whose rewards make the distributions, fewer where these are large."""

@@ -19,8 +19,10 @@ from agl_console.tokens import (
     tokens_view,
 )
 from agl_console.tree import Node, facts_of, fate_of, kind_of, seconds_of, tree_of
-from agl_inspect.rollouts import SpanReader, explain, explain_training, is_saved, read_episode, training_of
-from agl_inspect.terminal import find_ids
+from agl_inspect.rollouts.explanations import explain, explain_training
+from agl_inspect.rollouts.span_reader import SpanReader, read_episode
+from agl_inspect.rollouts.training import is_saved, training_of
+from agl_inspect.terminal.query import find_ids
 
 SPANS = 300
 """Spans of a page."""

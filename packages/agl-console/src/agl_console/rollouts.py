@@ -18,8 +18,8 @@ from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import Mode, Record, RolloutStatus, to_json
-from agl_inspect.records import id_prefix
-from agl_inspect.rollouts import reward_of
+from agl_inspect.records.names import id_prefix
+from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.statistics import interval
 
 PAGE = 50

@@ -9,9 +9,11 @@ from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, derived, figure_of
 from agl_console.goals import Goal, goal_of
-from agl_inspect.advice import DatedFit, RunDifference, compare_runs, read_fits
-from agl_inspect.records import GONE_S, load_settings
-from agl_inspect.rollouts import read_tallies
+from agl_inspect.advice.ranking import DatedFit, read_fits
+from agl_inspect.advice.run_differences import RunDifference, compare_runs
+from agl_inspect.records.state import load_settings
+from agl_inspect.records.workers import GONE_S
+from agl_inspect.rollouts.step_tallies import read_tallies
 
 PAGE = 50
 """Runs on a page."""

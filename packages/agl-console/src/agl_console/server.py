@@ -17,7 +17,7 @@ from agl_console.guard import METRICS, Guard, add_headers
 from agl_console.pages import Pages, page_response, status_of
 from agl_console.views import read_view
 from agl_console.vocabulary import Vocabulary
-from agl_inspect.advice import read_alerts
+from agl_inspect.advice.suggestions import read_alerts
 
 FEEDS = 32
 """Pages that may wait for changes at a time."""

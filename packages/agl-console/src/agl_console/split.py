@@ -11,9 +11,9 @@ import msgspec
 
 from agl.contracts import Recording, RolloutQuery, Store
 from agl.schemas import Record, Rollout
-from agl_inspect.rollouts import reward_of
+from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.statistics import interval
-from agl_inspect.terminal import COUNTED, is_counted
+from agl_inspect.terminal.query import COUNTED, is_counted
 
 LOOKED_THROUGH = 400
 """The newest rollouts among which the view looks for placed ones."""

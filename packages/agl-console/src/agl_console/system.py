@@ -14,8 +14,9 @@ from agl.contracts import Metric, RolloutQuery, SpanQuery, Store
 from agl.schemas import Record, RolloutStatus
 from agl_console.reading import newest_recordings, run_of
 from agl_console.runs import Cost, cost_of
-from agl_inspect.advice import Alert, read_alerts
-from agl_inspect.records import ListedWorker, experiment_step, list_workers
+from agl_inspect.advice.suggestions import Alert, read_alerts
+from agl_inspect.records.metrics import experiment_step
+from agl_inspect.records.workers import ListedWorker, list_workers
 
 STEPS = 25
 """Steps of a page."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from agl.contracts import CallUse
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Episode, ModelCall, Record, Row, unpack_floats, unpack_ids
-from agl_inspect.rollouts import token_values
+from agl_inspect.rollouts.training import token_values
 
 WINDOW = 1000
 """Tokens of a page."""

@@ -6,7 +6,8 @@ from agl import semconv
 from agl.episodes import Enclosing
 from agl.schemas import Record, Reward, Span, Transition
 from agl_console.contents import Contents, Text
-from agl_inspect.rollouts import call_facts, in_tree
+from agl_inspect.rollouts.explanations import call_facts
+from agl_inspect.rollouts.span_reader import in_tree
 
 AXIS = 1000
 """Units of the time axis, from the first start to the last end."""

@@ -16,16 +16,9 @@ from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.hints import did_you_mean
 from agl.schemas import Record
 from agl.stores import TableStore, read_recordings
-from agl_inspect.terminal import (
-    complete_experiment,
-    json_option,
-    new_store,
-    pages,
-    pass_manager,
-    print_json,
-    resolve_url,
-    with_store,
-)
+from agl_inspect.terminal.opening import complete_experiment, new_store, pass_manager, resolve_url, with_store
+from agl_inspect.terminal.output import json_option, print_json
+from agl_inspect.terminal.query import pages
 
 _ROLLOUTS, _SPANS, _ROWS = 200, 5_000, 1_000
 """The most rollouts, spans and other records that are written at once."""

@@ -20,7 +20,7 @@ from agl_deploy.rayjob import rayjob_files
 from agl_deploy.serving import serving_files
 from agl_deploy.skypilot import skypilot_files
 from agl_deploy.writing import State, states, write
-from agl_inspect.terminal import pass_manager
+from agl_inspect.terminal.opening import pass_manager
 from agl_inspect.text import visible
 
 _WORDS: dict[State, str] = {"new": "written", "changed": "replaced", "edited": "replaced", "same": "as it was"}

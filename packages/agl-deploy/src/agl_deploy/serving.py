@@ -9,7 +9,7 @@ from agl.errors import ConfigError
 from agl_deploy.needs import Needs, deployed_name
 from agl_deploy.parts import GATEWAY_PORT
 from agl_deploy.rendering import fill, template
-from agl_inspect.records import LABEL
+from agl_inspect.records.labels import LABEL
 
 SCRIPT = "serve_model.py"
 _FOLDER = "/models/served"

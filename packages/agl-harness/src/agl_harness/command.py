@@ -16,7 +16,8 @@ from agl_harness.harbor_tasks.oracle import solve_all
 from agl_harness.installation import Program, install, locate, require, version_of
 from agl_harness.sandboxes.isolation import find_isolation
 from agl_harness.table import SITUATIONS, Harness, find, load_table
-from agl_inspect.terminal import json_option, manager_of, print_json, print_table
+from agl_inspect.terminal.opening import manager_of
+from agl_inspect.terminal.output import json_option, print_json, print_table
 from agl_inspect.text import visible
 from agl_run.programs import exec_program
 

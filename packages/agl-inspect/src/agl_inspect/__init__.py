@@ -1,4 +1,4 @@
 """agl_inspect: reads what agl recorded, as a library with typed results and as commands.
 
-The public modules are its folders: :mod:`agl_inspect.rollouts`, :mod:`agl_inspect.versions` and so on.
+Every module but those of :mod:`agl_inspect.cli` is public. A name with a leading underscore is private.
 """

@@ -27,17 +27,6 @@ from agl.schemas import (
     unpack_ids,
 )
 
-__all__ = [
-    "ExportSetup",
-    "ExportWriter",
-    "Exported",
-    "Losses",
-    "call_of_record",
-    "call_record",
-    "chat_tools",
-    "reward_of_record",
-]
-
 _NAMED = 20
 """Rollouts at most that are named for each loss."""
 

@@ -14,8 +14,6 @@ from platformdirs import user_state_path
 
 from agl.errors import ConfigError
 
-__all__ = ["LEAST", "KeyFile", "Keys", "joined_keys", "state_dir"]
-
 _LOG = logging.getLogger(__name__)
 
 LEAST = 16

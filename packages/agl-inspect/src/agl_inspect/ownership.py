@@ -22,8 +22,6 @@ from agl.errors import ConfigError, FencedError, StoreError
 from agl.schemas import Record
 from agl_inspect.records.workers import host_id, worker_is_dead, worker_name
 
-__all__ = ["Ownership", "is_owned"]
-
 _LOG = logging.getLogger("agl_run.run")
 
 LEASE_S = 15.0

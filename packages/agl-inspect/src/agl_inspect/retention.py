@@ -26,20 +26,6 @@ from agl_inspect.records.state import load_experiment, load_settings, unfinished
 from agl_inspect.records.workers import worker_name
 from agl_store_sqlite.sql import Compaction
 
-__all__ = [
-    "FINISHED",
-    "RetentionLimits",
-    "compacted",
-    "delete_finished",
-    "needed_experiments",
-    "parse_duration",
-    "parse_size",
-    "removal_text",
-    "remove_old",
-    "retaining",
-    "taking_turns",
-]
-
 FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed", "cancelled")
 
 LEAST_FREED = 1 << 20

@@ -11,8 +11,6 @@ import msgspec
 from agl.contracts import ExperimentRecord, Store
 from agl.schemas import Record, ResourceVersion
 
-__all__ = ["Candidate", "searches_in"]
-
 _DECISIONS = {"pool": "accepted", "proposed": "undecided", "rejected": "refused", "beaten": "beaten"}
 
 COLUMNS = (

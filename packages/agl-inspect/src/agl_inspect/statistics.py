@@ -15,8 +15,6 @@ from typing import Any
 from agl.errors import ConfigError
 from agl.schemas import Record
 
-__all__ = ["FEWEST_ALIKE", "Comparison", "Criterion", "check_better", "compare", "compare_tasks", "interval"]
-
 FEWEST_ALIKE = 6
 """Tasks from which on differences that are all alike, whose interval has no width, are no chance: 2 / 2 ** 6 < 0.05."""
 

@@ -22,21 +22,6 @@ from agl.contracts import Store
 from agl.errors import ConfigError, PluginError, StoreError
 from agl.stores import TableStore, shown_url
 
-__all__ = [
-    "MEMORY",
-    "SQLITE",
-    "address_of",
-    "as_url",
-    "build_store",
-    "check_store_url",
-    "checked_store",
-    "command",
-    "located",
-    "proposal",
-    "refuse_directory",
-    "without_password",
-]
-
 SQLITE = "sqlite:///"
 
 

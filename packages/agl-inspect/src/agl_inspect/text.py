@@ -4,8 +4,6 @@ from typing import Any
 
 from agl.schemas import to_json
 
-__all__ = ["short", "visible"]
-
 CONTROLS = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Control characters but tab and line feed, and those that turn text around."""
 

@@ -21,19 +21,6 @@ from agl_inspect.searches import Candidate, candidates_of, owner_of
 from agl_inspect.statistics import Comparison, compare, compare_tasks, interval
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
 
-__all__ = [
-    "ListedVersion",
-    "Trial",
-    "TrialScore",
-    "add_trial",
-    "diff_versions",
-    "is_of_file",
-    "list_versions",
-    "read_trials",
-    "resource_text",
-    "shown",
-]
-
 _MANY = 1000
 
 

@@ -17,7 +17,8 @@ from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource, ResourceVersion
-from agl_inspect.records import ORIGIN, PROMPT_TRIAL, labelled
+from agl_inspect.records.labels import labelled
+from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL
 from agl_inspect.versions import shown
 from agl_run import Messages
 from agl_run.engine import Plan, open_store, reached, value_for_agent

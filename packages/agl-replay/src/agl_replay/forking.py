@@ -9,8 +9,8 @@ from statistics import fmean
 from agl.contracts import ForkPlan, Recording, RolloutQuery, Store, is_diverged
 from agl.errors import NotFoundError
 from agl.schemas import Episode, Record, Rollout
-from agl_inspect.records import FORKS
-from agl_inspect.rollouts import answer_counts
+from agl_inspect.records.names import FORKS
+from agl_inspect.rollouts.answers import answer_counts
 from agl_inspect.statistics import FEWEST_ALIKE, interval
 from agl_run import Progress
 from agl_run.engine import Plan, cancel_unfinished, read_finished, trial

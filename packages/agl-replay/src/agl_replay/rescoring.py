@@ -18,7 +18,7 @@ from agl.episodes import Score, ScoreOptions, admitted_rewards, recorded_rewards
 from agl.errors import AglError, ConfigError
 from agl.schemas import Record, Reward, Rollout, Span
 from agl.tracing import make_reward_span
-from agl_inspect.records import broke_in_reward, run_of
+from agl_inspect.records.names import broke_in_reward, run_of
 from agl_run import AgentSpec, ExperimentConfig
 from agl_run.engine import (
     Plan,

@@ -17,10 +17,12 @@ from msgspec.structs import replace
 from agl import semconv
 from agl.dialects import call_messages
 from agl.schemas import Episode, Json, Record, ResourceVersion, Rollout, Span, to_json
-from agl_inspect.records import ORIGIN, PROMPT_TRIAL, error_of
-from agl_inspect.rollouts import labelled_texts, tokens_of
+from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, error_of
+from agl_inspect.rollouts.conversations import labelled_texts
+from agl_inspect.rollouts.explanations import tokens_of
 from agl_inspect.statistics import FEWEST_ALIKE, Comparison, compare_tasks, interval
-from agl_inspect.terminal import echo, print_table, short
+from agl_inspect.terminal.output import echo, print_table
+from agl_inspect.text import short
 from agl_inspect.versions import TrialScore
 from agl_replay.candidates import Contender
 from agl_replay.forking import read_ended

@@ -7,76 +7,47 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agl_run.access.secret import SECRET_ENV, SECRET_FILE_ENV, is_secret_given, load_secret, signing_keys
-    from agl_run.access.trust import CA_ENV, client_context, refusal_of
-    from agl_run.access.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV, WorkerKey, worker_key
-    from agl_run.agents.agent import Agent, AgentSpec, LoadedAgent
-    from agl_run.config.file import load_config, parse_config
-    from agl_run.config.records import (
-        ExperimentConfig,
-        ExperimentSection,
-        GatewayConfig,
-        PolicyConfig,
-        ResourceConfig,
-        RetentionConfig,
-        RunnerConfig,
-        ScheduleConfig,
-        policy,
-        runner,
-    )
-    from agl_run.display.progress import Progress, Quiet
-    from agl_run.messages import Messages
-    from agl_run.run.fit import DevResult, FitResult
-    from agl_run.run.greedy import as_greedy, greedy_policies
-    from agl_run.run.trainer import Trainer
-    from agl_run.runners.local import AsyncRunner
-    from agl_run.runners.refusals import KEY_ADVICE
-    from agl_run.runners.setup import RunContext
-    from agl_run.worker.heap import settle_heap
-    from agl_run.worker.worker import Worker
+    from agl_run.access.secret import SECRET_ENV as SECRET_ENV
+    from agl_run.access.secret import SECRET_FILE_ENV as SECRET_FILE_ENV
+    from agl_run.access.secret import is_secret_given as is_secret_given
+    from agl_run.access.secret import load_secret as load_secret
+    from agl_run.access.secret import signing_keys as signing_keys
+    from agl_run.access.trust import CA_ENV as CA_ENV
+    from agl_run.access.trust import client_context as client_context
+    from agl_run.access.trust import refusal_of as refusal_of
+    from agl_run.access.worker_token import WORKER_TOKEN_ENV as WORKER_TOKEN_ENV
+    from agl_run.access.worker_token import WORKER_TOKEN_FILE_ENV as WORKER_TOKEN_FILE_ENV
+    from agl_run.access.worker_token import WorkerKey as WorkerKey
+    from agl_run.access.worker_token import worker_key as worker_key
+    from agl_run.agents.agent import Agent as Agent
+    from agl_run.agents.agent import AgentSpec as AgentSpec
+    from agl_run.agents.agent import LoadedAgent as LoadedAgent
+    from agl_run.config.file import load_config as load_config
+    from agl_run.config.file import parse_config as parse_config
+    from agl_run.config.records import ExperimentConfig as ExperimentConfig
+    from agl_run.config.records import ExperimentSection as ExperimentSection
+    from agl_run.config.records import GatewayConfig as GatewayConfig
+    from agl_run.config.records import PolicyConfig as PolicyConfig
+    from agl_run.config.records import ResourceConfig as ResourceConfig
+    from agl_run.config.records import RetentionConfig as RetentionConfig
+    from agl_run.config.records import RunnerConfig as RunnerConfig
+    from agl_run.config.records import ScheduleConfig as ScheduleConfig
+    from agl_run.config.records import policy as policy
+    from agl_run.config.records import runner as runner
+    from agl_run.display.progress import Progress as Progress
+    from agl_run.display.progress import Quiet as Quiet
+    from agl_run.messages import Messages as Messages
+    from agl_run.run.fit import DevResult as DevResult
+    from agl_run.run.fit import FitResult as FitResult
+    from agl_run.run.greedy import as_greedy as as_greedy
+    from agl_run.run.greedy import greedy_policies as greedy_policies
+    from agl_run.run.trainer import Trainer as Trainer
+    from agl_run.runners.local import AsyncRunner as AsyncRunner
+    from agl_run.runners.refusals import KEY_ADVICE as KEY_ADVICE
+    from agl_run.runners.setup import RunContext as RunContext
+    from agl_run.worker.heap import settle_heap as settle_heap
+    from agl_run.worker.worker import Worker as Worker
 
-__all__ = [
-    "CA_ENV",
-    "KEY_ADVICE",
-    "SECRET_ENV",
-    "SECRET_FILE_ENV",
-    "WORKER_TOKEN_ENV",
-    "WORKER_TOKEN_FILE_ENV",
-    "Agent",
-    "AgentSpec",
-    "AsyncRunner",
-    "DevResult",
-    "ExperimentConfig",
-    "ExperimentSection",
-    "FitResult",
-    "GatewayConfig",
-    "LoadedAgent",
-    "Messages",
-    "PolicyConfig",
-    "Progress",
-    "Quiet",
-    "ResourceConfig",
-    "RetentionConfig",
-    "RunContext",
-    "RunnerConfig",
-    "ScheduleConfig",
-    "Trainer",
-    "Worker",
-    "WorkerKey",
-    "as_greedy",
-    "client_context",
-    "greedy_policies",
-    "is_secret_given",
-    "load_config",
-    "load_secret",
-    "parse_config",
-    "policy",
-    "refusal_of",
-    "runner",
-    "settle_heap",
-    "signing_keys",
-    "worker_key",
-]
 
 _HOMES = {
     "agl_run.access.secret": ("SECRET_ENV", "SECRET_FILE_ENV", "is_secret_given", "load_secret", "signing_keys"),
@@ -118,4 +89,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *(name for names in _HOMES.values() for name in names)})

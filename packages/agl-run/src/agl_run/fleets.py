@@ -1,12 +1,7 @@
 """Parts of runners that place workers on other machines: their contract, and the worker that they place there."""
 
-from agl_run.fleet import LOOP_ROLLOUTS, Fleet, FleetSetup
-from agl_run.worker.order import OrderedWorker, WorkerOrder
-
-__all__ = [
-    "LOOP_ROLLOUTS",
-    "Fleet",
-    "FleetSetup",
-    "OrderedWorker",
-    "WorkerOrder",
-]
+from agl_run.fleet import LOOP_ROLLOUTS as LOOP_ROLLOUTS
+from agl_run.fleet import Fleet as Fleet
+from agl_run.fleet import FleetSetup as FleetSetup
+from agl_run.worker.order import OrderedWorker as OrderedWorker
+from agl_run.worker.order import WorkerOrder as WorkerOrder

@@ -1,5 +1,6 @@
 """Registers the components of this distribution by name, without importing them."""
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from agl.contracts import (
     StepReport,
     TracerEntry,
 )
+from agl.schemas import to_json
 
 
 @hookimpl
@@ -24,7 +26,7 @@ def agl_tracers() -> Iterable[TracerEntry]:
     )
     yield TracerEntry(
         name="own-spans",
-        factory="agl_run.tracers.own_spans:OwnSpans",
+        factory="agl_run.tracers.module_tracer:OwnSpans",
         summary="switches on the spans of pydantic-ai and Agent Framework, which otel records",
     )
 
@@ -34,7 +36,7 @@ def agl_rewards() -> Iterable[RewardEntry]:
     """Register the simplest reward there is."""
     yield RewardEntry(
         name="exact-match",
-        factory="agl_run.agents.exact_match:ExactMatch",
+        factory="agl_run.builtin:ExactMatch",
         summary="1.0 when the final text is the answer",
     )
 
@@ -64,17 +66,20 @@ def agl_policies() -> Iterable[PolicyEntry]:
     """Register the policy for any endpoint that speaks OpenAI's API."""
     yield PolicyEntry(
         name="openai",
-        factory="agl_run.runners.policy:OpenAIPolicy",
+        factory="agl_run.builtin:OpenAIPolicy",
         summary="an OpenAI-compatible endpoint, not trained",
     )
 
 
 @hookimpl
 def agl_step_finished(run: int, algorithm: str, report: StepReport, experiment_step: int, workdir: Path) -> None:
-    """Append the step's metrics to ``metrics.jsonl`` in the work directory."""
-    from agl_run.deliver.metrics_file import append_metrics
-
-    append_metrics(algorithm, report, workdir, run=run, experiment_step=experiment_step)
+    """Append every number of the step to ``metrics.jsonl`` in the work directory, one JSON object per line."""
+    place = {"time": time.time(), "run": run, "algorithm": algorithm, "step": report.step}
+    place |= {"experiment_step": experiment_step}
+    lines = [to_json({**place, "name": name, "value": value}) + b"\n" for name, value in report.metrics.items()]
+    workdir.mkdir(parents=True, exist_ok=True)
+    with open(workdir / "metrics.jsonl", "ab") as file:
+        file.writelines(lines)
 
 
 @hookimpl
@@ -85,7 +90,7 @@ def agl_commands() -> Iterable[CommandEntry]:
         name="check", factory="agl_run.cli.check:check", summary="check or forecast an experiment before it runs"
     )
     yield CommandEntry(
-        name="dev", factory="agl_run.cli.dev:dev", summary="try an agent on a few tasks, training nothing"
+        name="dev", factory="agl_run.cli.check:dev", summary="try an agent on a few tasks, training nothing"
     )
     yield CommandEntry(name="run", factory="agl_run.cli.run:run", summary="run an experiment")
     yield CommandEntry(

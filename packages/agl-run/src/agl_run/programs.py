@@ -3,20 +3,11 @@
 Processes that end with their descendants, bounded output; agents and tasks that belong to a runner.
 """
 
-from agl_run.agents.agent import AgentSource, TaskSets
-from agl_run.run.exec import exec_program
-from agl_run.runners.bound_process import BoundProcess
-from agl_run.runners.command import PrintedText
-from agl_run.runners.result import describe_error
-from agl_run.runners.setup import LastingRunner, LostError
-
-__all__ = [
-    "AgentSource",
-    "BoundProcess",
-    "LastingRunner",
-    "LostError",
-    "PrintedText",
-    "TaskSets",
-    "describe_error",
-    "exec_program",
-]
+from agl_run.agents.agent import AgentSource as AgentSource
+from agl_run.agents.agent import TaskSets as TaskSets
+from agl_run.cli.exec import exec_program as exec_program
+from agl_run.runners.bound_process import BoundProcess as BoundProcess
+from agl_run.runners.command import PrintedText as PrintedText
+from agl_run.runners.result import describe_error as describe_error
+from agl_run.runners.setup import LastingRunner as LastingRunner
+from agl_run.runners.setup import LostError as LostError

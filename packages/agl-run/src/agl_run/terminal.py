@@ -13,7 +13,7 @@ from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl_inspect.stores import located
-from agl_inspect.terminal import resolve_url
+from agl_inspect.terminal.opening import resolve_url
 from agl_run.config.file import load_config, load_data, parse_config
 from agl_run.config.records import ExperimentConfig
 from agl_run.display.progress import Progress

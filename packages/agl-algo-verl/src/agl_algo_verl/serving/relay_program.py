@@ -1,127 +1,103 @@
-"""A relay in a process of its own: `python -m agl_algo_verl.serving.relay_program LISTENER CONTROL OWNER`.
-
-LISTENER is a socket that listens already and stays the owner's, so that its address outlives this process. CONTROL is
-one end of a socket pair over which the owner gives orders, OWNER the owner's process id. The program
-ends when it is told to, and at once when its owner is gone, after `kill -9` as well.
-
-Both send lines of JSON. The note that answers an order has the order's number, and the order that answers a question
-for the server at home has the number of that question. News that replicas are lost has the number of the order to use
-them.
-"""
+"""The program of a relay in a process of its own; `agl_algo_verl.serving.relay_process` gives its orders."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
-import signal
-import socket
-import sys
 from typing import TYPE_CHECKING, Literal
-
-import msgspec
 
 from agl.contracts import POLICY_KEY_ENV
 from agl.errors import PolicyError
+from agl.owned_process import Message, Owner, run_owned
 from agl_algo_verl.serving.relay import Backend, ReplicaRelay
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from typing import Any
-
-LONGEST = 2**20
-"""Largest line in bytes; a cluster of thousands of replicas fits."""
+    import socket
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Order(Message, frozen=True, kw_only=True, omit_defaults=True):
     """From the owner: `use` other servers, `hold` calls, `count`, the server at `home`, `stop`.
 
     Attributes:
+        use: Number of an order to use servers, by which news about these servers are known.
         backend: The servers of `use`, None for the one at home; the server at home.
         is_held: Whether calls are held after `use`.
+        question: Number of the question that the server at `home` answers.
         error: The reason why nobody serves at home.
     """
 
     kind: Literal["use", "hold", "count", "home", "stop"]
-    number: int = 0
+    use: int = 0
     backend: Backend | None = None
     is_held: bool = False
+    question: int = 0
     error: str = ""
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """From the relay: it is `ready`, an order is `done`, it asks for the server at `home`, all replicas are `lost`.
+class Note(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """From the relay: an order is `done`, it asks for the server at `home`, all replicas are `lost`.
 
     Attributes:
         calls: Answers of each replica since the process began.
         failures: How often each could not be reached.
+        question: Number of the question for the server at home.
+        use: The order whose servers are lost.
     """
 
-    kind: Literal["ready", "done", "home", "lost"]
-    number: int = 0
+    kind: Literal["done", "home", "lost"]
     calls: dict[str, int] = {}
     failures: dict[str, int] = {}
-
-
-def line(message: Order | Note) -> bytes:
-    """Return a message as a line."""
-    return msgspec.json.encode(message) + b"\n"
-
-
-OWNER_S = 1.0
-"""Seconds between looks at the owner, whose forked children may hold CONTROL open when it is gone."""
+    question: int = 0
+    use: int = 0
 
 
 class RelayProgram:
-    """Runs a relay as its owner orders.
+    """Runs a relay as its owner orders."""
 
-    Args:
-        reader: Where orders arrive.
-        writer: Where notes go.
-    """
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, owner: Owner[Order, Note]) -> None:
+        self._owner = owner
         self._relay = ReplicaRelay(self._home, key=os.environ[POLICY_KEY_ENV])
         self._asked: dict[int, asyncio.Future[Backend]] = {}
-        self._numbers = itertools.count(1)
-        self._jobs = set[asyncio.Task[None]]()
+        self._questions = itertools.count(1)
         self._stopped = asyncio.Event()
         self._newest = 0  # number of the newest order to use servers
 
     async def run(self, listener: socket.socket) -> None:
-        """Answer calls until the owner says stop; ends the process at once when the owner is gone."""
+        """Answer calls until the owner says stop."""
         await self._relay.start(listener)
-        self._say(Note(kind="ready"))
-        self._begin(self._read())
+        self._owner.begin(self._read())
         await self._stopped.wait()
 
     async def _read(self) -> None:
-        while text := await self._reader.readline():
-            self._follow(msgspec.json.decode(text, type=Order))
-        os._exit(0)
+        async for order in self._owner.orders():
+            match order.kind:
+                case "use":  # not in a task of its own, because orders to use servers count in their order
+                    self._use(order)
+                case "home":
+                    self._take(order)
+                case _:
+                    self._owner.begin(self._follow(order))
 
-    def _follow(self, order: Order) -> None:
-        match order.kind:
-            case "use":
-                self._relay.use(order.backend)
-                if order.is_held:
-                    self._relay.close_gate()
-                elif not self._relay.lost.is_set():
-                    self._begin(self._tell_loss(order.number))
-            case "hold":
-                self._begin(self._hold(order.number))
-            case "home":
-                self._take(order)
-            case "stop":
-                self._begin(self._stop())
-            case _:
-                self._say(self._counted(order.number))
+    async def _follow(self, order: Order) -> None:
+        if order.kind == "hold":
+            await self._relay.hold()
+        elif order.kind == "stop":
+            await self._relay.stop()
+            self._stopped.set()
+        self._done(order)
+
+    def _use(self, order: Order) -> None:
+        self._relay.use(order.backend)
+        if order.is_held:
+            self._relay.close_gate()
+        elif not self._relay.lost.is_set():
+            self._owner.begin(self._tell_loss(order.use))
+        self._done(order)
 
     def _take(self, order: Order) -> None:
         """Give the server at home to the call that asked for it."""
-        asked = self._asked.pop(order.number, None)
+        asked = self._asked.pop(order.question, None)
         if asked is None or asked.done():
             return
         if order.backend is None:
@@ -130,55 +106,27 @@ class RelayProgram:
             asked.set_result(order.backend)
 
     async def _home(self) -> Backend:
-        number, asked = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._asked[number] = asked
-        self._say(Note(kind="home", number=number))
+        question, asked = next(self._questions), asyncio.get_running_loop().create_future()
+        self._asked[question] = asked
+        self._owner.say(Note(kind="home", question=question))
         return await asked
 
-    async def _hold(self, number: int) -> None:
-        await self._relay.hold()
-        self._say(self._counted(number))
-
-    async def _stop(self) -> None:
-        await self._relay.stop()
-        self._stopped.set()
-
-    async def _tell_loss(self, number: int) -> None:
+    async def _tell_loss(self, use: int) -> None:
         """Say that the replicas of an order are gone, where others have not taken their place by then."""
-        self._newest = number
+        self._newest = use
         await self._relay.lost.wait()
-        if self._newest == number:
-            self._say(Note(kind="lost", number=number))
+        if self._newest == use:
+            self._owner.say(Note(kind="lost", use=use))
 
-    def _counted(self, number: int) -> Note:
-        return Note(kind="done", number=number, calls=dict(self._relay.calls), failures=dict(self._relay.failures))
-
-    def _say(self, note: Note) -> None:
-        with contextlib.suppress(ConnectionError):  # the owner is gone; `run` finds that out
-            self._writer.write(line(note))
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        job = asyncio.create_task(work)
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
+    def _done(self, order: Order) -> None:
+        calls, failures = dict(self._relay.calls), dict(self._relay.failures)
+        self._owner.say(Note(kind="done", number=order.number, calls=calls, failures=failures))
 
 
-async def watch(owner: int) -> None:
-    """End this process once it is no child of its owner any more."""
-    while os.getppid() == owner:
-        await asyncio.sleep(OWNER_S)
-    os._exit(0)
-
-
-async def main(listener: int, control: int, owner: int) -> None:
-    """Relay calls that arrive at the file descriptor `listener`, as orders over `control` say."""
-    watching = asyncio.create_task(watch(owner))
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=control), limit=LONGEST)
-    await RelayProgram(reader, writer).run(socket.socket(fileno=listener))
-    watching.cancel()
-    writer.close()
+async def main(listener: socket.socket, owner: Owner[Order, Note]) -> None:
+    """Relay calls that arrive at a socket that listens, as the owner orders."""
+    await RelayProgram(owner).run(listener)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what a Ctrl-C means
-    asyncio.run(main(*map(int, sys.argv[1:4])))
+    run_owned(main, order=Order)

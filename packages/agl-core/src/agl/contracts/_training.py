@@ -81,7 +81,8 @@ class CallUse(Record, frozen=True, kw_only=True):
         note: The reason why the call did not train, or a remark; ``""`` if there is nothing to say.
         tokens: Numbers of the R tokens that the call sampled, by name, each as packed little-endian float16, [R]:
             ``entropy`` of the policy before the token in nats, and ``advantage`` where the tokens differ in it; NaN for
-            tokens without one. The driver does not read them; ``agl_inspect.rollouts.token_values`` unpacks them.
+            tokens without one. The driver does not read them;
+            ``agl_inspect.rollouts.training.token_values`` unpacks them.
     """
 
     span_id: str

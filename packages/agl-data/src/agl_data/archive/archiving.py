@@ -22,7 +22,7 @@ from agl_data.archive.places import Place
 from agl_data.archive.stored import CHUNK, chunks, read_known, rollouts_there
 from agl_data.archive.values import micros
 from agl_inspect.retention import FINISHED, delete_finished, needed_experiments, taking_turns
-from agl_inspect.terminal import check_experiment, pages
+from agl_inspect.terminal.query import check_experiment, pages
 from agl_store_sqlite.sql import Compaction
 
 _PAGE = 500

@@ -15,7 +15,9 @@ from agl.schemas import RolloutStatus
 from agl.stores import MemoryStore, TableStore, shown_url
 from agl_inspect.retention import FINISHED
 from agl_inspect.stores import as_url, build_store, command
-from agl_inspect.terminal import json_option, pass_manager, print_json, resolve_url, seconds_of
+from agl_inspect.terminal.opening import pass_manager, resolve_url
+from agl_inspect.terminal.output import json_option, print_json
+from agl_inspect.terminal.query import seconds_of
 from agl_inspect.text import visible
 from agl_store_sqlite.sql import Compactable
 

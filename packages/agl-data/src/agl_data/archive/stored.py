@@ -7,7 +7,7 @@ from agl.errors import NotFoundError
 from agl.schemas import Rollout
 from agl.stores import read_recordings
 from agl_data.archive.layout import Manifest
-from agl_inspect.terminal import pages
+from agl_inspect.terminal.query import pages
 
 CHUNK = 100
 """Rollouts that are read, compared or written at once."""

@@ -29,18 +29,9 @@ from agl_data.export.formats import ExportCommand, FormatName, export_with_plugi
 from agl_data.export.preferences import is_good, pairs, recorded
 from agl_data.export.target import STDOUT, target_of
 from agl_inspect.exports import Exported, Losses
-from agl_inspect.rollouts import CHOSEN_PAGE, SpanReader
-from agl_inspect.terminal import (
-    check_experiment,
-    complete_rollout,
-    filter_options,
-    find_ids,
-    make_query,
-    pass_manager,
-    span_options,
-    store_option,
-    with_store,
-)
+from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader
+from agl_inspect.terminal.opening import complete_rollout, pass_manager, store_option, with_store
+from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query, span_options
 from agl_inspect.versions import resource_text, shown
 
 FORMATS = ("messages", "dpo", "transitions", "rows", "spans", "text", "json", "python", "model")

@@ -7,7 +7,7 @@ from agl.dialects import call_messages
 from agl.schemas import Episode, Span
 from agl_data.export.conversations import LEFT_OUT, arguments_of, function_of, objects_in
 from agl_inspect.exports import chat_tools
-from agl_inspect.rollouts import comparable
+from agl_inspect.rollouts.conversations import comparable
 
 
 def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from agl.hints import closest
 from agl_data.export.preferences import is_good, recorded
 from agl_data.export.target import STDOUT, print_losses, target_of
 from agl_inspect.exports import ExportSetup, ExportWriter, Losses
-from agl_inspect.terminal import manager_of
+from agl_inspect.terminal.opening import manager_of
 
 _BELOW = "export"
 

@@ -11,7 +11,7 @@ from agl.schemas import Episode
 from agl.stores import read_recordings
 from agl_data.export.dialogues import begins_alike, dialogues
 from agl_inspect.exports import Exported
-from agl_inspect.terminal import deciding
+from agl_inspect.terminal.query import deciding
 
 GAP = 1e-6
 """Least difference of two rewards that is a preference, in the unit of the reward."""

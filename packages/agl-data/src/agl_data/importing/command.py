@@ -17,7 +17,8 @@ from agl_data.importing.importer import File, Imported, find_files, import_files
 from agl_data.importing.readers import FORMATS
 from agl_data.importing.runs import Target
 from agl_inspect.stores import as_url, build_store, command
-from agl_inspect.terminal import json_option, pass_manager, print_json
+from agl_inspect.terminal.opening import pass_manager
+from agl_inspect.terminal.output import json_option, print_json
 from agl_inspect.text import visible
 
 FIRST_USER = "first-user"

@@ -32,7 +32,8 @@ from agl_gateway.record.spool_file import SpoolReport, spools_in
 from agl_gateway.record.spools import default_folder
 from agl_inspect.keys import state_dir
 from agl_inspect.stores import as_url, build_store
-from agl_inspect.terminal import json_option, pass_manager, print_json, resolve_url, with_store
+from agl_inspect.terminal.opening import pass_manager, resolve_url, with_store
+from agl_inspect.terminal.output import json_option, print_json
 from agl_inspect.text import visible
 from agl_run import (
     SECRET_ENV,

@@ -28,7 +28,8 @@ from agl_gateway.traffic.splits import Split, parse_split
 from agl_inspect.keys import KeyFile, Keys, state_dir
 from agl_inspect.retention import RetentionLimits, retaining
 from agl_inspect.stores import as_url, build_store, command
-from agl_inspect.terminal import manager_of, seconds_of
+from agl_inspect.terminal.opening import manager_of
+from agl_inspect.terminal.query import seconds_of
 from agl_run import settle_heap, signing_keys
 from agl_run.access import AttemptTokens
 

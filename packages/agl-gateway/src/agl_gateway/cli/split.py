@@ -9,9 +9,10 @@ from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
 from agl_gateway.traffic.split_report import ArmReport, SplitReport, samples, split_report
 from agl_gateway.traffic.splits import check_labels, differing, pins_of
-from agl_inspect.records import move
+from agl_inspect.records.labels import move
 from agl_inspect.statistics import Criterion, check_better
-from agl_inspect.terminal import json_option, pass_manager, print_json, print_table, store_option, with_store
+from agl_inspect.terminal.opening import pass_manager, store_option, with_store
+from agl_inspect.terminal.output import json_option, print_json, print_table
 
 _DEFAULT = ("production", "candidate")
 

@@ -11,7 +11,7 @@ from agl.errors import ConfigError
 from agl_gateway.access.tokens import LONGEST_S
 from agl_gateway.client import HttpStore
 from agl_inspect.stores import as_url
-from agl_inspect.terminal import seconds_of
+from agl_inspect.terminal.query import seconds_of
 from agl_run import signing_keys
 from agl_run.access import AttemptTokens
 

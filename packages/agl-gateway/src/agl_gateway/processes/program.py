@@ -1,28 +1,17 @@
-"""The program of a gateway in a process of its own: ``python -m agl_gateway.processes.program LISTENER CONTROL OWNER``.
-
-LISTENER is a socket that listens already and stays the owner's, so that its address outlives this process. CONTROL is
-one end of a socket pair over which the owner gives orders (:mod:`agl_gateway.processes.gateway_process`), OWNER the
-owner's process id. The program ends at the owner's order, and at once when its owner is gone, after ``kill -9`` too.
-"""
+"""The program of a gateway in a process of its own; :mod:`agl_gateway.processes.gateway_process` gives its orders."""
 
 import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
-import sys
-import threading
-import time
-from collections.abc import Callable, Coroutine
-from typing import Any
-
-import msgspec
+from collections.abc import Callable
 
 from agl import PluginManager
 from agl.errors import AglError
+from agl.owned_process import Owner, run_owned
 from agl_gateway.access.certificate import certificate_of
-from agl_gateway.processes.gateway_process import LONGEST, Beginning, GateState, Note, Order, line
+from agl_gateway.processes.gateway_process import Beginning, GateState, Note, Order
 from agl_gateway.record.spools import left_text, spools_for
 from agl_gateway.service import GatewayService
 from agl_gateway.store_api.contract import Fault, fault_of
@@ -31,9 +20,6 @@ from agl_run import settle_heap
 from agl_run.access import AttemptTokens
 
 _log = logging.getLogger(__name__)
-
-OWNER_S = 1.0
-"""Seconds between looks at the owner, whose forked children may hold CONTROL open when it is gone."""
 
 
 class _Lines(logging.Handler):
@@ -53,26 +39,22 @@ class _Lines(logging.Handler):
 class _Program:
     """Runs a gateway as its owner orders."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: socket.socket) -> None:
-        self._reader, self._writer, self._listener = reader, writer, listener
+    def __init__(self, listener: socket.socket, owner: Owner[Order, Note]) -> None:
+        self._listener, self._owner = listener, owner
         self._keys = b""
         self._service: GatewayService | None = None
-        self._jobs = set[asyncio.Task[None]]()
         self._has_begun = asyncio.Event()
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until the owner says stop; ends the process at once when the owner is gone."""
-        logging.getLogger().addHandler(_Lines(self._say))
-        self._begin(self._read())
+        """Serve until the owner says stop."""
+        logging.getLogger().addHandler(_Lines(self._owner.say))
+        self._owner.begin(self._read())
         await self._stopped.wait()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.drain()
 
     async def _read(self) -> None:
-        while text := await self._reader.readline():
-            self._begin(self._follow(msgspec.json.decode(text, type=Order)))
-        os._exit(0)
+        async for order in self._owner.orders():
+            self._owner.begin(self._follow(order))
 
     async def _follow(self, order: Order) -> None:
         """Carry an order out, and say that it is done, or why it could not be."""
@@ -84,7 +66,7 @@ class _Program:
         except Exception as error:  # noqa: BLE001 - isolation point: the owner decides what it means
             _log.exception("the gateway's process could not carry out the order %s", order.kind)
             fault = Fault(type=type(error).__name__, message=f"{type(error).__name__}: {error}")
-        self._say(Note(kind="done", number=order.number, text=text, fault=fault))
+        self._owner.say(Note(kind="done", number=order.number, text=text, fault=fault))
         if order.kind == "stop":
             self._stopped.set()
 
@@ -95,7 +77,7 @@ class _Program:
             finally:
                 self._has_begun.set()
         if order.kind == "beat":
-            self._keys = order.keys or self._keys
+            self._keys = order.keys
             return ""
         await self._has_begun.wait()
         if order.kind == "stop":
@@ -133,15 +115,6 @@ class _Program:
         await service.store.close()
         return left_text(left, service.spool_path) if left else ""
 
-    def _say(self, note: Note) -> None:
-        with contextlib.suppress(ConnectionError):  # the owner is gone; `_read` finds that out
-            self._writer.write(line(note))
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        job = asyncio.create_task(work)
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
-
 
 async def _follow(service: GatewayService, order: Order) -> None:
     """Settle an attempt, or pause or resume a policy."""
@@ -160,21 +133,10 @@ async def _set_gate(service: GatewayService, name: str, state: GateState) -> Non
         await gate.pause(drain_s=0.0)
 
 
-def watch(owner: int) -> None:
-    """End this process once it is no child of its owner any more, even if its event loop hangs."""
-    while os.getppid() == owner:
-        time.sleep(OWNER_S)
-    os._exit(0)
-
-
-async def main(listener: int, control: int, owner: int) -> None:
-    """Serve at the file descriptor ``listener``, as orders over ``control`` say."""
-    threading.Thread(target=watch, args=(owner,), daemon=True).start()
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=control), limit=LONGEST)
-    await _Program(reader, writer, socket.socket(fileno=listener)).run()
-    writer.close()
+async def main(listener: socket.socket, owner: Owner[Order, Note]) -> None:
+    """Serve at a socket that listens, as the owner orders."""
+    await _Program(listener, owner).run()
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what a Ctrl-C means
-    asyncio.run(main(*map(int, sys.argv[1:4])))
+    run_owned(main, order=Order)

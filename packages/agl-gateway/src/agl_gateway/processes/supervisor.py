@@ -23,31 +23,14 @@ from types import FrameType
 from typing import Any
 
 from agl.errors import AglError, ConfigError
+from agl.owned_process import Restarts
 from agl.schemas import new_trace_id
 from agl_gateway.processes.siblings import UNKNOWN, Board, Group
-
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 30.0
-_STEADY_S = 30.0
-"""Seconds after which a process that ends is started again at once, whatever came before."""
 
 _MAX_PATH = 100
 """Bytes of a socket's path that every system takes."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Restarts:
-    """The pauses before a process that ends is started again: longer each time, and short after a steady run."""
-
-    def __init__(self) -> None:
-        self._next_s = _FIRST_PAUSE_S
-
-    def pause_s(self, *, ran_s: float) -> float:
-        """Return the pause after a process that ran for ``ran_s`` seconds."""
-        pause_s = _FIRST_PAUSE_S if ran_s > _STEADY_S else self._next_s
-        self._next_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return pause_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.traffic.kept_traffic import KeptTraffic
 from agl_gateway.traffic.splits import CONVERSATION, arm_of
-from agl_inspect.terminal import CONVERSATIONS
+from agl_inspect.terminal.query import CONVERSATIONS
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from agl.errors import ConfigError, NotFoundError, StoreError
 from agl.schemas import Rollout
 from agl_gateway.recent import Recent
 from agl_inspect.retention import delete_finished, needed_experiments
-from agl_inspect.terminal import CONVERSATIONS, rewards_of
+from agl_inspect.terminal.query import CONVERSATIONS, rewards_of
 
 _log = logging.getLogger(__name__)
 

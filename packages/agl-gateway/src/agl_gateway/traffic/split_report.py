@@ -12,7 +12,7 @@ from agl.contracts import RolloutQuery, Store
 from agl.schemas import Record, Rollout
 from agl_gateway.traffic.splits import Pins, differing, pins_of, placement_of
 from agl_inspect.statistics import Comparison, compare, interval
-from agl_inspect.terminal import COUNTED, is_counted, pages, rewards_of
+from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
 
 _PAGE = 500
 

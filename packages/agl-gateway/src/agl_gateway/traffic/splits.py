@@ -14,7 +14,7 @@ import msgspec
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.schemas import Record, Rollout
-from agl_inspect.records import LABEL
+from agl_inspect.records.labels import LABEL
 
 KEY = "split"
 """The key of the placement in a rollout's metadata."""

@@ -16,6 +16,7 @@ from agl_inspect.records.validations import Validation, read_validations
 from agl_inspect.statistics import FEWEST_ALIKE, compare, compare_tasks
 
 Verdict = Literal["better", "worse", "unclear"]
+"""The outcome of a comparison."""
 
 
 class RunDifference(Record, frozen=True, kw_only=True, omit_defaults=False):

@@ -15,6 +15,7 @@ from agl.stores import all_spans
 from agl_inspect.rollouts.conversations import comparable
 
 Event = dict[str, Any]
+"""An event of a streamed answer, as JSON."""
 
 
 def stream_of(dialect: Dialect, answer: Event) -> bytes:

@@ -20,11 +20,14 @@ from agl.episodes import episode_reward
 from agl.errors import AglError, ConfigError
 from agl.schemas import Record, Rollout, Span
 from agl.stores import all_spans
-from agl_inspect import terminal
-from agl_inspect.records import FORKS, PROMPT_TRIAL, TRIAL
-from agl_inspect.rollouts import RecordedAnswer, asked, ending, labelled_texts, recorded_answers
+from agl_inspect.records.names import FORKS, PROMPT_TRIAL, TRIAL
+from agl_inspect.rollouts.answers import RecordedAnswer, asked, recorded_answers
+from agl_inspect.rollouts.conversations import ending, labelled_texts
 from agl_inspect.stores import command, located
-from agl_inspect.text import visible
+from agl_inspect.terminal.opening import complete_rollout, pass_manager, resolve_url, store_option, with_store
+from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table
+from agl_inspect.terminal.query import find
+from agl_inspect.text import short, visible
 from agl_replay.forking import CONFIDENCE, Forked, ForkReport, describe_fork, fork_rollout, judged
 from agl_run import load_config
 from agl_run.engine import Plan, can_replay, default_progress, run_blocking
@@ -60,15 +63,15 @@ class ForkPoint(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 @click.command("fork")
-@click.argument("rollout_id", shell_complete=terminal.complete_rollout)
+@click.argument("rollout_id", shell_complete=complete_rollout)
 @click.option("--at", "number", type=click.IntRange(min=1), help="The call to fork at; without it, list the calls.")
 @click.option("--n", "count", type=click.IntRange(1, 1000), default=8, show_default=True, help="Number of forks.")
 @click.option(
     "--file", type=click.Path(path_type=Path), help="The experiment; by default the one of that name in this folder."
 )
-@terminal.store_option
-@terminal.json_option
-@terminal.pass_manager
+@store_option
+@json_option
+@pass_manager
 def fork(
     manager: PluginManager,
     rollout_id: str,
@@ -84,8 +87,8 @@ def fork(
     recorded answers, that call and later ones ask the experiment's models. A fork whose calls are not the recorded ones
     has diverged: it fails and is not scored. The exit status is 1 when no fork got a reward.
     """
-    url = store_of(load_config(file), file) if file is not None and not store_url else terminal.resolve_url(store_url)
-    recorded = terminal.with_store(manager, url, lambda store: _load(store, rollout_id))
+    url = store_of(load_config(file), file) if file is not None and not store_url else resolve_url(store_url)
+    recorded = with_store(manager, url, lambda store: _load(store, rollout_id))
     if number is None:
         _list(_points(recorded), as_json=as_json)
         return
@@ -94,7 +97,7 @@ def fork(
     forked = _run(plan, recorded, ForkPlan(rollout_id=recorded.rollout.rollout_id, span_id=call.span_ids[0]), count)
     if not forked.episodes:
         click.echo("stopped before a fork ended; there is nothing to report", err=True)
-        sys.exit(terminal.STOPPED)
+        sys.exit(STOPPED)
     report = judged(
         ForkReport(
             rollout_id=recorded.rollout.rollout_id,
@@ -112,17 +115,17 @@ def fork(
         )
     )
     if as_json:
-        terminal.print_json(report)
+        print_json(report)
     else:
         _print_forks(report)
-        terminal.echo(f"look at a fork with: {command('show', report.forks[0].rollout_id, store_url=url)}")
+        echo(f"look at a fork with: {command('show', report.forks[0].rollout_id, store_url=url)}")
     if not report.is_complete:
-        sys.exit(terminal.STOPPED)
+        sys.exit(STOPPED)
     sys.exit(0 if report.mean is not None else 1)
 
 
 async def _load(store: Store, rollout_id: str) -> _Recorded:
-    rollout = await terminal.find(store, rollout_id)
+    rollout = await find(store, rollout_id)
     if not rollout.is_finished:
         raise ConfigError(f"the rollout {rollout.rollout_id} is still {rollout.status}; fork it once it has ended")
     spans = await all_spans(store, rollout.rollout_id)
@@ -172,18 +175,18 @@ def _answer(span: Span) -> str:
 def _list(points: Sequence[ForkPoint], *, as_json: bool) -> None:
     """Print the calls with the numbers that ``--at`` takes."""
     if as_json:
-        terminal.print_json(points)
+        print_json(points)
         return
     rows = [
         (
             str(point.call),
             point.agent or "-",
-            terminal.short(point.asked, 80),
-            terminal.short(point.answered, 60) or "-",
+            short(point.asked, 80),
+            short(point.answered, 60) or "-",
         )
         for point in points
     ]
-    terminal.print_table(("call", "agent", "asked", "answered"), rows)
+    print_table(("call", "agent", "asked", "answered"), rows)
 
 
 def _file_of(rollout: Rollout) -> Path:
@@ -240,9 +243,7 @@ def _run(plan: Plan, recorded: _Recorded, fork: ForkPlan, count: int) -> Forked:
 def _print_forks(report: ForkReport) -> None:
     """Print the forks as a table, the errors of those that failed, the mean and the verdict."""
     by = f" by {report.agent}" if report.agent else ""
-    terminal.echo(
-        f"{report.rollout_id} from call {report.call} of {report.calls}{by} on; recorded {_words(report.reward)}"
-    )
+    echo(f"{report.rollout_id} from call {report.call} of {report.calls}{by} on; recorded {_words(report.reward)}")
     rows = [
         (
             fork.rollout_id,
@@ -253,17 +254,17 @@ def _print_forks(report: ForkReport) -> None:
         )
         for fork in report.forks
     ]
-    terminal.print_table(("fork", "status", "reward", "replayed", "model calls"), rows)
+    print_table(("fork", "status", "reward", "replayed", "model calls"), rows)
     for error, count in Counter(fork.error for fork in report.forks if fork.error).items():
-        terminal.echo(f"{count} of {len(report.forks)}: {terminal.short(error, 600)}")
+        echo(f"{count} of {len(report.forks)}: {short(error, 600)}")
     if report.mean is not None:
         ends = "" if report.low is None else f", {CONFIDENCE:.0%} interval [{report.low:.3g}, {report.high:.3g}]"
         count = sum(fork.reward is not None for fork in report.forks)
         forks = f"{count} fork{'' if count == 1 else 's'}"
-        terminal.echo(f"mean reward {report.mean:.3g}{ends}, {forks}; recorded {_words(report.reward)}")
-    terminal.echo(report.verdict)
+        echo(f"mean reward {report.mean:.3g}{ends}, {forks}; recorded {_words(report.reward)}")
+    echo(report.verdict)
     if not report.is_complete:
-        terminal.echo("stopped before all forks had ended")
+        echo("stopped before all forks had ended")
 
 
 def _words(value: float | None) -> str:

@@ -23,9 +23,12 @@ from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import Episode, JsonResource, ModelCall, PromptTemplate, Record, Resource, Rollout, Span
 from agl.stores import all_spans
-from agl_inspect import terminal
-from agl_inspect.rollouts import difference
+from agl_inspect.rollouts.conversations import difference
 from agl_inspect.stores import located
+from agl_inspect.terminal.opening import complete_rollout, pass_manager, resolve_url, store_option, with_store
+from agl_inspect.terminal.output import echo, json_option, print_json
+from agl_inspect.terminal.program import Modes
+from agl_inspect.terminal.query import deciding, find, read_one
 from agl_inspect.versions import is_of_file
 from agl_replay.cli.fork import SUFFIX, fork
 from agl_replay.cli.replay_server import ReplayServer
@@ -107,13 +110,13 @@ class _ReplayedRollout:
         return self.side.episode.rollout
 
 
-@click.command(cls=terminal.Modes, modes={"--fork": fork, "--score": score})
-@click.argument("rollout_id", shell_complete=terminal.complete_rollout)
+@click.command(cls=Modes, modes={"--fork": fork, "--score": score})
+@click.argument("rollout_id", shell_complete=complete_rollout)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--live", is_flag=True, help="Let the experiment's models answer anew.")
-@terminal.store_option
-@terminal.json_option
-@terminal.pass_manager
+@store_option
+@json_option
+@pass_manager
 def replay(
     manager: PluginManager, rollout_id: str, file: Path | None, live: bool, store_url: str | None, as_json: bool
 ) -> None:
@@ -122,8 +125,8 @@ def replay(
     The beginning of an id suffices where it is unique; "latest" is the newest rollout. A rollout that agl exec recorded
     needs no FILE: its command runs again. The exit status is 1 when something changed.
     """
-    url = store_of(load_config(file), file) if file is not None and not store_url else terminal.resolve_url(store_url)
-    past = terminal.with_store(manager, url, lambda store: _load(store, rollout_id))
+    url = store_of(load_config(file), file) if file is not None and not store_url else resolve_url(store_url)
+    past = with_store(manager, url, lambda store: _load(store, rollout_id))
     with ReplayServer(() if live else past.calls) as server:
         if file is not None:
             now = _with_agent(manager, file, url, past, None if live else server)
@@ -139,31 +142,31 @@ def replay(
             unused=server.unused,
         )
     if as_json:
-        terminal.print_json(result)
+        print_json(result)
     else:
         _print(result, served=None if live else server.served)
     sys.exit(0 if result.is_same else 1)
 
 
 def _print(result: ReplayComparison, *, served: int | None) -> None:
-    terminal.echo(f"recorded {describe_episode(result.recorded.episode)}")
-    terminal.echo(f"replayed {describe_episode(result.replayed.episode)}")
+    echo(f"recorded {describe_episode(result.recorded.episode)}")
+    echo(f"replayed {describe_episode(result.replayed.episode)}")
     for line in result.diverged:
-        terminal.echo(f"diverged: the agent made a request that was not recorded: {line}")
+        echo(f"diverged: the agent made a request that was not recorded: {line}")
     if result.unused:
-        terminal.echo(f"diverged: {result.unused} recorded answers were not asked for")
+        echo(f"diverged: {result.unused} recorded answers were not asked for")
     if served is not None and not (result.diverged or result.unused):
-        terminal.echo(f"the agent made exactly the recorded requests ({served} calls)")
+        echo(f"the agent made exactly the recorded requests ({served} calls)")
     for line in result.changed:
-        terminal.echo(f"changed: {line}")
+        echo(f"changed: {line}")
     if result.equal:
-        terminal.echo(f"equal: {', '.join(result.equal)}")
+        echo(f"equal: {', '.join(result.equal)}")
 
 
 async def _load(store: Store, rollout_id: str) -> _ReplayedRollout:
-    rollout = await terminal.find(store, rollout_id)
-    recording = await terminal.read_one(store, rollout.rollout_id)
-    attempt, spans = terminal.deciding(rollout, recording.attempts), recording.spans
+    rollout = await find(store, rollout_id)
+    recording = await read_one(store, rollout.rollout_id)
+    attempt, spans = deciding(rollout, recording.attempts), recording.spans
     pinned = [await store.resource(name, version) for name, version in rollout.resources.items()]
     return _ReplayedRollout(
         side=side_of(build_episode(rollout, attempt, spans), spans),
@@ -183,7 +186,7 @@ def _with_agent(
     name = trainer.config.experiment.name.removesuffix(SUFFIX) + SUFFIX
     result = trainer.dev(train_dataset=[past.rollout.task], tasks=1, record_as=name)
     episode = result.episodes[0]
-    spans = terminal.with_store(manager, store, lambda opened: all_spans(opened, episode.rollout.rollout_id))
+    spans = with_store(manager, store, lambda opened: all_spans(opened, episode.rollout.rollout_id))
     return side_of(episode, spans)
 
 
@@ -226,7 +229,7 @@ def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: Re
     upstream = f"{server.url}/v1" if server else os.environ.get("OPENAI_BASE_URL", "")
     with _environment(server):
         run = asyncio.run(record_command(list(command), manager=manager, store_url=url, upstream=upstream))
-    return terminal.with_store(manager, url, lambda store: _load(store, run.rollout_id)).side
+    return with_store(manager, url, lambda store: _load(store, run.rollout_id)).side
 
 
 @contextmanager

@@ -14,7 +14,8 @@ import msgspec
 
 from agl.dialects import dialect_of
 from agl.schemas import Dialect, ModelCall, to_json
-from agl_inspect.rollouts import answer_of, asked, encode_answer, ending, exchanges_of, key_of, nearest
+from agl_inspect.rollouts.answers import answer_of, asked, encode_answer, exchanges_of, key_of
+from agl_inspect.rollouts.conversations import ending, nearest
 from agl_inspect.text import short
 
 _REFUSED = 400

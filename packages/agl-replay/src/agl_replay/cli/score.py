@@ -15,10 +15,13 @@ from agl.contracts import Recording, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import Record, Reward, to_json
 from agl.stores import read_recordings
-from agl_inspect import terminal
-from agl_inspect.records import TRIAL
-from agl_inspect.rollouts import reward_text
+from agl_inspect.records.names import TRIAL
+from agl_inspect.rollouts.explanations import reward_text
 from agl_inspect.stores import MEMORY
+from agl_inspect.terminal.opening import complete_rollout, pass_manager, resolve_url, store_option, with_store
+from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table
+from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query
+from agl_inspect.text import short
 from agl_replay.rescoring import Rescored, make_rescorer, rewards_plan
 from agl_replay.reward_change import GroupChange, PartChange, RewardChange, Values, sum_up
 from agl_run import load_config
@@ -47,9 +50,9 @@ class _Report(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @click.command("score")
 @experiment_argument
-@click.argument("rollout_ids", nargs=-1, metavar="[ROLLOUT]...", shell_complete=terminal.complete_rollout)
-@terminal.store_option
-@terminal.filter_options
+@click.argument("rollout_ids", nargs=-1, metavar="[ROLLOUT]...", shell_complete=complete_rollout)
+@store_option
+@filter_options
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
@@ -61,8 +64,8 @@ class _Report(Record, frozen=True, kw_only=True, omit_defaults=False):
     "--concurrency", type=click.IntRange(min=1, max=1000), default=8, show_default=True, help="Rollouts at once."
 )
 @click.option("--summary", "is_short", is_flag=True, help="Print the summary only.")
-@terminal.json_option
-@terminal.pass_manager
+@json_option
+@pass_manager
 def score(
     manager: PluginManager,
     file: Path,
@@ -87,12 +90,12 @@ def score(
     recorded = load_config(file)
     config, plugins = read_experiment(file, settings, manager=manager)
     plan = rewards_plan(config, folder=file.absolute().parent, manager=plugins)
-    url = terminal.resolve_url(store_url) if store_url else store_of(config, file)
+    url = resolve_url(store_url) if store_url else store_of(config, file)
     if url.startswith(MEMORY):
         raise ConfigError(
             f"the experiment keeps its rollouts in {url}, which ended with its process; name another store with --store"
         )
-    query = terminal.make_query(experiment or config.experiment.name, status or ("succeeded",), mode, limit=_PAGE)
+    query = make_query(experiment or config.experiment.name, status or ("succeeded",), mode, limit=_PAGE)
     most = len(rollout_ids) or limit
     found: list[Rescored] = []
 
@@ -106,16 +109,16 @@ def score(
 
     is_complete = False
     with suppress(KeyboardInterrupt):
-        terminal.with_store(plugins, url, work)
+        with_store(plugins, url, work)
         is_complete = True
     change = sum_up(found)
     if as_json:
-        terminal.print_json(_Report(is_complete=is_complete, change=change, rollouts=found))
+        print_json(_Report(is_complete=is_complete, change=change, rollouts=found))
     else:
         _print_change(change)
     if not is_complete:
         click.echo("stopped; this is what was scored until then", err=True)
-        _leave(terminal.STOPPED)
+        _leave(STOPPED)
     sys.exit(1 if change.failed else 0)
 
 
@@ -129,7 +132,7 @@ def _leave(status: int) -> NoReturn:
 async def _chosen(store: Store, query: RolloutQuery, names: Sequence[str]) -> RolloutQuery:
     """Return the query for the named rollouts, or the given one; raises :class:`ConfigError` if it selects none."""
     if names:
-        ids = tuple(dict.fromkeys(await terminal.find_ids(store, names)))
+        ids = tuple(dict.fromkeys(await find_ids(store, names)))
         return RolloutQuery(ids=ids, limit=_PAGE)
     await _check_ran(store, query.experiment or "")
     if not await store.rollouts(replace(query, limit=1)):
@@ -148,7 +151,7 @@ async def _check_ran(store: Store, experiment: str) -> None:
         raise ConfigError(
             f"no rollout of {experiment!r} is recorded, only those of agl dev; to score them, pass --experiment {trial}"
         )
-    await terminal.check_experiment(store, experiment)
+    await check_experiment(store, experiment)
 
 
 async def _has_rollout(store: Store, experiment: str) -> bool:
@@ -165,52 +168,48 @@ async def _first(recordings: AsyncIterator[Recording], limit: int) -> AsyncItera
 
 def _print_rollout(one: Rescored) -> None:
     if one.skipped:
-        terminal.echo(f"{one.rollout_id}: not scored, {one.skipped}")
+        echo(f"{one.rollout_id}: not scored, {one.skipped}")
         return
     moved = "" if one.before is None or one.after is None else f" ({one.after - one.before:+g})"
-    terminal.echo(f"{one.rollout_id}: {_number(one.before)} -> {_number(one.after)}{moved}")
+    echo(f"{one.rollout_id}: {_number(one.before)} -> {_number(one.after)}{moved}")
     if one.after is None and not one.errors:
-        terminal.echo(f"  none because {one.rule}")
+        echo(f"  none because {one.rule}")
     recorded, now = ({to_json(each) for each in rewards} for rewards in (one.recorded, one.rewards))
     _print_rewards("same", [each for each in one.rewards if to_json(each) in recorded])
     _print_rewards("was", [each for each in one.recorded if to_json(each) not in now])
     _print_rewards("now", [each for each in one.rewards if to_json(each) not in recorded])
     _print_rewards("kept", one.kept)
     for error in one.errors:
-        terminal.echo(f"  error  {terminal.short(error.message, _LONGEST)}")
+        echo(f"  error  {short(error.message, _LONGEST)}")
 
 
 def _print_rewards(label: str, rewards: Sequence[Reward]) -> None:
     for each in rewards[:_SHOWN]:
-        terminal.echo(f"  {label:<5}  {terminal.short(reward_text(each), _FEEDBACK)}")
+        echo(f"  {label:<5}  {short(reward_text(each), _FEEDBACK)}")
     if len(rewards) > _SHOWN:
-        terminal.echo(f"  {label:<5}  and {len(rewards) - _SHOWN} more; --json has all")
+        echo(f"  {label:<5}  and {len(rewards) - _SHOWN} more; --json has all")
 
 
 def _print_change(change: RewardChange) -> None:
-    terminal.echo(f"scored {_rollouts(change.scored)}{f', skipped {change.skipped}' if change.skipped else ''}")
+    echo(f"scored {_rollouts(change.scored)}{f', skipped {change.skipped}' if change.skipped else ''}")
     if change.before is not None:
         tasks = "1 task" if change.tasks == 1 else f"{change.tasks} tasks"
-        terminal.echo(f"mean over {tasks}: {_number(change.before)} recorded, {_number(change.after)} now")
+        echo(f"mean over {tasks}: {_number(change.before)} recorded, {_number(change.after)} now")
     if change.difference is not None:
         one = change.difference
         kind = "tasks" if change.tasks > 1 else "rollouts"
         ends = f"{one.confidence:.0%} interval [{one.low:+.4f}, {one.high:+.4f}]"
-        terminal.echo(f"difference {one.difference:+.4f}, {ends}, paired by {one.paired_tasks} {kind}")
+        echo(f"difference {one.difference:+.4f}, {ends}, paired by {one.paired_tasks} {kind}")
     if change.lost or change.gained:
-        terminal.echo(
-            f"{_rollouts(change.lost)} that had a reward have none now; {change.gained} that had none have one"
-        )
+        echo(f"{_rollouts(change.lost)} that had a reward have none now; {change.gained} that had none have one")
     for line in _group_lines(change.groups) if change.scored else ():
-        terminal.echo(line)
+        echo(line)
     if change.parts:
-        terminal.print_table(
-            _COLUMNS, [row for part in change.parts[:_PARTS] for row in _part_rows(part)], whole=("when",)
-        )
+        print_table(_COLUMNS, [row for part in change.parts[:_PARTS] for row in _part_rows(part)], whole=("when",))
     for text, count in list(change.errors.items())[:_ERRORS]:
-        terminal.echo(f"error in {_rollouts(count)}: {terminal.short(text, _LONGEST)}")
+        echo(f"error in {_rollouts(count)}: {short(text, _LONGEST)}")
     if left := max(0, len(change.parts) - _PARTS) + max(0, len(change.errors) - _ERRORS):
-        terminal.echo(f"and {left} more parts and errors; --json has all")
+        echo(f"and {left} more parts and errors; --json has all")
 
 
 def _group_lines(groups: GroupChange) -> list[str]:
@@ -229,7 +228,7 @@ _COLUMNS = ("reward", "when", "n", "none", "mean", "spread", "least", "share", "
 
 def _part_rows(part: PartChange) -> list[tuple[str, ...]]:
     name = " · ".join(filter(None, (part.name or "(unnamed)", part.part)))
-    label = terminal.short(name if part.scope == "rollout" else f"{name} of a {part.scope}", 60)
+    label = short(name if part.scope == "rollout" else f"{name} of a {part.scope}", 60)
     given = (("recorded", part.before), ("now", part.after))
     return [(label, when, *_cells(values)) for when, values in given if values is not None]
 

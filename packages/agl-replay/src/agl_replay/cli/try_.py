@@ -12,7 +12,8 @@ from agl import PluginManager
 from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_inspect.stores import MEMORY, command, without_password
-from agl_inspect.terminal import STOPPED, echo, json_option, pass_manager, print_json, with_store
+from agl_inspect.terminal.opening import pass_manager, with_store
+from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json
 from agl_inspect.text import visible
 from agl_inspect.versions import add_trial
 from agl_replay.candidates import Contender, Given, contenders, new_placeholders, resource_of

@@ -40,7 +40,7 @@ def signing_keys(path: Path | None = None) -> Keys:
     ``AGL_SECRET_FILE`` names, else from ``path``, which is made on first use with mode 0600.
 
     Args:
-        path: By default ``secret`` in :func:`state_dir`, or in the place of an earlier release.
+        path: By default ``secret`` in :func:`state_dir`.
 
     Raises:
         ConfigError: A key is too short, others can read the file, it cannot be read or made, or both variables are set.
@@ -56,7 +56,7 @@ def signing_keys(path: Path | None = None) -> Keys:
         return lambda: keys
     if named:
         return _named(Path(named))
-    path = path or _usual_path()
+    path = path or state_dir() / "secret"
     try:
         if not path.exists():
             _create(path)
@@ -71,12 +71,6 @@ def signing_keys(path: Path | None = None) -> Keys:
 def is_secret_given() -> bool:
     """Return true if the environment holds the signing key or names its file."""
     return SECRET_ENV in os.environ or bool(os.environ.get(SECRET_FILE_ENV))
-
-
-def _usual_path() -> Path:
-    """The key's path; an existing key of an earlier release on macOS, which ignored ``XDG_STATE_HOME``, comes first."""
-    places = (Path.home() / "Library" / "Application Support" / "agl", state_dir())
-    return next((place / "secret" for place in places if (place / "secret").exists()), places[-1] / "secret")
 
 
 def _create(path: Path) -> None:

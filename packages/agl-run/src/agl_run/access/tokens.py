@@ -18,20 +18,7 @@ import msgspec
 
 from agl.errors import ConfigError, TokenError
 from agl.schemas import Attempt, Claim, Rollout
-from agl_inspect.keys import LEAST, KeyFile, Keys
-
-__all__ = [
-    "AdminKey",
-    "AttemptToken",
-    "AttemptTokens",
-    "IssuedClaim",
-    "KeyFile",
-    "Keys",
-    "Secret",
-    "TokenScope",
-    "check_secret",
-    "issue_token",
-]
+from agl_inspect.keys import LEAST, Keys
 
 PREFIX = "agl_"
 TokenScope = Literal["attempt", "admin", "client", "worker"]

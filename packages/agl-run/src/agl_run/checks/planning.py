@@ -14,7 +14,9 @@ from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 from agl.tracing import upstreams_for
-from agl_inspect.records import FEWEST_TASKS, MAX_NAME, NAME, PREFIX, experiment_of
+from agl_inspect.records.names import MAX_NAME, NAME
+from agl_inspect.records.sources import PREFIX, experiment_of
+from agl_inspect.records.validations import FEWEST_TASKS
 from agl_inspect.stores import check_store_url
 from agl_run.agents.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 from agl_run.agents.importing import OtherModuleError, make_importable
@@ -23,7 +25,6 @@ from agl_run.config.agent import HARNESS, agent_of, tasks_of, with_runner
 from agl_run.config.dataset import Tasks, as_tasks, check_hidden
 from agl_run.config.records import ExperimentConfig, ExperimentSection, GatewayConfig, ResourceConfig
 from agl_run.config.retention import limits_of
-from agl_run.config.work_folder import work_folder
 from agl_run.deliver.exporting import check_different
 from agl_run.parts.rewards import check_known
 from agl_run.plan import VALIDATION, Plan, load_agent
@@ -66,7 +67,7 @@ def make_plan(
         resources={name: _resource(name, given) for name, given in config.resource.items()},
         store=store,
         rewards=rewards or {},
-        workdir=work_folder(folder, section),
+        workdir=folder / section.workdir / section.name,
         fleet=fleet,
     )
     _check_section(plan)

@@ -1,23 +1,143 @@
-"""``agl check``: check an experiment before it runs."""
+"""What a person does before a run: ``agl check`` with its forecast, and ``agl dev``; nothing is trained."""
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from agl import PluginManager
-from agl_inspect.terminal import Modes, pass_manager
+from agl.errors import ConfigError
+from agl_inspect.forecast.costs import Device, device_of
+from agl_inspect.forecast.models import ModelShape, shape_of_model
+from agl_inspect.stores import SQLITE, build_store, without_password
+from agl_inspect.terminal.opening import pass_manager, resolve_url
+from agl_inspect.terminal.output import echo, json_option, print_json
+from agl_inspect.terminal.program import Modes
 from agl_inspect.text import visible
 from agl_run.checks.frameworks import unlisted_tracers
 from agl_run.checks.notices import crowded_loop, served_from_disk, unused_credits
-from agl_run.cli.forecast import forecast
 from agl_run.cli.run import run_again
 from agl_run.config.dataset import unkeyed_tasks
+from agl_run.display.progress import Quiet, default_progress
+from agl_run.display.result_text import describe_episode
+from agl_run.forecast.recorded import Material, find, read
+from agl_run.forecast.report import make_report
+from agl_run.forecast.text import as_lines
+from agl_run.forecast.trial import TrialSize, try_out
 from agl_run.parts.build import check_components
 from agl_run.parts.waiting import waiting_for
 from agl_run.plan import Plan
+from agl_run.run.blocking import run_blocking
+from agl_run.run.fit import dev_plan
+from agl_run.run.session import store_url_of
 from agl_run.terminal import experiment_argument, make_trainer, ray_option
+
+
+@click.command("forecast")
+@experiment_argument
+@click.option(
+    "--run/--no-run",
+    "runs",
+    default=None,
+    help="Always run a trial, or never; by default where too little is recorded.",
+)
+@click.option(
+    "-n",
+    "--tasks",
+    type=click.IntRange(min=1),
+    help="Tasks of the trial; by default 8, and more until the tokens of a step are sure.",
+)
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=2, show_default=True, help="Rollouts of each task in the trial."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=35.0,
+    show_default=True,
+    help="Time in which a trial goes on to further tasks.",
+)
+@click.option("--device", help="Compute memory and time for this device, such as h100, a100-80, l40s or cpu.")
+@click.option(
+    "--model",
+    help="The model for --device: a folder, config.json or TOML file, a size such as 7B, or layers=28,hidden=3584,...",
+)
+@json_option
+@pass_manager
+def forecast(
+    manager: PluginManager,
+    file: Path,
+    settings: tuple[str, ...],
+    runs: bool | None,
+    tasks: int | None,
+    samples: int,
+    seconds: float,
+    device: str | None,
+    model: str | None,
+    as_json: bool,
+) -> None:
+    """Forecast what a run of FILE costs, and find faults that it would pay for.
+
+    Tokens, rows, contexts and time of a rollout and of a step, the share of groups that will teach nothing by group
+    size, the slowest part, and faults of the recordings. It reads the newest training rollouts that the experiment has
+    recorded; where there are too few, it first runs a trial, which calls the model and trains nothing.
+    With --device it also computes the memory and the time of a step there.
+    """
+    made = make_trainer(file, settings, manager=manager).plan()
+    target = _target(made, device, model)
+    material = None if runs else asyncio.run(_recorded(made))
+    if runs is None and material is not None and not material.source.is_enough:
+        material = None
+    if material is None and runs is False:
+        raise ConfigError(
+            f"no training rollout and no trial of {made.name!r} is recorded in {without_password(store_url_of(made))}; "
+            "leave out --no-run, and a few rollouts are run"
+        )
+    size = TrialSize(tasks=tasks, samples=samples, seconds=seconds)
+    progress = Quiet() if as_json else default_progress()  # its lines go where the JSON goes
+    found = material or run_blocking(lambda: try_out(made, size, progress=progress))
+    report = asyncio.run(make_report(made, found, target=target))
+    if as_json:
+        print_json(report)
+        return
+    for line in as_lines(report, store_url=store_url_of(made)):
+        echo(line)
+
+
+def _target(plan: Plan, device: str | None, model: str | None) -> tuple[Device, ModelShape] | None:
+    """Return the device and the model to compute for; the model is by default that of the policy in training."""
+    if device is None:
+        if model is not None:
+            raise ConfigError(f"--model {model!r} says nothing without a device; add --device h100, or another one")
+        return None
+    found = device_of(device)  # before the model: its name is the shorter mistake
+    if model is not None:
+        return found, shape_of_model(model, folder=Path.cwd())
+    folders = [str(plan.config.policy[name].params.get("model", "")) for name in sorted(plan.trained_policies())]
+    known = [folder for folder in folders if folder and (plan.folder / folder / "config.json").is_file()]
+    if not known:
+        raise ConfigError(
+            f"--device {device} needs --model, for no policy in training has its model in a folder here; give the "
+            "folder of a model, its config.json, or a number of weights such as --model 7B"
+        )
+    return found, shape_of_model(known[0], folder=plan.folder)
+
+
+async def _recorded(plan: Plan) -> Material | None:
+    """Read the rollouts that are recorded; ``None`` without any."""
+    url = store_url_of(plan)
+    if url.startswith("memory:"):
+        return None
+    if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).exists():
+        return None
+    store = build_store(plan.manager, resolve_url(url))
+    try:
+        found = await find(store, plan)
+        return await read(store, plan, *found) if found else None
+    finally:
+        await store.close()
 
 
 @click.command(cls=Modes, modes={"--forecast": forecast})
@@ -65,3 +185,24 @@ def _summary(plan: Plan, warnings: Sequence[str], *, notes: Sequence[str], again
     lines += [f"warning: {text}" for text in warnings]
     lines.append(f"no {'error' if warnings else 'problem'} found; start with: {again}")
     return "\n".join(lines)
+
+
+@click.command()
+@experiment_argument
+@click.option("-n", "--tasks", type=click.IntRange(min=1), default=3, show_default=True, help="How many tasks to try.")
+@json_option
+@pass_manager
+def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: int, as_json: bool) -> None:
+    """Run the agent of FILE on a few training tasks and show its calls.
+
+    The exit status is 1 when no rollout succeeded.
+    """
+    trainer = make_trainer(file, settings, manager=manager)
+    plan = trainer.plan()
+    result = run_blocking(lambda: dev_plan(plan, progress=default_progress(), tasks=tasks))
+    if as_json:
+        print_json(result)
+    else:
+        for episode in result.episodes:
+            click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm)))
+    sys.exit(0 if any(episode.rollout.status == "succeeded" for episode in result.episodes) else 1)

@@ -1,14 +1,32 @@
 """``agl exec -- COMMAND``: record one run of any program, with no experiment.
 
 With agl-gateway installed and an upstream endpoint, any program is recorded through the gateway. Without them, a
-Python program is recorded from within.
+Python program is recorded from within. What was recorded, and what was missed, is said on standard error.
 """
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from agl import PluginManager
-from agl_inspect.terminal import pass_manager
-from agl_run.run.exec import exec_program
+from agl.errors import ConfigError
+from agl_inspect.stores import as_url, proposal, refuse_directory
+from agl_inspect.terminal.opening import pass_manager
+from agl_run.runners.recording import RecordedRun, StopRequest, record_command
+from agl_run.watch.agreement import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
+
+DEFAULT_STORE = "sqlite:///runs/agl.db"
+
+_RECORDED = (
+    "A Python program is recorded where its clients use httpx, as the openai and anthropic ones do; any other program "
+    "where it reads OPENAI_BASE_URL: pass --upstream, the URL where its calls go."
+)
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True})
@@ -33,3 +51,64 @@ def exec_(
     Ctrl-C and SIGTERM end COMMAND with all that it started, and keep its record; the exit status is 130 or 143.
     """
     exec_program(manager, command, url=url, upstream=upstream, timeout_s=timeout_s)
+
+
+def exec_program(
+    manager: PluginManager, command: tuple[str, ...], *, url: str | None, upstream: str | None, timeout_s: float | None
+) -> NoReturn:
+    """Run a program once with its model calls recorded, and exit with its status.
+
+    Args:
+        manager: Finds the gateway and the tracers.
+        command: The program and its arguments.
+        url: The store; by default ``runs/agl.db``.
+        upstream: Where the program's model calls go, as an OpenAI-compatible base URL.
+        timeout_s: Seconds after which the program is stopped.
+    """
+    store_url = as_url(url or DEFAULT_STORE)
+    refuse_directory(store_url, Path())
+    if upstream and not upstream.startswith(("http://", "https://")):
+        raise ConfigError(f"--upstream {upstream!r} is no URL; write http://HOST:PORT/v1")
+    started = time.monotonic()
+    request = StopRequest()
+    recording = record_command(
+        command,
+        manager=manager,
+        store_url=store_url,
+        upstream=upstream or "",
+        timeout_s=timeout_s,
+        request=request,
+    )
+    try:
+        run: RecordedRun = asyncio.run(recording)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        number = request.number or signal.SIGINT
+        click.echo(f"agl: {_stopped(number.name)} before the recording was complete", err=True)
+        sys.exit(128 + number)
+    seconds = time.monotonic() - started
+    look = proposal("look with", "show", run.rollout_id, store_url=store_url)
+    look = f";{look}" if look else ""
+    if run.stopped_by:
+        kept = f"{run.calls} model calls are recorded{look}"
+        click.echo(f"agl: {_stopped(run.stopped_by)} after {seconds:.1f} s; {kept}", err=True)
+        sys.exit(run.exit_code)
+    click.echo(f"agl: recorded {run.calls} model calls in {seconds:.1f} s{look}", err=True)
+    for line in _missed(run, store_url):
+        click.echo(f"agl: {line}", err=True)
+    sys.exit(run.exit_code)
+
+
+def _stopped(by: str) -> str:
+    return "stopped by Ctrl-C" if by == "SIGINT" else f"stopped by {by}"
+
+
+def _missed(run: RecordedRun, store_url: str) -> Iterator[str]:
+    """Describe the model calls that the record lacks, and those that it cannot attribute."""
+    unseen, unattributed = run.agreement.unseen, run.agreement.unattributed
+    see = proposal("See", "why", run.rollout_id, store_url=store_url)
+    if unseen:
+        yield f"there are {describe_calls(unseen, UNSEEN)}. {_RECORDED}{see}"
+    elif not run.calls:
+        yield f"no model call was seen. {_RECORDED}"
+    if unattributed:
+        yield f"there are {describe_calls(unattributed, UNATTRIBUTED)}. {ATTRIBUTE}.{see}"

@@ -1,44 +1,103 @@
-"""``agl run``: run an experiment to its end, or continue one that was stopped."""
+"""``agl run``: run an experiment to its end, continue one that was stopped, or write what its sinks lack of a run."""
 
+import asyncio
 import errno
 import os
 import signal
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
 import click
+import msgspec
 
 from agl import PluginManager
-from agl.contracts import Store
-from agl.errors import ConfigError
-from agl_inspect.advice import Fit, History, kind_of, parameters_of, runs_of_kind
-from agl_inspect.records import MAX_NAME, after_step, digest_of
-from agl_inspect.stores import MEMORY, command, located, without_password
-from agl_inspect.terminal import (
-    STOPPED,
-    Modes,
-    echo,
-    fit_and_record,
-    json_option,
-    lacking,
-    pass_manager,
-    print_fit,
-    print_json,
-    settings_of,
-    with_store,
-)
-from agl_run.cli.sync import sync
-from agl_run.cli.watching import console_of
+from agl.contracts import ExperimentRecord, SinkOutcome, Store
+from agl.errors import ConfigError, ExportError
+from agl_inspect.advice.past_runs import History, kind_of, parameters_of, runs_of_kind
+from agl_inspect.advice.ranking import Fit
+from agl_inspect.ownership import is_owned
+from agl_inspect.records.names import MAX_NAME
+from agl_inspect.records.state import load_experiment
+from agl_inspect.records.validations import after_step, digest_of
+from agl_inspect.stores import MEMORY, SQLITE, build_store, command, located, without_password
+from agl_inspect.terminal.opening import pass_manager, with_store
+from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json
+from agl_inspect.terminal.program import Modes
+from agl_inspect.terminal.ranking import fit_and_record, lacking, print_fit, settings_of
 from agl_run.config.records import ExperimentConfig
 from agl_run.config.settings import training_settings
+from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.display.progress import Quiet
+from agl_run.parts.build import build_sinks
 from agl_run.plan import Plan
+from agl_run.run.blocking import run_blocking
 from agl_run.run.fit import FitResult
 from agl_run.run.resume import NothingMoreError
+from agl_run.run.session import open_store, store_url_of
+from agl_run.runners.bound_process import BoundProcess
 from agl_run.terminal import experiment_argument, make_trainer, ray_option, store_of
+
+
+@click.command("sync")
+@experiment_argument
+@click.option("--run", type=click.IntRange(min=1), metavar="N", help="The run, from 1; by default the newest.")
+@pass_manager
+def sync(manager: PluginManager, file: Path, settings: tuple[str, ...], run: int | None) -> None:
+    """Write what the systems that FILE names as exporters, such as W&B, lack of a run; the store has all of it.
+
+    A running experiment does that itself.
+    """
+    plan = make_trainer(file, settings, manager=manager).plan()
+    run_blocking(lambda: sync_plan(plan, run=run, say=echo))
+
+
+async def sync_plan(plan: Plan, *, run: int | None, say: Callable[[str], None]) -> None:
+    """Give every sink all of a run, and wait for it.
+
+    Args:
+        plan: The experiment; its sinks and its configuration are those of now.
+        run: The number of the run; ``None`` for the newest.
+        say: Called with a line for each sink.
+
+    Raises:
+        ConfigError: The experiment names no sink, never ran in its store, has no such run, or runs now.
+        ExportError: A sink did not take everything; the reason was logged.
+    """
+    if not build_sinks(plan):
+        raise ConfigError(
+            f'experiment {plan.name!r} names no system that shows runs; add [[exporter]] with use = "tensorboard", '
+            '"mlflow" or "wandb"'
+        )
+    store, url = open_store(plan), store_url_of(plan)
+    try:
+        record = await load_experiment(store, plan.name)
+        if record is None:
+            raise ConfigError(f"experiment {plan.name!r} never ran in {without_password(url)}; run it first")
+        if run is not None and run > record.run:
+            raise ConfigError(f"experiment {plan.name!r} has {record.run} runs; give --run a number up to {record.run}")
+        if await is_owned(store, plan.name):
+            raise ConfigError(f"experiment {plan.name!r} runs now, and writes everything itself; wait for its end")
+        source = SinkSource(plan=plan, store=store, store_url=without_password(url), run=run or record.run)
+        async with Sinks(source, say=say, end_s=None) as sinks:
+            sinks.end = await _end(store, source, record)
+        if not sinks.has_all:
+            raise ExportError("not everything was written; see the warnings above, and repeat the command")
+    finally:
+        await store.close()
+
+
+async def _end(store: Store, source: SinkSource, record: ExperimentRecord) -> SinkOutcome:
+    """Return how a run ended, as far as the store knows."""
+    saved = (await store.load_state(source.end_key)).get(source.end_key)
+    if saved is not None:
+        return msgspec.json.decode(saved, type=SinkOutcome)
+    if source.run != record.run:
+        return SinkOutcome(status="stopped")
+    status = "finished" if record.status == "finished" else "stopped"
+    return SinkOutcome(status=status, summary={f"version/{name}": live for name, live in record.live.items()})
 
 
 @click.command(cls=Modes, modes={"--sync": sync})
@@ -179,6 +238,51 @@ def _loss(result: FitResult) -> list[str]:
         return [f"{text}{after_step(result.best_step)}; agl resources list shows the versions of every step"]
     text = f"the last step was not the best: validation reward {last:.3f} after it, {result.after:.3f} "
     return [f"{text}{after_step(result.kept_step)}; the versions of then are live, and have the label best"]
+
+
+@contextmanager
+def console_of(manager: PluginManager, store_url: str) -> Generator[str]:
+    """Serve the console over a store for as long as the block lasts; yields its address.
+
+    It has a process of its own, so that reading takes no time of the trainer, and ends with this one, after ``kill -9``
+    as well.
+
+    Raises:
+        UnknownComponentError: ``agl-console`` is not installed; the message says how to install it.
+        ConfigError: No other process can read the store, or the console did not start.
+    """
+    manager.command("console")
+    if store_url.startswith(MEMORY):
+        raise ConfigError(
+            f"--console reads the store from another process, and {store_url} exists in this one alone; write "
+            'store = "sqlite:///runs/agl.db" under [experiment], or leave --console away'
+        )
+    console = run_blocking(lambda: _start_console(manager, store_url))
+    try:
+        said = run_blocking(lambda: _first_line(console))
+        if not said.startswith("console at "):
+            raise ConfigError(
+                "the console did not start; its own message stands above, and agl run works without --console"
+            )
+        yield said.removeprefix("console at ").partition(" ")[0]
+    finally:
+        run_blocking(console.stop)
+
+
+async def _start_console(manager: PluginManager, store_url: str) -> BoundProcess:
+    if store_url.startswith(SQLITE) and not Path(store_url.removeprefix(SQLITE)).exists():
+        store = build_store(manager, store_url)  # makes the file that the console reads and the run is about to fill
+        await store.cursor()
+        await store.close()
+    words = [sys.executable, "-m", "agl", "console", store_url]
+    environment = {**os.environ, **manager.worker_env()}
+    return await BoundProcess.start(
+        words, environment=environment, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+    )
+
+
+async def _first_line(console: BoundProcess) -> str:
+    return (await console.process.stdout.readline()).decode() if console.process.stdout is not None else ""
 
 
 _OF_AGL = ("debug", "no_plugins")

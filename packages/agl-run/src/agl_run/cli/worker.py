@@ -15,7 +15,8 @@ from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.stores import shown_url
 from agl_inspect.stores import as_url, build_store, located
-from agl_inspect.terminal import json_option, pass_manager, print_json
+from agl_inspect.terminal.opening import pass_manager
+from agl_inspect.terminal.output import json_option, print_json
 from agl_run.access.trust import CA_ENV
 from agl_run.access.worker_token import WORKER_TOKEN_ENV, worker_key
 from agl_run.checks.notices import crowded_loop

@@ -93,15 +93,8 @@ def _shape_policy(table: dict[str, Any]) -> dict[str, Any]:
     return {**own, "params": {**rest, **table.get("params", {})}}
 
 
-_GONE = {
-    "logger": "metrics are always written to metrics.jsonl in the work directory; remove the section, and for another "
-    "place install a plugin that observes agl_step_finished",
-}
-"""Sections of earlier releases, with their replacements."""
-
 _RENAMED = {"n_workers": "runner.concurrency", "n_runners": "runner.concurrency"}
 """Names of the trainer's arguments in Python and in other tools, with those of the file."""
-
 
 _FILLED = {"policy": 'use = "openai" and model = {}', "resource": "template = {}", "experiment": "agent = {}"}
 """The key that a text means where a section belongs; in the other sections it means ``use``."""
@@ -186,8 +179,6 @@ def _no_section(item: Any, hint: Any, where: str, record: type[Record]) -> str:
 
 def _hint(where: str, key: str, value: Any, data: Mapping[str, Any], known: list[str]) -> str:
     """Return what to write instead of an unknown key."""
-    if where in _GONE:
-        return f"there is no section [[{where}]]: {_GONE[where]}"
     near, home = did_you_mean(key, known), _home(key)
     if near:
         return near

@@ -164,8 +164,7 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         seed: Of everything random.
         hidden: Keys of a task that only reward emitters see.
         group_key: Key of a task that is its identity for group baselines; by default the whole task.
-        workdir: Where checkpoints and metrics go; by default ``runs/NAME``. In a folder that another experiment works
-            in already, this one gets a folder of its own.
+        workdir: Folder in which each experiment has one of its own, by its name, for checkpoints and metrics.
         validate_every: Steps between validations; 0 for only before and after.
         validation_limit: Validation tasks at most; 0 for all.
         final: The versions that are live at the end: ``best`` of those that were validated, or the ``last`` ones.
@@ -192,7 +191,7 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
     seed: int = 0
     hidden: tuple[str, ...] = ()
     group_key: str = ""
-    workdir: str = ""
+    workdir: str = "runs"
     validate_every: Annotated[
         int, Meta(ge=0, description="write the number of steps between validations, 0 for only before and after")
     ] = 0

@@ -11,7 +11,7 @@ from agl.episodes import episode_reward
 from agl.schemas import TERMINAL_ROLLOUT, Json, JsonResource, PromptTemplate, Resource, ResourceVersion, to_json
 from agl.stores import read_recordings
 from agl.tracing import redact
-from agl_inspect.advice import Alert, read_alerts
+from agl_inspect.advice.suggestions import Alert, read_alerts
 from agl_inspect.searches import Candidate, searches_in
 from agl_inspect.stores import command, without_password
 from agl_run.config.records import ExperimentConfig

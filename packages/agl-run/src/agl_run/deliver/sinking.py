@@ -19,7 +19,7 @@ import msgspec
 from agl.contracts import Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, Store, shortened
 from agl.errors import AglError, FencedError
 from agl.tracing import redact
-from agl_inspect.records import run_key
+from agl_inspect.records.shelf import run_key
 from agl_run.deliver.sink_contents import read_rows, read_tables, shown_config
 from agl_run.parts.build import build_sinks
 from agl_run.plan import Plan

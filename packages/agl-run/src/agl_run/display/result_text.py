@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from agl.schemas import Episode
-from agl_inspect.records import error_of
+from agl_inspect.records.names import error_of
 from agl_inspect.text import visible
 
 Rows = Sequence[Sequence[str]]

@@ -5,7 +5,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from agl_inspect.records import after_step
+from agl_inspect.records.validations import after_step
 from agl_inspect.text import visible
 from agl_run.display.run_view import AlgorithmView, RunView, Tally
 from agl_run.plan import VALIDATION

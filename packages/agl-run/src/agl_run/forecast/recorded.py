@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from agl.contracts import Metric, RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Record, Rollout, Weights
-from agl_inspect.forecast import Observed, observe
-from agl_inspect.records import TRIAL, run_of
+from agl_inspect.forecast.observed import Observed, observe
+from agl_inspect.records.names import TRIAL, run_of
 from agl_run.plan import Plan
 from agl_run.run.episodes import episode_of, read_finished, selection_of, training_reward
 

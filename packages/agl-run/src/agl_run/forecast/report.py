@@ -7,29 +7,12 @@ from statistics import median
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import Metric
 from agl.schemas import Record
-from agl_inspect.forecast import (
-    Device,
-    DeviceForecast,
-    Examined,
-    Fault,
-    ModelShape,
-    Observed,
-    Recorded,
-    SilentShare,
-    Spread,
-    StepForecast,
-    StepShape,
-    at_once,
-    best_size,
-    faults_in,
-    faults_of_tasks,
-    forecast,
-    forecast_on,
-    loud_groups,
-    silent_shares,
-    spread_of,
-    uncertainty_of,
-)
+from agl_inspect.forecast.costs import Device, DeviceForecast, Recorded, StepShape, forecast_on
+from agl_inspect.forecast.faults import Examined, Fault, faults_in, faults_of_tasks
+from agl_inspect.forecast.models import ModelShape
+from agl_inspect.forecast.observed import Observed
+from agl_inspect.forecast.queueing import Spread, StepForecast, at_once, forecast, spread_of, uncertainty_of
+from agl_inspect.forecast.silence import SilentShare, best_size, loud_groups, silent_shares
 from agl_run.forecast.recorded import Material, Source
 from agl_run.forecast.step_size import compares_groups, measured_update, shape_of, training_of
 from agl_run.plan import Plan

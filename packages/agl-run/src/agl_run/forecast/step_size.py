@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from agl.algorithms import AlgorithmConfig
 from agl.errors import AglError
 from agl.schemas import Weights
-from agl_inspect.forecast import StepShape, Training
+from agl_inspect.forecast.costs import StepShape, Training
 from agl_run.parts.waiting import steps_in_all
 from agl_run.plan import Plan
 

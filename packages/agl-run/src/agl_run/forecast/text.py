@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from textwrap import wrap
 
-from agl_inspect.forecast import NEARLY, DeviceForecast, Fault, Memory, Spread
+from agl_inspect.forecast.costs import DeviceForecast, Memory
+from agl_inspect.forecast.faults import Fault
+from agl_inspect.forecast.queueing import Spread
+from agl_inspect.forecast.silence import NEARLY
 from agl_inspect.stores import MEMORY, command
 from agl_inspect.text import visible
 from agl_run.forecast.report import AlgorithmPlan, GroupSize, RolloutSize, RunPlan

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import click
 
 from agl.schemas import Json
-from agl_inspect.forecast import uncertainty_of
-from agl_inspect.records import TRIAL
+from agl_inspect.forecast.queueing import uncertainty_of
+from agl_inspect.records.names import TRIAL
 from agl_inspect.text import visible
 from agl_run.display.progress import Progress
 from agl_run.forecast.recorded import Material, find_trial, read

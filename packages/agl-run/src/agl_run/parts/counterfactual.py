@@ -19,7 +19,7 @@ from agl.contracts import (
 from agl.errors import AglError, CaptureError, ConfigError
 from agl.schemas import Episode, Json, Rollout, to_builtins, to_json
 from agl.stores import all_spans
-from agl_inspect.rollouts import answer_counts
+from agl_inspect.rollouts.answers import answer_counts
 from agl_run.plan import Plan
 
 RunAll = Callable[[Sequence[Rollout]], Awaitable[list[Episode]]]

@@ -13,7 +13,8 @@ from typing import Literal
 from agl.contracts import REPLAY_VERSION, CannedAnswer, ForkPlan
 from agl.dialects import Request
 from agl.schemas import Dialect, Json, Record, to_json
-from agl_inspect.rollouts import RecordedAnswer, asked, encode_answer, ending, key_of, nearest
+from agl_inspect.rollouts.answers import RecordedAnswer, asked, encode_answer, key_of
+from agl_inspect.rollouts.conversations import ending, nearest
 
 REFUSED = 400
 """Status of the answer to a request that diverged; clients do not repeat such a request."""

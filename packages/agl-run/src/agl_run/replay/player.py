@@ -11,7 +11,7 @@ from typing import Literal
 from agl.contracts import REPLAY_VERSION, CannedAnswer, ReplayPlan
 from agl.dialects import Request
 from agl.schemas import Dialect, Json, Record, new_span_id
-from agl_inspect.rollouts import RecordedAnswer, encode_answer, key_of, text_answer
+from agl_inspect.rollouts.answers import RecordedAnswer, encode_answer, key_of, text_answer
 
 Source = Literal["recorded", "silent", "sibling"]
 

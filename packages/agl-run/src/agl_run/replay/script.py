@@ -6,7 +6,7 @@ from agl.contracts import ForkPlan, Store, fork_of, replay_of
 from agl.errors import NotFoundError, RunError
 from agl.schemas import Rollout
 from agl.stores import all_spans
-from agl_inspect.rollouts import RecordedAnswer, recorded_answers
+from agl_inspect.rollouts.answers import RecordedAnswer, recorded_answers
 from agl_run.replay.fork_player import ForkScript
 from agl_run.replay.player import ReplayScript
 

@@ -12,11 +12,13 @@ from agl.contracts import Algorithm, AlgorithmContext, CheckedAlgorithm, Policy,
 from agl.errors import AglError, ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json, Resource, ResourceVersion
-from agl_inspect.records import AlgorithmState, deferral, step_line, trained_rollouts, version_of_step
-from agl_inspect.rollouts import TrainingRecord, save_training
+from agl_inspect.records.metrics import step_line, version_of_step
+from agl_inspect.records.state import AlgorithmState, deferral, trained_rollouts
+from agl_inspect.rollouts.training import TrainingRecord, save_training
 from agl_run.config.settings import changed_settings, training_settings
 from agl_run.parts.waiting import StepTimes, steps_in_all, waiting_for
 from agl_run.run.driver import Driver
+from agl_run.run.recorded import SourceReader
 from agl_run.run.saving import Collecting, SaveFn, to_end
 
 ENDS_SOON_S = 1.0
@@ -24,12 +26,20 @@ ENDS_SOON_S = 1.0
 
 
 class DrivenAlgorithm:
-    """One algorithm in a schedule: sets it up when its turn comes, steps it, saves its state."""
+    """One algorithm in a schedule: sets it up when its turn comes, steps it, saves its state.
+
+    Attributes:
+        name: Its name within the experiment.
+        tunes: Names of the resources that it tunes.
+        state: Its state after the last step.
+        is_finished: True if it takes no further step.
+    """
 
     def __init__(self, driver: Driver, config: AlgorithmConfig, state: AlgorithmState) -> None:
         self._driver = driver
         self._config = config
-        self._state = state
+        self.name, self.tunes = config.name, config.tunes
+        self.state = state
         self._save: SaveFn | None = None
         self._collecting = Collecting()
         self._credit = driver.credit(config)
@@ -45,24 +55,9 @@ class DrivenAlgorithm:
         self._view.step, self._view.total, self._view.is_finished = state.step, self._total, state.is_finished
 
     @property
-    def name(self) -> str:
-        """Its name within the experiment."""
-        return self._config.name
-
-    @property
     def steps(self) -> int:
         """Steps so far, including those before a restart."""
-        return self._state.step
-
-    @property
-    def tunes(self) -> tuple[str, ...]:
-        """Names of the resources that it tunes."""
-        return self._config.tunes
-
-    @property
-    def state(self) -> AlgorithmState:
-        """Its state after the last step."""
-        return self._state
+        return self.state.step
 
     async def save(self, *, must: bool) -> bool:
         """Let the algorithm write what its state names; returns true once it has, see ``defer`` of its context."""
@@ -81,19 +76,19 @@ class DrivenAlgorithm:
         """Build, set up and restore the algorithm, once."""
         if self._algorithm is not None:
             return
-        session, name = self._driver.session, self._config.name
+        session, name = self._driver.session, self.name
         self._algorithm = algorithm = session.algorithm(self._config)
         with waiting_for(f"setting up the algorithm {name}", say=self._driver.progress.say):
             await algorithm.setup(self._context())
-        if self._state.step:
-            await algorithm.restore(self._state.state)
-            changed = ", ".join(changed_settings(self._state.settings, self._settings))
+        if self.state.step:
+            await algorithm.restore(self.state.state)
+            changed = ", ".join(changed_settings(self.state.settings, self._settings))
             other = f" with other settings: {changed}" if changed else ""
-            self._driver.progress.say(f"{name}: continues after step {self._state.step}{other}")
+            self._driver.progress.say(f"{name}: continues after step {self.state.step}{other}")
         self._trained = await trained_rollouts(session.store, self._driver.name, self._driver.state.run, name)
         self._times = StepTimes()
         self._view.has_begun = True
-        self._driver.progress.update(f"{name} steps", self._state.step, self._total)
+        self._driver.progress.update(f"{name} steps", self.state.step, self._total)
 
     async def step(self) -> None:
         """Take one step; raises :class:`AglError` if it trains a rollout twice.
@@ -108,7 +103,7 @@ class DrivenAlgorithm:
         own, is_stopping = await self._report(self._algorithm)
         self._check(own)
         self._trained.update(own.trained)
-        self._state = AlgorithmState(
+        self.state = AlgorithmState(
             step=own.step,
             is_finished=own.is_finished,
             stop_reason=own.stop_reason,
@@ -124,10 +119,10 @@ class DrivenAlgorithm:
 
     def _check(self, report: StepReport) -> None:
         """Raise :class:`AglError` for a step out of order, and for one that trains a rollout again."""
-        name = self._config.name
-        if report.step != self._state.step + 1 and not (report.is_finished and report.step == self._state.step):
+        name = self.name
+        if report.step != self.state.step + 1 and not (report.is_finished and report.step == self.state.step):
             raise AglError(
-                f"algorithm {name!r} reported step {report.step} after step {self._state.step}; "
+                f"algorithm {name!r} reported step {report.step} after step {self.state.step}; "
                 "steps count from 1 and continue after a restore. This is a defect of the algorithm"
             )
         if twice := self._trained.intersection(report.trained):
@@ -137,7 +132,7 @@ class DrivenAlgorithm:
 
     async def _measured(self, report: StepReport) -> StepReport:
         """Store what the step did with each call, and add what the observers measured, before the step is saved."""
-        driver, name = self._driver, self._config.name
+        driver, name = self._driver, self.name
         records = {
             rollout_id: TrainingRecord(
                 experiment=driver.name, run=driver.state.run, algorithm=name, step=report.step, calls=calls
@@ -151,7 +146,7 @@ class DrivenAlgorithm:
 
     async def _show(self, report: StepReport, metrics: Mapping[str, float]) -> None:
         """Show a step by the algorithm's own metrics, and let the observers see all of them."""
-        name, progress = self._config.name, self._driver.progress
+        name, progress = self.name, self._driver.progress
         progress.update(f"{name} rollouts", 0, 0)
         left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
         self._view.left = left
@@ -206,20 +201,20 @@ class DrivenAlgorithm:
         if not isinstance(self._algorithm, ReversibleAlgorithm):
             raise AglError(f"algorithm {self.name!r} cannot go back to an earlier state")
         await self._algorithm.go_back({} if state is None else state.state, rate=rate)
-        self._state = msgspec.structs.replace(self._state, state=dict(self._algorithm.state()))
-        return self._state
+        self.state = msgspec.structs.replace(self.state, state=dict(self._algorithm.state()))
+        return self.state
 
     def stopped(self, reason: str) -> AlgorithmState:
         """Return the state of the algorithm as one that ended for ``reason`` before its last step."""
-        return msgspec.structs.replace(self._state, is_finished=True, stop_reason=reason)
+        return msgspec.structs.replace(self.state, is_finished=True, stop_reason=reason)
 
     async def end(self) -> None:
         """Save what waits to be saved, and release the algorithm."""
         await self._save_last()
         self._view.has_begun = False
-        self._driver.progress.update(f"{self._config.name} rollouts", 0, 0)
-        self._driver.progress.update(self._config.name, 0, 0)
-        self._driver.progress.update(f"{self._config.name} steps", 0, 0)
+        self._driver.progress.update(f"{self.name} rollouts", 0, 0)
+        self._driver.progress.update(self.name, 0, 0)
+        self._driver.progress.update(f"{self.name} steps", 0, 0)
         algorithm, self._algorithm = self._algorithm, None
         if algorithm is not None:
             await algorithm.close()
@@ -262,7 +257,7 @@ class DrivenAlgorithm:
             credit=self._credit,
             collect=self._collecting.watched(collector),
             sources=config.source,
-            recorded=self._collecting.watched(driver.recorded(config, collector)),
+            recorded=self._collecting.watched(SourceReader(driver, config, collector)),
             publish=self._publish,
             propose=self._propose,
             kept=lambda: driver.validations.kept(config.name),
@@ -283,7 +278,7 @@ class DrivenAlgorithm:
     def _work(self, done: int, total: int, text: str) -> None:
         """Show what the algorithm does within a step."""
         self._view.work = (done, total, text)
-        self._driver.progress.update(self._config.name, done, total, text)
+        self._driver.progress.update(self.name, done, total, text)
 
     def _policy(self, name: str) -> Policy:
         policies = self._driver.session.policies

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from agl.errors import AglError
 from agl.schemas import Record
-from agl_inspect.advice import Suggestion
-from agl_inspect.records import AlgorithmState, Shelf, Validation, has_fallen, run_key
+from agl_inspect.advice.suggestions import Suggestion
+from agl_inspect.records.shelf import Shelf, run_key
+from agl_inspect.records.validations import Validation, has_fallen
 from agl_run.plan import VALIDATION
 from agl_run.run.algorithm import DrivenAlgorithm
 from agl_run.run.driver import Driver
@@ -112,9 +113,7 @@ class CollapseGuard:
             raise CollapseError(f"{finding}, twice in a row; training cannot go back, because {obstacle}")
         rate = RATE ** (self._past.count + 1)
         await session.go_back(best.versions)
-        went: dict[str, AlgorithmState] = {}
-        for turn in affected:
-            went[turn.name] = await turn.go_back(states.get(turn.name), rate=rate)
+        went = {turn.name: await turn.go_back(states.get(turn.name), rate=rate) for turn in affected}
         past = _Rollbacks(count=self._past.count + 1, turn=self._driver.state.turn)
         await self._driver.go_back(went, others=self._shelf.states({"": past}))
         self._past = past

@@ -13,8 +13,9 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import REPLAY, Collected, CounterfactualCredit, Credit, ForkPlan, Recording, RolloutQuery, Store
 from agl.errors import AglError, ConfigError, ConflictError, NotFoundError, RunError
 from agl.schemas import TERMINAL_ROLLOUT, Episode, Json, Mode, RetryPolicy, Rollout
-from agl_inspect.records import NAME, group_id_of, id_prefix, step_name
-from agl_inspect.rollouts import Observed, TrainingRecord, save_training
+from agl_inspect.records.names import NAME, group_id_of, id_prefix, step_name
+from agl_inspect.rollouts.step_tallies import Observed
+from agl_inspect.rollouts.training import TrainingRecord, save_training
 from agl_run.display.run_view import Tally
 from agl_run.parts.counterfactual import Replays, as_fork
 from agl_run.plan import Plan

@@ -19,24 +19,14 @@ from agl.contracts import (
     StepReport,
 )
 from agl.schemas import Episode, Json
-from agl_inspect.advice import AlertKind, Suggestion, add_alert
-from agl_inspect.records import (
-    AlgorithmState,
-    Validations,
-    experiment_of,
-    failures_of,
-    files_of,
-    load_algorithm,
-    rewards_of,
-    save_progress,
-    saved_marks,
-)
+from agl_inspect.advice.suggestions import AlertKind, Suggestion, add_alert
+from agl_inspect.records.state import AlgorithmState, load_algorithm, save_progress, saved_marks
+from agl_inspect.records.validations import Validations, failures_of, files_of, rewards_of
 from agl_run.display.progress import Progress
 from agl_run.display.run_view import AlgorithmView, RunView
 from agl_run.parts.counterfactual import check_replays
 from agl_run.plan import VALIDATION
 from agl_run.run.collector import Collector
-from agl_run.run.recorded import SourceReader, Sources
 from agl_run.run.session import Session
 from agl_run.watch.agent_patterns import PatternReport
 from agl_run.watch.agreement import AgreementReport
@@ -273,29 +263,6 @@ class Driver:
             manager = self.session.plan.manager
             manager.notify("agl_alert_raised", experiment=self.name, run=self.state.run, kind=kind, **facts)
             self.on_alert()
-
-    def recorded(self, algorithm: AlgorithmConfig, collector: Collector) -> SourceReader:
-        """Make the reader of an algorithm's sources."""
-        plan = self.session.plan
-        sources = Sources(
-            experiment=plan.name,
-            run=self.state.run,
-            algorithms=tuple(source for source in algorithm.source if not experiment_of(source)),
-            experiments=tuple(filter(None, map(experiment_of, algorithm.source))),
-            tunes=algorithm.tunes,
-            waits=plan.config.schedule.mode == "concurrent",
-        )
-        return SourceReader(
-            sources,
-            store=self.session.store,
-            collector=collector,
-            state=self._state_of,
-            current=self.session.live.current,
-            changed=self.changed,
-        )
-
-    async def _state_of(self, name: str) -> AlgorithmState:
-        return await self.load(next(each for each in self.session.plan.config.algorithm if each.name == name))
 
     async def _log(self, name: str, report: StepReport, *, turn: int) -> None:
         """Log a step's metrics to the store; ``turn`` counts the steps of all algorithms."""

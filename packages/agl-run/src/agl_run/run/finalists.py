@@ -11,7 +11,7 @@ from statistics import fmean
 
 from agl.contracts import Metric, Store
 from agl.schemas import Record, Weights
-from agl_inspect.records import Validation, is_below, rewards_of
+from agl_inspect.records.validations import Validation, is_below, rewards_of
 from agl_run.plan import VALIDATION
 from agl_run.run.driver import Driver
 

@@ -4,11 +4,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 import msgspec
 
 from agl.schemas import Episode, Json, Mode, Record
-from agl_inspect.records import TRIAL, AlgorithmState, after_step, error_of, experiment_of, last_versions, save_progress
+from agl_inspect.records.names import TRIAL, error_of
+from agl_inspect.records.sources import experiment_of
+from agl_inspect.records.state import AlgorithmState, last_versions, save_progress
+from agl_inspect.records.validations import after_step
 from agl_run.checks.notices import unused_credits
 from agl_run.config.records import ScheduleConfig
 from agl_run.config.retention import retain_after_run
@@ -122,13 +126,17 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     """
     started = time.monotonic()
     session = Session(plan)
-    try:
+    turns: list[DrivenAlgorithm] = []
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(session.close)
+        stack.callback(progress.close)
+        stack.push_async_callback(_end, turns)
         build_rewards(plan)  # here and below: report what is wrong before a policy loads its model
         with waiting_for(f"importing {_algorithms(plan)}", say=progress.say):
             await check_algorithms(plan)
         store = await session.open_store()
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
-        driver, turns = await _start(session, beginning, progress)
+        driver = await _start(session, beginning, progress, turns=turns)
         for text in unused_credits(plan):
             _LOG.warning("%s", text)
         source = SinkSource(plan=plan, store=session.store, store_url=session.store_url, run=driver.state.run)
@@ -138,9 +146,11 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
             sinks.summary = _summary(result)
         await _retain(driver)
         return msgspec.structs.replace(result, seconds=time.monotonic() - started)
-    finally:
-        progress.close()
-        await session.close()
+
+
+async def _end(turns: Sequence[DrivenAlgorithm]) -> None:
+    for turn in turns:
+        await turn.end()
 
 
 async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
@@ -204,8 +214,11 @@ async def dev_plan(
         return DevResult(episodes=tuple(episodes))
 
 
-async def _start(session: Session, beginning: Beginning, progress: Progress) -> tuple[Driver, list[DrivenAlgorithm]]:
-    """Start every part and let the algorithms check their needs; only then the experiment counts as started."""
+async def _start(session: Session, beginning: Beginning, progress: Progress, *, turns: list[DrivenAlgorithm]) -> Driver:
+    """Start every part and let the algorithms check their needs; only then the experiment counts as started.
+
+    The algorithms are appended to ``turns``, also where one of them refuses; the caller ends them.
+    """
     try:
         await session.start(beginning.state, say=progress.say)
         driver = Driver(session, beginning.state, progress=progress)
@@ -213,22 +226,22 @@ async def _start(session: Session, beginning: Beginning, progress: Progress) -> 
         driver.view_validations()
         if isinstance(progress, LiveSummary):
             progress.watch(driver.view)
-        turns = [
-            DrivenAlgorithm(driver, config, beginning.reopened.get(config.name) or await driver.load(config))
-            for config in session.plan.config.algorithm
-        ]
+        for config in session.plan.config.algorithm:
+            turns.append(
+                DrivenAlgorithm(driver, config, beginning.reopened.get(config.name) or await driver.load(config))
+            )
         await _begin(turns, session.plan.config.schedule)
     except BaseException:
         await beginning.take_back(session.store)
         raise
     await beginning.mark_started(session.store)
-    return driver, turns
+    return driver
 
 
 async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float | None, Choice | None]:
     """Validate, run the schedule, validate again, make the best versions live, and mark the experiment as finished."""
     plan = driver.session.plan
-    before = await _validate_first(driver, turns)
+    before = await driver.validate_first()
     if not plan.config.algorithm and plan.train:
         await driver.record(plan.train)
     stopped = await _take_steps(driver, turns)
@@ -264,36 +277,17 @@ async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[
     except CollapseError as error:
         driver.progress.say(f"{error}; the run stops")
         return {turn.name: turn.stopped(str(error)) for turn in turns if turn.steps and not turn.is_finished}
-    finally:
-        await _end(turns)
     return {}
 
 
 async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> None:
     """Let the algorithms check their needs before the first rollout costs anything."""
     able = _able_to_begin(turns, schedule)
-    try:
-        for turn in turns:
-            if turn not in able and not turn.is_finished:
-                await turn.check()
-        for turn in able:
-            await turn.begin()
-    except BaseException:
-        await _end(turns)
-        raise
-
-
-async def _validate_first(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> float | None:
-    try:
-        return await driver.validate_first()
-    except BaseException:
-        await _end(turns)
-        raise
-
-
-async def _end(turns: Sequence[DrivenAlgorithm]) -> None:
     for turn in turns:
-        await turn.end()
+        if turn not in able and not turn.is_finished:
+            await turn.check()
+    for turn in able:
+        await turn.begin()
 
 
 def _able_to_begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> list[DrivenAlgorithm]:

@@ -6,65 +6,41 @@ the same from them after a restart. Rollouts of another experiment come in the o
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from agl.contracts import Recorded, RolloutQuery, Store
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import Recorded, RolloutQuery
 from agl.errors import ConfigError
-from agl.schemas import Record, ResourceVersion, Rollout
-from agl_inspect.records import PREFIX, AlgorithmState, FinishedRollouts, finished, id_prefix, step_name
+from agl.schemas import Rollout
+from agl_inspect.records.names import id_prefix, step_name
+from agl_inspect.records.sources import PREFIX, FinishedRollouts, experiment_of, finished
+from agl_inspect.records.state import AlgorithmState
 from agl_run.run.collector import Collector
+
+if TYPE_CHECKING:
+    from agl_run.run.driver import Driver
 
 PAGE = 1000
 
 
-class Sources(Record, frozen=True, kw_only=True):
-    """The algorithms and experiments whose rollouts are read.
-
-    Attributes:
-        experiment: The experiment's name.
-        run: Number of the fresh start.
-        algorithms: Names of the algorithms that collect.
-        experiments: Names of other experiments whose rollouts are read.
-        tunes: Resources of the reading algorithm; their versions give the age of a rollout.
-        waits: Whether the sources continue while the reading algorithm waits.
-    """
-
-    experiment: str
-    run: int
-    algorithms: tuple[str, ...]
-    tunes: tuple[str, ...]
-    waits: bool
-    experiments: tuple[str, ...] = ()
-
-
 class SourceReader:
-    """Reads the sources' rollouts for one algorithm; see :class:`agl.contracts.RecordedFn`."""
+    """Reads the rollouts of an algorithm's sources; see :class:`agl.contracts.RecordedFn`."""
 
-    def __init__(
-        self,
-        sources: Sources,
-        *,
-        store: Store,
-        collector: Collector,
-        state: Callable[[str], Awaitable[AlgorithmState]],
-        current: Callable[[str], ResourceVersion],
-        changed: Callable[[], Awaitable[None]],
-    ) -> None:
-        """Take functions: ``state`` returns that of a source, ``current`` a live version, ``changed`` after a step."""
-        self._sources = sources
-        self._store = store
-        self._collector = collector
-        self._state = state
-        self._current = current
-        self._changed = changed
+    def __init__(self, driver: "Driver", algorithm: AlgorithmConfig, collector: Collector) -> None:
+        self._driver, self._algorithm, self._collector = driver, algorithm, collector
+        self._store = driver.session.store
+        configs = {config.name: config for config in driver.session.plan.config.algorithm}
+        self._sources = [configs[source] for source in algorithm.source if not experiment_of(source)]
+        self._experiments = [*filter(None, map(experiment_of, algorithm.source))]
 
     async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
         """See :class:`agl.contracts.RecordedFn`."""
-        if not (self._sources.algorithms or self._sources.experiments):
+        if not self._algorithm.source:
             raise ConfigError('the algorithm has no source; name the algorithm to learn from: source = "grpo"')
         known = dict(after or {})
         states = await self._changed_states(known)
-        external = {PREFIX + name: await self._from_experiment(name, known) for name in self._sources.experiments}
+        external = {PREFIX + name: await self._from_experiment(name, known) for name in self._experiments}
         rollouts = [
             rollout
             for algorithm, state in states.items()
@@ -99,12 +75,13 @@ class SourceReader:
 
     async def _changed_states(self, known: Mapping[str, int]) -> dict[str, AlgorithmState]:
         """Wait until a source has a new step, or all are finished; returns the sources' states."""
+        goes_on = self._driver.session.plan.config.schedule.mode == "concurrent"  # while this algorithm waits
         while True:
-            changed = asyncio.ensure_future(self._changed())  # before reading, so that no step is missed
+            changed = asyncio.ensure_future(self._driver.changed())  # before reading, so that no step is missed
             try:
-                states = {algorithm: await self._state(algorithm) for algorithm in self._sources.algorithms}
+                states = {source.name: await self._driver.load(source) for source in self._sources}
                 is_new = any(state.step > known.get(algorithm, 0) for algorithm, state in states.items())
-                if is_new or not self._sources.waits or all(state.is_finished for state in states.values()):
+                if is_new or not goes_on or all(state.is_finished for state in states.values()):
                     return states
                 await changed
             finally:
@@ -112,9 +89,9 @@ class SourceReader:
 
     async def _rollouts(self, algorithm: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
         """Read the finished rollouts of the steps above ``after`` up to ``last``; ids sort by step."""
-        prefix = id_prefix(self._sources.experiment, self._sources.run, algorithm, "train")
+        prefix = id_prefix(self._driver.name, self._driver.state.run, algorithm, "train")
         first = prefix + step_name(after + 1)
-        query = RolloutQuery(experiment=self._sources.experiment, mode="train", after=first, limit=PAGE)
+        query = RolloutQuery(experiment=self._driver.name, mode="train", after=first, limit=PAGE)
         while True:
             page = await self._store.rollouts(query)
             for rollout in page:
@@ -130,10 +107,10 @@ class SourceReader:
         """Return the versions of each tuned resource that are young enough, by its name."""
         if max_age is None:
             return {}
-        return {name: await self._lineage(name, max_age + 1) for name in self._sources.tunes}
+        return {name: await self._lineage(name, max_age + 1) for name in self._algorithm.tunes}
 
     async def _lineage(self, name: str, count: int) -> set[str]:
-        version = self._current(name)
+        version = self._driver.session.live.current(name)
         found = {version.version}
         while len(found) < count and version.parent:
             version = await self._store.resource(name, version.parent)

@@ -12,14 +12,8 @@ import msgspec
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import ExperimentRecord, ExtendableAlgorithm, Store
 from agl.errors import ConfigError
-from agl_inspect.records import (
-    AlgorithmState,
-    load_algorithm,
-    load_experiment,
-    load_last_versions,
-    save_progress,
-    worker_name,
-)
+from agl_inspect.records.state import AlgorithmState, load_algorithm, load_experiment, load_last_versions, save_progress
+from agl_inspect.records.workers import worker_name
 from agl_run.config.records import ScheduleConfig
 from agl_run.config.settings import refuse_other_kind
 from agl_run.plan import Plan
@@ -76,8 +70,12 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
             "give the name to this agent"
         )
     elif resume:
-        reopened = await _reopened(store, plan, previous)
-        await _remove_unreachable(store, plan, previous)
+        states = {
+            config.name: await load_algorithm(store, name, previous.run, config.name) or AlgorithmState()
+            for config in plan.config.algorithm
+        }
+        reopened = _reopened(plan, previous, states)
+        await remove_unreachable(store, name, states)
         live = await load_last_versions(store, previous) if previous.status == "finished" else previous.live
         state = msgspec.structs.replace(previous, status="running", live=live, owner=worker_name(), agent=agent)
     elif previous.status == "finished":
@@ -100,13 +98,11 @@ def is_of_another_agent(previous: ExperimentRecord, plan: Plan) -> bool:
     return previous.agent not in ("", plan.agent.identity)
 
 
-async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dict[str, AlgorithmState]:
+def _reopened(
+    plan: Plan, previous: ExperimentRecord, states: Mapping[str, AlgorithmState]
+) -> dict[str, AlgorithmState]:
     """Return the states of the finished algorithms that continue."""
     configs = plan.config.algorithm
-    states = {
-        config.name: await load_algorithm(store, plan.name, previous.run, config.name) or AlgorithmState()
-        for config in configs
-    }
     for config in configs:
         refuse_other_kind(plan.name, config, states[config.name].settings)
     going_on = {name for name, state in states.items() if not state.is_finished}
@@ -122,15 +118,6 @@ async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dic
         for config in opened
         if states[config.name].is_finished
     }
-
-
-async def _remove_unreachable(store: Store, plan: Plan, previous: ExperimentRecord) -> None:
-    """Remove what was asked for by steps that were never saved and has not run."""
-    states = {
-        config.name: await load_algorithm(store, plan.name, previous.run, config.name) or AlgorithmState()
-        for config in plan.config.algorithm
-    }
-    await remove_unreachable(store, plan.name, states)
 
 
 def _has_more(plan: Plan, config: AlgorithmConfig, states: Mapping[str, AlgorithmState], going_on: set[str]) -> bool:

@@ -2,41 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 from agl_run.config.records import ScheduleConfig
-
-
-class ScheduledAlgorithm(Protocol):
-    """An algorithm in a schedule."""
-
-    is_finished: bool
-
-    @property
-    def name(self) -> str:
-        """Its name within the experiment."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """Steps so far, including those before a restart."""
-        ...
-
-    async def begin(self) -> None:
-        """Set up and restore the algorithm; idempotent."""
-        ...
-
-    async def step(self) -> None:
-        """Take one step, saved when this returns."""
-        ...
-
-    async def end(self) -> None:
-        """Release the algorithm; idempotent."""
-        ...
+from agl_run.run.algorithm import DrivenAlgorithm
 
 
 async def run_schedule(
-    turns: Sequence[ScheduledAlgorithm], schedule: ScheduleConfig, *, after_step: Callable[[], Awaitable[None]]
+    turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig, *, after_step: Callable[[], Awaitable[None]]
 ) -> None:
     """Run the algorithms of ``schedule.first`` to their end, then the others in the schedule's mode."""
     first = [turn for turn in turns if turn.name in schedule.first]
@@ -54,7 +26,7 @@ async def run_schedule(
             await turn.end()
 
 
-async def sequential(turns: Sequence[ScheduledAlgorithm], *, after_step: Callable[[], Awaitable[None]]) -> None:
+async def sequential(turns: Sequence[DrivenAlgorithm], *, after_step: Callable[[], Awaitable[None]]) -> None:
     """Run each to its end, one after the other; each starts from the newest versions that the one before left."""
     for turn in turns:
         if turn.is_finished:
@@ -68,31 +40,25 @@ async def sequential(turns: Sequence[ScheduledAlgorithm], *, after_step: Callabl
             await turn.end()
 
 
-async def alternate(
-    turns: Sequence[ScheduledAlgorithm], *, every: int, after_step: Callable[[], Awaitable[None]]
-) -> None:
+async def alternate(turns: Sequence[DrivenAlgorithm], *, every: int, after_step: Callable[[], Awaitable[None]]) -> None:
     """Take ``every`` steps each in turn until all are finished; a restart keeps the order of an unbroken run."""
     taken = [turn.steps for turn in turns]
     position = 0
-    try:
-        while not all(turn.is_finished for turn in turns):
-            index = (position // every) % len(turns)
-            position += 1
-            if taken[index]:  # a step from before the restart
-                taken[index] -= 1
-            elif not turns[index].is_finished:
-                await turns[index].begin()
-                await turns[index].step()
-                await after_step()
-    finally:
-        for turn in turns:
-            await turn.end()
+    while not all(turn.is_finished for turn in turns):
+        index = (position // every) % len(turns)
+        position += 1
+        if taken[index]:  # a step from before the restart
+            taken[index] -= 1
+        elif not turns[index].is_finished:
+            await turns[index].begin()
+            await turns[index].step()
+            await after_step()
 
 
-async def concurrent(turns: Sequence[ScheduledAlgorithm], *, after_step: Callable[[], Awaitable[None]]) -> None:
+async def concurrent(turns: Sequence[DrivenAlgorithm], *, after_step: Callable[[], Awaitable[None]]) -> None:
     """Run all at once; the first failure stops the others."""
 
-    async def run(turn: ScheduledAlgorithm) -> None:
+    async def run(turn: DrivenAlgorithm) -> None:
         try:
             await turn.begin()
             while not turn.is_finished:

@@ -7,8 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import (
@@ -26,11 +28,10 @@ from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, Json, Resource, ResourceVersion
 from agl_inspect.ownership import Ownership
-from agl_inspect.records import labelled
+from agl_inspect.records.labels import labelled
 from agl_inspect.stores import address_of, build_store, checked_store, located, without_password
 from agl_run.access.secret import signing_keys
 from agl_run.checks.notices import crowded_loop
-from agl_run.config.work_folder import own
 from agl_run.deliver.exporting import Exporting
 from agl_run.fleet import FleetSetup
 from agl_run.parts.build import build_exporters, no_token_ids
@@ -39,15 +40,13 @@ from agl_run.parts.models import policy_params
 from agl_run.parts.waiting import loading, waiting_for
 from agl_run.plan import Plan
 from agl_run.run.finish_feed import FinishFeed
-from agl_run.run.lock import ExperimentLock
 from agl_run.runners.setup import RunContext
 from agl_run.worker.address import advertised_url, local_url
 from agl_run.worker.cluster_share import store_for_workers
 from agl_run.worker.current import LiveResources
-from agl_run.worker.heartbeat import Heartbeat, RunningExperiment, make_running, withdraw
+from agl_run.worker.heartbeat import Heartbeat, UnclaimedReport, make_running, withdraw
 from agl_run.worker.order import order_of, reclaim_lost
 from agl_run.worker.setup import make_runner, make_tracers, run_context
-from agl_run.worker.unclaimed import UnclaimedReport
 from agl_run.worker.worker import Worker
 
 _LOG = logging.getLogger("agl_run.run")
@@ -90,7 +89,6 @@ class Session:
         lock = ExperimentLock(self.plan.workdir)
         lock.acquire()
         self._stack.callback(lock.release)
-        own(self.plan.workdir, self.plan.name)
         store = checked_store(self.plan.store) if self.plan.store else open_store(self.plan)
         if self.plan.store is None:
             self._stack.push_async_callback(store.close)
@@ -128,7 +126,15 @@ class Session:
         worker = Worker(context, make_runner(self.plan, context), keep=self.feed.keep)
         self.worker = await self._stack.enter_async_context(worker)
         self._ownership.on_loss = self.worker.fail
-        heartbeat = Heartbeat(self.store, self.plan.name, self._serving(state, context, llms))
+        running = make_running(
+            self.plan,
+            context,
+            run=state.run,
+            gateway_url=self._advertised_url,
+            endpoints=llms,
+            live=self.live.versions(),
+        )
+        heartbeat = Heartbeat(self.store, self.plan.name, running)
         self._heartbeat = await self._stack.enter_async_context(heartbeat)
         if self.plan.fleet is not None:
             self._stack.push_async_callback(self.plan.fleet.recall)
@@ -352,17 +358,6 @@ class Session:
             concurrency=0 if self.plan.fleet is not None else self.plan.config.runner.concurrency,
         )
 
-    def _serving(self, state: ExperimentRecord, context: RunContext, llms: Mapping[str, LLM]) -> RunningExperiment:
-        return make_running(
-            self.plan,
-            run=state.run,
-            gateway_url=self._advertised_url,
-            upstreams=context.upstreams,
-            endpoints=llms,
-            live=self.live.versions(),
-            requires_calls=context.requires_calls,
-        )
-
 
 def _with_key(llm: LLM) -> LLM:
     """Return the LLM with its key where the policy runs in this process: only this process knows it."""
@@ -407,6 +402,51 @@ def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> Non
             f"policy {name!r} serves its new weights as {served.model!r} and agents ask for {agents_ask_for!r}; only "
             'the gateway can send their calls there: install agl-gateway, and do not set [gateway] use = "none"'
         )
+
+
+class ExperimentLock:
+    """A lock held while an experiment runs; released when its process ends or is killed.
+
+    The system releases the lock even after a kill, so stale process ids cannot mislead: a restarted container uses ids
+    again. The holder's id is in a file next to it, for people to read. It is no distributed lock, see
+    :class:`Ownership`, and child processes of the holder do not hold it.
+    """
+
+    def __init__(self, workdir: Path) -> None:
+        self._holder = workdir / "trainer.pid"
+        self._file = workdir / "trainer.lock"
+        self._lock = FileLock(self._file, timeout=0, thread_local=False, fallback_to_soft=False)
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            ConfigError: Another trainer holds it, in this process or in another one, which the message names; or the
+                work directory is on a file system without locks.
+        """
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"{self._who()} runs this experiment already; wait for it, stop it, or use another [experiment] name"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{self._file} cannot be locked ({error.strerror or error}), so that nothing would keep a second "
+                "trainer from this experiment; set [experiment] workdir to a folder on a local disk"
+            ) from error
+        self._holder.write_text(str(os.getpid()), encoding="utf-8")
+
+    def release(self) -> None:
+        """Give it back; idempotent."""
+        if self._lock.is_locked:
+            self._holder.write_text("", encoding="utf-8")
+            self._lock.release()
+
+    def _who(self) -> str:
+        holder = self._holder.read_text(encoding="utf-8", errors="replace").strip() if self._holder.exists() else ""
+        return f"process {holder}" if holder else "another process"
 
 
 def open_store(plan: Plan) -> Store:

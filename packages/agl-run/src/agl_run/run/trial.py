@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from agl.contracts import ExperimentRecord, Store
 from agl.schemas import Episode, Json, Mode
-from agl_inspect.records import load_experiment
+from agl_inspect.records.state import load_experiment
 from agl_run.display.progress import Progress
 from agl_run.plan import Plan
 from agl_run.run.collector import cancel_unfinished

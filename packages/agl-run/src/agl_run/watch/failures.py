@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from agl.errors import RunError
 from agl.schemas import Attempt, Episode, Rollout
-from agl_inspect.records import error_of
+from agl_inspect.records.names import error_of
 from agl_inspect.stores import proposal
 from agl_run.runners.repeats import kind_of
 from agl_run.watch.observers import Batch, Observer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import CallUse, Recording, StepReport
 from agl.schemas import Episode, Mode
-from agl_inspect.rollouts import Observed
+from agl_inspect.rollouts.step_tallies import Observed
 
 
 @dataclass(frozen=True, kw_only=True)

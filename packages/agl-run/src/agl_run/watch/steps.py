@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from agl.contracts import CallUse, ExperimentRecord, StepReport, Store
-from agl_inspect.advice import Suggestion, suggestions_for
-from agl_inspect.records import broke_in_reward
-from agl_inspect.rollouts import StepTallies, add_tallies
+from agl_inspect.advice.suggestions import Suggestion, suggestions_for
+from agl_inspect.records.names import broke_in_reward
+from agl_inspect.rollouts.step_tallies import StepTallies, add_tallies
 from agl_run.watch.observers import Batch, Observer
 
 _FIRST, _LAST = 10, 50

@@ -8,10 +8,9 @@ import agl
 from agl import PluginManager
 from agl.errors import ConfigError, GatewayLostError
 from agl.schemas import to_json
-from agl_inspect.records import host_id
+from agl_inspect.records.workers import host_id
 from agl_run.config.agent import agent_of, with_runner
 from agl_run.config.records import ExperimentConfig
-from agl_run.config.work_folder import work_folder
 from agl_run.parts.rewards import check_known
 from agl_run.plan import Plan, load_agent
 from agl_run.worker.address import is_loopback
@@ -52,7 +51,7 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
         val=(),
         resources={},
         store=None,
-        workdir=work_folder(folder, section),
+        workdir=folder / section.workdir / section.name,
     )
     manager.runner(config.runner.use)
     for name in config.tracers:

@@ -1,18 +1,17 @@
 """The live version of every resource, and the resources of a rollout."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 import msgspec
 
 from agl.contracts import Store
 from agl.errors import NotFoundError
 from agl.hints import did_you_mean
-from agl.schemas import LLM, NamedResources, Resource, ResourceVersion, Rollout
+from agl.schemas import LLM, NamedResources, ResourceVersion, Rollout
 from agl_run.messages import value_for_agent
 
 _CACHED = 256
-"""Most versions that a remote worker caches; the rollouts of a step share them."""
+"""Most versions in the cache; the rollouts of a step share them."""
 
 
 class LiveResources:
@@ -25,9 +24,8 @@ class LiveResources:
 
     def __init__(self, store: Store, endpoints: Mapping[str, LLM]) -> None:
         self._store = store
-        self._endpoints = endpoints
         self._live: dict[str, ResourceVersion] = {}
-        self._cache: dict[tuple[str, str], ResourceVersion] = {}
+        self._pinned = PinnedResources(store, endpoints, live=self._now)
 
     def current(self, name: str) -> ResourceVersion:
         """Return the live version; raises :class:`NotFoundError` that lists the known resources."""
@@ -43,7 +41,7 @@ class LiveResources:
     def set(self, version: ResourceVersion) -> None:
         """Make a version live."""
         self._live[version.name] = version
-        self._cache[(version.name, version.version)] = version
+        self._pinned.keep(version)
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
         """Store a version, unless an equal one was stored when the step ran before; does not make it live."""
@@ -71,26 +69,14 @@ class LiveResources:
 
     async def for_rollout(self, rollout: Rollout) -> NamedResources:
         """Return the agent's resources: the pinned version of each, or the live one if it is not pinned."""
-        found: dict[str, Any] = {}
-        for name, live in self._live.items():
-            pinned = rollout.resources.get(name)
-            found[name] = self._for_agent(name, await self._version(live, pinned))
-        return found
+        return await self._pinned.for_rollout(rollout)
 
-    async def _version(self, live: ResourceVersion, pinned: str | None) -> ResourceVersion:
-        if pinned is None or pinned == live.version:
-            return live
-        key = (live.name, pinned)
-        if key not in self._cache:
-            self._cache[key] = await self._store.resource(*key)
-        return self._cache[key]
-
-    def _for_agent(self, name: str, version: ResourceVersion) -> Resource | Any:
-        return resource_for_agent(self._endpoints, name, version)
+    async def _now(self) -> Mapping[str, str]:
+        return self.versions()
 
 
 class PinnedResources:
-    """Resolves a rollout's pinned versions from the store, on a remote worker.
+    """Resolves a rollout's pinned versions from the store.
 
     Args:
         store: Where versions are kept.
@@ -106,23 +92,19 @@ class PinnedResources:
         self._live = live
         self._cache: dict[tuple[str, str], ResourceVersion] = {}
 
+    def keep(self, version: ResourceVersion) -> None:
+        """Cache a version that was not read from the store."""
+        self._cache[version.name, version.version] = version
+
     async def for_rollout(self, rollout: Rollout) -> NamedResources:
-        """Return the resources of one rollout."""
+        """Return the resources of one rollout: a policy as the LLM that serves it, JSON as its value."""
         versions = {**await self._live(), **rollout.resources}
         found = {name: await self._version(name, version) for name, version in versions.items()}
-        return {name: resource_for_agent(self._endpoints, name, version) for name, version in found.items()}
+        return {name: self._endpoints.get(name) or value_for_agent(one.resource) for name, one in found.items()}
 
     async def _version(self, name: str, version: str) -> ResourceVersion:
-        key = (name, version)
-        if key not in self._cache:
+        if (name, version) not in self._cache:
             if len(self._cache) >= _CACHED:
                 self._cache.clear()
-            self._cache[key] = await self._store.resource(name, version)
-        return self._cache[key]
-
-
-def resource_for_agent(endpoints: Mapping[str, LLM], name: str, version: ResourceVersion) -> Resource | Any:
-    """Convert a version for an agent: a policy to the LLM that serves it, JSON to its value."""
-    if name in endpoints:
-        return endpoints[name]
-    return value_for_agent(version.resource)
+            self.keep(await self._store.resource(name, version))
+        return self._cache[name, version]

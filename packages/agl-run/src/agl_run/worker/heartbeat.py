@@ -9,17 +9,18 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 import agl
-from agl.contracts import Presence, Store, Upstream
+from agl.contracts import Presence, RolloutQuery, Store, Upstream
 from agl.errors import FencedError, StoreError
-from agl.schemas import LLM, Json, Record, new_trace_id, to_builtins
+from agl.schemas import LLM, Json, Record, RolloutStatus, new_trace_id, to_builtins
 from agl.stores import without_credentials
-from agl_inspect.records import OWNER, host_id
+from agl_inspect.records.workers import OWNER, host_id
 from agl_run.plan import Plan
+from agl_run.runners.setup import RunContext
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -30,6 +31,11 @@ FAREWELL_S = 6.0
 """Seconds that an experiment waits at its end for its workers to sign off."""
 
 _LOOK_S = 0.2
+
+UNCLAIMED_S = 5.0
+"""Seconds before the first report of rollouts that nobody claims; the wait doubles after each."""
+
+LONGEST_UNCLAIMED_S = 120.0
 
 
 class RunningExperiment(Record, frozen=True, kw_only=True):
@@ -161,14 +167,7 @@ class Heartbeat:
 
 
 def make_running(
-    plan: Plan,
-    *,
-    run: int,
-    gateway_url: str,
-    upstreams: Sequence[Upstream],
-    endpoints: Mapping[str, LLM],
-    live: Mapping[str, str],
-    requires_calls: bool,
+    plan: Plan, context: RunContext, *, run: int, gateway_url: str, endpoints: Mapping[str, LLM], live: dict[str, str]
 ) -> RunningExperiment:
     """Make the record of an experiment that starts now, without the keys in addresses."""
     return RunningExperiment(
@@ -178,16 +177,60 @@ def make_running(
         place=host_id(),
         release=agl.__version__,
         gateway_url=gateway_url,
-        upstreams=tuple(_public(upstream) for upstream in upstreams),
+        upstreams=tuple(_public(upstream) for upstream in context.upstreams),
         endpoints={
             name: msgspec.structs.replace(llm, endpoint=without_credentials(llm.endpoint), api_key="")
             for name, llm in endpoints.items()
         },
-        live=dict(live),
-        requires_calls=requires_calls,
+        live=live,
+        requires_calls=context.requires_calls,
         settings=settings_of(plan),
     )
 
 
 def _public(upstream: Upstream) -> Upstream:
     return msgspec.structs.replace(upstream, base_url=without_credentials(upstream.base_url), replicas=())
+
+
+class UnclaimedReport:
+    """Checks periodically that queued rollouts are claimed: ``async with UnclaimedReport(store, name, say=print):``."""
+
+    def __init__(self, store: Store, name: str, *, say: Callable[[str], None], first_s: float = UNCLAIMED_S) -> None:
+        self._store = store
+        self._name = name
+        self._say = say
+        self._first_s = first_s
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "UnclaimedReport":
+        """Start checking."""
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Stop checking."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        pause = self._first_s
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                is_idle = await self._has("queued") and not await self._has("running")
+            except StoreError as error:
+                _LOG.warning("the queue could not be read to check for workers: %s", error)
+                continue
+            if is_idle:
+                self._say(
+                    f"rollouts wait and no worker claims them ([runner] concurrency is 0); start one, here or on "
+                    f"another machine: agl worker FILE, with the file of experiment {self._name!r}"
+                )
+                pause = min(2 * pause, LONGEST_UNCLAIMED_S)
+            else:
+                pause = self._first_s
+
+    async def _has(self, status: RolloutStatus) -> bool:
+        query = RolloutQuery(experiment=self._name, status=(status,), limit=1)
+        return bool(await self._store.rollouts(query))

@@ -17,7 +17,8 @@ import msgspec
 from agl.contracts import Presence, Store
 from agl.errors import ConfigError, GatewayLostError, StoreError, TokenError
 from agl.schemas import Rollout
-from agl_inspect.records import load_experiment, worker_name
+from agl_inspect.records.state import load_experiment
+from agl_inspect.records.workers import worker_name
 from agl_run.access.secret import signing_keys
 from agl_run.access.tokens import AdminKey
 from agl_run.access.worker_token import worker_key

@@ -13,7 +13,8 @@ from agl.contracts import Recording, RolloutQuery, Store
 from agl.errors import ConfigError, ExportError
 from agl.schemas import to_json
 from agl.stores import read_recordings
-from agl_inspect.terminal import filter_options, find_ids, make_query, pass_manager, store_option, with_store
+from agl_inspect.terminal.opening import pass_manager, store_option, with_store
+from agl_inspect.terminal.query import filter_options, find_ids, make_query
 from agl_sinks.otlp.exporter import OtlpExporter
 from agl_sinks.otlp.requests import as_json, requests_of
 

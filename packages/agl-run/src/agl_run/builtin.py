@@ -1,0 +1,112 @@
+"""The reward and the policy that every installation has: ``exact-match`` and ``openai``."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, cast
+
+from agl.contracts import ServedModel
+from agl.episodes import final_text
+from agl.errors import ConfigError, PolicyError
+from agl.schemas import LLM, Json, Resource, ResourceVersion, Reward, Rollout, Span
+
+
+class ExactMatch:
+    """1.0 when the final text equals the task's answer, else 0.0.
+
+    White space is normalised to single spaces before the comparison, and case is ignored unless ``case``.
+    A task without the answer is an error, because its reward would be silently 0; an attempt that ended without any
+    text gets 0.0.
+
+    Args:
+        answer: Key of the task that holds the answer, or a list of accepted ones; usually a hidden field.
+        case: Whether upper and lower case differ.
+        name: The reward's name.
+    """
+
+    def __init__(self, *, answer: str = "answer", case: bool = False, name: str = "") -> None:
+        self._answer = answer
+        self._case = case
+        self._name = name
+
+    def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
+        """The reward of one attempt; raises :class:`ConfigError` when the task has no such answer."""
+        accepted = self._accepted(rollout)
+        text = final_text(spans)
+        is_right = self._normal(text) in {self._normal(answer) for answer in accepted}
+        feedback = "" if is_right else f"expected {accepted[0]!r}, got {text!r}"
+        return Reward(value=float(is_right), name=self._name, source="evaluator", feedback=feedback)
+
+    def _accepted(self, rollout: Rollout) -> list[str]:
+        task: Any = rollout.task
+        found: Any = cast("dict[str, Any]", task).get(self._answer) if isinstance(task, dict) else None
+        answers: list[Any] = cast("list[Any]", found) if isinstance(found, list) else [found]
+        if not answers or None in answers:
+            raise ConfigError(
+                f"the reward exact-match compares with the task's {self._answer!r}, which rollout "
+                f"{rollout.rollout_id} does not have; add it to the dataset, or name another key with answer = ..."
+            )
+        return [str(answer) for answer in answers]
+
+    def _normal(self, text: str) -> str:
+        joined = " ".join(text.split())
+        return joined if self._case else joined.casefold()
+
+
+class OpenAIPolicy:
+    """Attaches to any running OpenAI-compatible endpoint, whose weights are not trained.
+
+    Args:
+        name: The policy's name.
+        model: Model name at the endpoint.
+        base_url: Base URL with its ``/v1``.
+        api_key_env: Environment variable that holds the key; ``""`` if none is needed.
+        has_token_ids: Whether the endpoint gives token ids and log-probabilities when asked (vLLM and SGLang do).
+        sampling_parameters: Default sampling parameters of the resource.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        model: str,
+        base_url: str = "https://api.openai.com/v1",
+        api_key_env: str = "OPENAI_API_KEY",
+        has_token_ids: bool = False,
+        sampling_parameters: dict[str, Json] | None = None,
+    ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"policy {name!r}: base_url {base_url!r} is no URL; write http://HOST:PORT/v1")
+        self._name = name
+        self.has_token_ids = has_token_ids
+        self._served = ServedModel(
+            base_urls=(base_url.rstrip("/"),),
+            model=model,
+            api_key_env=api_key_env,
+            sampling_parameters=sampling_parameters or {},
+        )
+
+    async def start(self) -> ServedModel:
+        """Check that the key is set."""
+        variable = self._served.api_key_env
+        if variable and not os.environ.get(variable) and "api.openai.com" in self._served.base_urls[0]:
+            raise PolicyError(
+                f"policy {self._name!r} needs the environment variable {variable}, which is not set; "
+                "set it, or name another with api_key_env"
+            )
+        return self._served
+
+    async def stop(self) -> None:
+        """Do nothing."""
+
+    async def load(self, version: ResourceVersion) -> ServedModel:
+        """Serve the endpoint's own model; raises for weights, which cannot be loaded into it."""
+        if not isinstance(version.resource, LLM):
+            raise PolicyError(
+                f"policy {self._name!r} is an endpoint that runs elsewhere and cannot load {version.version!r}; "
+                'train with a policy that takes weights, such as use = "torch"'
+            )
+        return self._served
+
+    def resource(self) -> Resource:
+        """Return the endpoint as a resource."""
+        return self._served.llm
