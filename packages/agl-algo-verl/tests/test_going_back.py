@@ -17,7 +17,7 @@ from agl_algo_verl.local.worker import VerlWorker
 from agl_algo_verl.losses.loss_worker import ClusterCritic, ClusterWorker
 from agl_algo_verl.ray.schedule import schedule_after
 from agl_algo_verl.settings.settings import read_settings
-from agl_algo_verl.weights.directories import prune
+from agl_objectives.directories import prune
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .world import config, scenario

@@ -27,7 +27,7 @@ from agl_algo_verl.losses.metrics import plain_metrics
 from agl_algo_verl.privates import with_own_settings
 from agl_algo_verl.rows.batches import micro_batched, responses
 from agl_algo_verl.typed import verl_part
-from agl_algo_verl.weights.directories import prune, step_directory, write_directory
+from agl_objectives.directories import prune, step_directory, write_directory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence

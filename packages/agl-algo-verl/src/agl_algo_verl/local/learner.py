@@ -28,7 +28,7 @@ from agl_algo_verl.losses.correction import corrected, correction_metrics
 from agl_algo_verl.losses.metrics import finite
 from agl_algo_verl.rows.replay import beside
 from agl_algo_verl.rows.token_numbers import mean_entropy
-from agl_algo_verl.weights.directories import step_directory
+from agl_objectives.directories import step_directory
 from agl_objectives.reports import Skipped, averaged
 
 if TYPE_CHECKING:

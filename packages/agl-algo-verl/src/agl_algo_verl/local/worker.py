@@ -30,8 +30,8 @@ from agl_algo_verl.rows.batches import micro_batched, per_rollout, responses, we
 from agl_algo_verl.rows.rows import RowSample
 from agl_algo_verl.runtime import prepare
 from agl_algo_verl.weights.adapters import adapter_of, write_adapter
-from agl_algo_verl.weights.directories import prune, step_directory, write_directory
 from agl_algo_verl.weights.probe import put_probe
+from agl_objectives.directories import prune, step_directory, write_directory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence

@@ -18,7 +18,7 @@ import torch
 from safetensors import torch as safetensors
 
 from agl_algo_verl.rows.rows import RowSample
-from agl_algo_verl.weights.directories import prune, step_directory, write_directory
+from agl_objectives.directories import prune, step_directory, write_directory
 from agl_objectives.replay import Replayed, ReplayPool
 
 if TYPE_CHECKING:

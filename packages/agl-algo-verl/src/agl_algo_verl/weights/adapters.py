@@ -19,8 +19,8 @@ from safetensors import torch as safetensors
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.typed import verl_part
-from agl_algo_verl.weights.directories import write_directory
 from agl_objectives.adapters import HeldAdapter
+from agl_objectives.directories import write_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
