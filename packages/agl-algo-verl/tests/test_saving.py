@@ -21,7 +21,7 @@ from agl.algorithms import algorithm  # noqa: E402
 from agl.errors import ConfigError  # noqa: E402
 from agl_algo_verl.algorithm import make  # noqa: E402
 from agl_algo_verl.local.learner import VerlLearner  # noqa: E402
-from agl_algo_verl.settings.own import Saving  # noqa: E402
+from agl_objectives.settings import Saving  # noqa: E402
 from agl_run import Quiet, policy  # noqa: E402
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ import torch
 
 import agl
 from agl.errors import ConfigError
-from agl_algo_verl.local.trainer import VERL, advice
+from agl_algo_verl.local.trainer import VERL
 from agl_algo_verl.local.worker import check_device
 from agl_algo_verl.losses.choice import chosen_estimator, chosen_loss
+from agl_algo_verl.rows.training import advice
 from agl_algo_verl.settings.keys import key_tables, table, verl_keys
 from agl_algo_verl.settings.ray import read_ray_settings
 from agl_algo_verl.settings.settings import OWN, Estimator, Loss, VerlSettings, read_settings

@@ -267,6 +267,7 @@ class GepaPhase:
         # Measured again after a resume; it was noted then.
         if candidate.status == "pool":
             return
+        # P of algorithm 1: the pool from whose front the library draws parents.
         candidate = search.lineage.put(candidate.replace(status="pool"))
         self._note_minibatch(candidate, has_passed=True)
         # S of the paper, averaged: the front decides on parents, the mean on what is published.

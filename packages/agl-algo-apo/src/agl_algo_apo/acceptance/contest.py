@@ -78,7 +78,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     """
 
     has_won: bool
-    difference: float
+    difference: float  # mean(d_t)
     n: int
 
     @property
@@ -168,7 +168,7 @@ async def race(
     decided_on: dict[str, tuple[int, ...]] = {}
     running, scores = list(entrants), search.evaluator.scores
     for number, tasks in enumerate(rungs):
-        if not running:
+        if not running:  # all are decided: the larger slices cost nothing
             break
         # The rival runs too, as far as its rewards are not known; its part of the costs is shared by all entrants.
         jobs = [MeasureJob(candidate, "val", tasks) for candidate in (rival, *running)]

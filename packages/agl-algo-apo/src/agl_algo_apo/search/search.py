@@ -77,6 +77,7 @@ class PromptSearch(SearchTools):
         self.context = context
         check_splits(context)
         self.rules = text_rules(context, self.settings, algorithm=self._algorithm)
+        # Refused here, before a rollout is paid: a budget that ends before the method can tell anything.
         self.plan: SpendingPlan = spending_plan(
             self.settings,
             tasks=len(context.train),
@@ -180,6 +181,7 @@ class PromptSearch(SearchTools):
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from :meth:`state`; raises :class:`ConfigError` for a state that belongs to other tasks."""
+        # Rewards are remembered by the positions of tasks.
         if state["dataset"] != dataset_digest(self.context):
             raise ConfigError(
                 f"{self._algorithm} cannot continue: the training or validation tasks have changed since it started, "
@@ -190,6 +192,7 @@ class PromptSearch(SearchTools):
         self.journal.load(state["journal"])
         self.evaluator.scores.load(state["scores"])
         self.budget.load(state["spent"])
+        # What the rewards depend on besides the texts; `_refresh` notices what has changed meanwhile.
         self.evaluator.environment = dict(state["environment"])
         self.result = None if state["result"] is None else msgspec.convert(state["result"], Result)
         # The first texts of the run and not today's, which may be a winner that was published since.
@@ -284,18 +287,19 @@ class PromptSearch(SearchTools):
         # A bool counts as 0 or 1: one more stale step where rollouts were paid for no improvement.
         progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + is_paid
         # The order is that of the reasons' weight; only the first one is kept.
-        if self.is_perfect:
+        if self.is_perfect:  # on all validation tasks: nothing could be better
             progress.stop("perfect")
-        if progress.barren >= MAX_BARREN:
+        if progress.barren >= MAX_BARREN:  # the model does not do what it is asked for
             words = f"{progress.barren} answers in a row held no usable text"
             progress.stop("optimizer_garbage", f"{words}; {self.editor.hint}" if self.editor.hint else words)
         if 0 < self.settings.beam_rounds <= progress.rounds:
             progress.stop("rounds")
-        if progress.stale >= self.settings.patience:
+        if progress.stale >= self.settings.patience:  # only steps that paid rollouts count
             progress.stop("patience")
 
     async def _finish(self, step: int) -> None:
         """Measure the two best candidates and the first prompt on fresh rollouts, and keep the winner."""
+        # Scores of before other algorithms' turns must choose nothing.
         await self._refresh(step)
         with suppress(BudgetExhaustedError):  # it goes as far as the search's own part of the budget
             await self.tidy(step)
@@ -339,6 +343,7 @@ class PromptSearch(SearchTools):
     async def _save_new_scores(self) -> None:
         """Save the score of each version in the store, where it is new."""
         scores = version_scores(self)
+        # Each is saved once: a score changes with every further measurement, and most do not.
         new = {(s.name, s.version): s for s in scores if self._told.get((s.name, s.version)) != s}
         if new:
             await self.context.store.save_scores(list(new.values()))
