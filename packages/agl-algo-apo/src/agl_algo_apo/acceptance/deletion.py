@@ -31,7 +31,7 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 def changes(first: str, text: str) -> list[Change]:
-    """Return the changes that ``text`` holds against the first text, in order; pure deletions are none."""
+    """Return the changes that ``text`` holds against the first text, in order, pure deletions left out."""
     pattern = r"(?<=\n)" if "\n" in text.strip() else r"(?<=[.!?]) +(?=\S)"
     base, parts = (_parts(pattern, whole) for whole in (first, text))
     found: list[Change] = []

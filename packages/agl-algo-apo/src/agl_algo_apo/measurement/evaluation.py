@@ -52,7 +52,7 @@ class Evaluator:
         environment: Versions of the resources that are not tuned here and on which rewards depend. Prompts and other
             texts among them are pinned; a policy always serves its newest weights. Where they change, the same
             request makes new rollouts.
-        journal: The costs of each candidate, beside what the search notes there.
+        journal: The costs of each candidate, and what the search notes there.
         broken: Count of the rollouts of this process that could not be scored, by status.
 
     Args:

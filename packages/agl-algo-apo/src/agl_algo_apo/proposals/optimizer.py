@@ -27,7 +27,7 @@ from agl.schemas import Json, Record, to_json
 from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, Settings, Spent
 
 TRIES = 4
-"""Most times that a request is sent where the answer is none that an API gives."""
+"""Most times that a request is sent where the answer is not one of the API."""
 
 LONGEST_PAUSE_S = 30.0
 """Most seconds between two tries where the endpoint asks for no pause of its own."""

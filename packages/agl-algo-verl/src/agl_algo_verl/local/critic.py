@@ -76,7 +76,7 @@ class VerlCritic:
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a checkpoint beside the policy's and remove old ones, except the last `keep`, two and `kept`."""
+        """Write a checkpoint next to the policy's and remove old ones, except the last `keep`, two and `kept`."""
 
         def fill(directory: Path) -> None:
             self._worker.save_checkpoint(str(directory), global_step=step)

@@ -7,7 +7,7 @@ One step:
     3. log pi_old of every row, recomputed by VERL's engine; its largest distance from what the server recorded is
        `logprob_gap`. Where they are needed, log pi_ref of the reference and the values of the critic (`learner.py`)
     4. advantages once more where these change them: less a KL penalty, or by VERL's GAE (`losses/shaping.py`)
-    5. some rollouts of earlier steps beside them, where asked for (`rows/replay.py`)
+    5. some rollouts of earlier steps with them, where asked for (`rows/replay.py`)
     6. updates by the loss (`models.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times;
        agents that share the weights and are not trained are held near the start (`losses/anchor.py`)
     7. publish the weights, which the policy then serves, and save them with a checkpoint unless that may wait; a step
@@ -73,7 +73,7 @@ class VERL(VerlTraining):
         # Packed rows need a GPU and flash-attn; the settings are final from here on.
         self.settings, told = with_packing(self.settings, has_gpu=own_device().type == "cuda")
         await asyncio.to_thread(check_machine, self.settings)
-        self._begin(context, told=told, serves=self._tuned)
+        self._begin(context, extra=told, serves=self._tuned)
         self._learner = VerlLearner(self.settings, workdir=context.workdir, steps=self._steps)
 
     async def step(self) -> StepReport:

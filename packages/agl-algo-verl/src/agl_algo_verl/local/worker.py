@@ -171,7 +171,7 @@ class VerlWorker:
     def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
         """Write the weights to serve, or the adapter, and return the resource that names them.
 
-        A probe beside them (`weights/probe.py`) lets a policy check that it serves these weights.
+        A probe next to them (`weights/probe.py`) lets a policy check that it serves these weights.
         """
         weights = self.served(workdir, step=step)
         write_directory(Path(weights.uri), self._write_weights)

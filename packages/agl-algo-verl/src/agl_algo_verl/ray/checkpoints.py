@@ -11,7 +11,7 @@ LoRA it saves base and adapters apart, under names of peft that nothing loads; h
     W = W_0 + (alpha / r) * B @ A        (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1)
 
 Both repairs are made in place before the weights are published, and may be repeated where one was interrupted. Training
-continues from VERL's own shards beside them, which stay as they are.
+continues from VERL's own shards next to them, which stay as they are.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def weights_in(folder: Path, read: RaySettings) -> Path:
 
 
 def complete(weights: Weights, folder: Path, *, read: RaySettings, probes: bool) -> None:
-    """Make what VERL wrote load as what was trained, and put a probe beside it; may be repeated after a failure.
+    """Make what VERL wrote load as what was trained, and put a probe next to it; may be repeated after a failure.
 
     Raises AglError where VERL wrote nothing.
     """

@@ -219,7 +219,7 @@ def environment(read: RaySettings, *, folder: Path, threads: int, schedule: Sche
 
 
 def module_path(folder: Path) -> dict[str, str]:
-    """Return the variable by which every process of the cluster finds the modules beside an experiment, as this one.
+    """Return the variable by which every process of the cluster finds the modules in an experiment's folder.
 
     A loss may be one of them. On several machines the folder must be there, or the module be installed.
     """

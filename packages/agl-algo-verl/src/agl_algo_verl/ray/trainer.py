@@ -165,7 +165,7 @@ class RayVERL(VerlTraining):
             )
         self._policy = policy
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
-        self._begin(context, told=[*told, *told_of_agents])
+        self._begin(context, extra=[*told, *told_of_agents])
 
     async def step(self) -> StepReport:
         """Answer VERL's request with a step's rows, wait until it has trained them, and publish the new weights.
@@ -303,7 +303,7 @@ class RayVERL(VerlTraining):
         return Weights(uri=str(weights_in(folder, self.read)), format="hf")
 
     def _running(self) -> Cluster:
-        """Return the cluster, whose trainer waits for rows; raises AglError when there is none."""
+        """Return the cluster, whose trainer waits for rows; raises AglError when it has stopped."""
         if self._cluster is None:
             raise AglError("VERL's trainer has stopped before it saved its last steps")
         return self._cluster
@@ -474,9 +474,9 @@ class RayVERL(VerlTraining):
         return {}
 
     def _noted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return VERL's numbers of a step; one with an update that VERL skipped is counted and told.
+        """Return VERL's numbers of a step; counts an update that VERL skipped, and says so.
 
-        VERL reports the mean of its updates, which is not a number where one of them is none.
+        VERL reports the mean over its updates, which is not a number where one of theirs is not.
         """
         if not self._nonfinite.note(metrics.get("grad_norm", 0.0), update=self._step + 1):
             return metrics

@@ -32,15 +32,15 @@ class VerlTraining:
         self._is_moving = False  # while the weights belong to no step
         self._step = 0  # steps done
 
-    def _begin(self, context: AlgorithmContext, *, told: Iterable[str], serves: str = "") -> None:
-        """Make what the steps need, once the settings are final; say which keys others decide, and what is `told`."""
+    def _begin(self, context: AlgorithmContext, *, extra: Iterable[str], serves: str = "") -> None:
+        """Make what the steps need, once the settings are final; say which keys others decide and the `extra` notes."""
         self._steps = self.settings.steps(len(context.train))
         self._supply = VerlSupply(context, self.settings, steps=self._steps)
         self._unused = unused_estimator(self.settings)
         self._replay = VerlReplay(self.settings, workdir=context.workdir)
         every = self.settings.saving.save_every
         begin_saving(context, self.save, algorithm="verl", save_every=every, serves=serves)
-        for note in (*self.notes, *told, *advice(self.settings)):
+        for note in (*self.notes, *extra, *advice(self.settings)):
             context.say(note)
 
     async def save(self, must: bool) -> bool:

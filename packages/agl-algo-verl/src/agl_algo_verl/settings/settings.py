@@ -284,11 +284,11 @@ OWN = (
     *("loss", "loss_params", "estimator", "estimator_params", "sampling", "replay", "saving", "anchor_coef"),
     *("threads", "max_nonfinite", "entropy", "probe"),
 )
-"""Parameters beside VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
+"""Parameters next to VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
 
 
 class VerlSettings(Settings, frozen=True, kw_only=True):
-    """Everything that training in one process uses of VERL's configuration, and the parameters `OWN` beside it."""
+    """Everything that training in one process uses of VERL's configuration, and the parameters `OWN` next to it."""
 
     algorithm: AlgorithmKeys = AlgorithmKeys()
     data: DataKeys = DataKeys()

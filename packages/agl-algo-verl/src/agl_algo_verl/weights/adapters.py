@@ -1,4 +1,4 @@
-"""LoRA adapters: taken out of VERL's engine to be published beside their base, and merged to be trained further.
+"""LoRA adapters: taken out of VERL's engine to be published with their base, and merged to be trained further.
 
 W = W_0 + (alpha / r) * B @ A        (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1)
 """
