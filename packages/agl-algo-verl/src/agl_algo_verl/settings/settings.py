@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from agl.errors import ConfigError
-from agl_algo_verl.algorithm import Replay, Sampling, Saving
+from agl_algo_verl.algorithm import Replay, Sampling
 from agl_algo_verl.losses.choice import with_aggregation
 from agl_algo_verl.losses.correction import correction_of
 from agl_algo_verl.settings.checks import check_settings
 from agl_algo_verl.settings.keys import leaves, nested, read_keys
 from agl_objectives.reports import MAX_NONFINITE
-from agl_objectives.settings import Count, NotNegative, Positive, Settings, Share, Whole
+from agl_objectives.settings import Count, NotNegative, Positive, Saving, Settings, Share, Whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
