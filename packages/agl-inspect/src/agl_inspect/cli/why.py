@@ -23,13 +23,13 @@ class ShownTraining(Record, frozen=True, kw_only=True):
 
 @click.command()
 @click.argument("rollout_id", shell_complete=complete_rollout)
-@click.option("--agents", help="Regular expression: which agents' calls an algorithm would train.")
-@click.option("--policy", help="Which policy's calls an algorithm would train.")
+@click.option("--agents", help="Regular expression: agents whose calls an algorithm would train.")
+@click.option("--policy", help="Policy whose calls an algorithm would train.")
 @reads_store
 def why(store: Reading, rollout_id: str, agents: str | None, policy: str | None) -> None:
     """Explain the outcome of every model call of ROLLOUT_ID, and what each step of an algorithm did with it.
 
-    The beginning of an id suffices where it is unique; "latest" is the newest rollout.
+    A unique beginning of an id is enough; "latest" is the newest rollout.
     """
 
     async def load(store: Store) -> tuple[Episode, list[Span], list[ShownTraining], ScoreOptions]:

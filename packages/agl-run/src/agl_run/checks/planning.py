@@ -50,11 +50,14 @@ def make_plan(
         PluginError: A component is unknown or broken.
     """
     section = config.experiment
+    # The agent decides about the runner, and the runner about the fleet, so they are found in this
+    # order.
     spec = agent_of(section, folder, manager, given=agent)
     config, fleet = with_fleet(_with_targets(config, manager), manager)
     config = with_runner(config, spec)
     _check_agents_runner(config, spec, manager)
     train, val = section.train if train is None else train, section.val if val is None else val
+    # Tasks that a runner brings are read only where the experiment names none: some are downloaded.
     if isinstance(train, str) and isinstance(val, str) and not (train or val):
         train, val = tasks_of(spec, manager)
     plan = Plan(
@@ -70,6 +73,7 @@ def make_plan(
         workdir=folder / section.workdir / section.name,
         fleet=fleet,
     )
+    # From cheap to dear: names and numbers first, imports of the user's code last.
     _check_section(plan)
     _check_tasks(plan)
     _check_validation(plan)
@@ -105,10 +109,14 @@ def _with_targets(config: ExperimentConfig, manager: PluginManager) -> Experimen
 
 
 def _only_target(config: ExperimentConfig, entry: AlgorithmEntry) -> tuple[str, ...]:
-    kinds = {name: "json" if given.template is None else "prompt_template" for name, given in config.resource.items()}
-    kinds |= dict.fromkeys(config.policy, "weights")
-    found = [name for name, kind in kinds.items() if kind in entry.tunes]
+    found = [name for name, kind in _kinds(config).items() if kind in entry.tunes]
     return tuple(found) if len(found) == 1 else ()
+
+
+def _kinds(config: ExperimentConfig) -> dict[str, str]:
+    """Return what each resource is for an algorithm that tunes it, by name."""
+    kinds = {name: "json" if given.template is None else "prompt_template" for name, given in config.resource.items()}
+    return kinds | dict.fromkeys(config.policy, "weights")
 
 
 def _resource(name: str, given: ResourceConfig) -> Resource:
@@ -137,6 +145,7 @@ def _check_section(plan: Plan) -> None:
             )
     if any(algorithm.name == VALIDATION for algorithm in config.algorithm):
         raise ConfigError(f"an algorithm is called {VALIDATION!r}, a name reserved for validation; rename it")
+    # A setting that is ignored is refused, here and below: its author believes that it works.
     if section.penalty and "penalise" not in (section.failed, section.missing_reward):
         raise ConfigError(
             f"experiment.penalty is {section.penalty:g}, and penalty is ignored unless failed or missing_reward is "
@@ -240,6 +249,7 @@ def _check_validation(plan: Plan) -> None:
             f"experiment.on_collapse is {section.on_collapse!r}, and only validations between the steps show a "
             "collapse; set validate_every, or remove it"
         )
+    # With fewer tasks chance alone explains any fall, and the guard would never act.
     if count < FEWEST_TASKS:
         raise ConfigError(
             f"experiment.on_collapse is {section.on_collapse!r}, and a collapse shows from {FEWEST_TASKS} validation "
@@ -250,12 +260,14 @@ def _check_validation(plan: Plan) -> None:
 def _check_components(plan: Plan) -> None:
     config, manager = plan.config, plan.manager
     runner = manager.runner(config.runner.use)
+    # A harness can look at tasks and workspaces before a container is started.
     if plan.agent.harness and (check := getattr(manager.resolve(runner), "check", None)):
         check(plan.agent, [*plan.train, *plan.val], plan.config.runner.params)
     for credit in (config.credit, *(algorithm.credit for algorithm in config.algorithm if algorithm.credit)):
         manager.credit(credit.use)
     for name in config.tracers:
         manager.tracer(name)
+    # After the tracers are known to exist, and without importing their frameworks.
     check_frameworks(plan)
     for policy in config.policy.values():
         manager.policy(policy.use)
@@ -271,6 +283,7 @@ def _check_components(plan: Plan) -> None:
     if config.gateway.use not in ("auto", "none"):
         manager.gateway(config.gateway.use)
     _check_gateway(config.gateway)
+    # An object that was passed is taken as it is.
     if plan.store is None:
         check_store_url(config.experiment.store, plan.folder)
         manager.store_entry(config.experiment.store.partition("://")[0])
@@ -309,13 +322,15 @@ def _check_algorithms(plan: Plan) -> None:
     for algorithm in plan.config.algorithm:
         if algorithm.name in names:
             raise ConfigError(f'two algorithms are called {algorithm.name!r}; give one a name = "..."')
-        _check_pattern(algorithm)
+        _check_pattern(f"algorithm {algorithm.name!r}:", algorithm.agents)
         if not algorithm.tunes:
             raise ConfigError(f"algorithm {algorithm.name!r} tunes nothing; set tunes to one of {_tunable(plan)}")
         _check_sources(plan, algorithm, earlier=names)
         names.add(algorithm.name)
         for name in algorithm.tunes:
             _check_target(plan, algorithm, name)
+            # One after the other, algorithms may tune one resource: the later one goes on from the
+            # earlier.
             if not _takes_turns(plan, algorithm):
                 continue
             other = owners.setdefault(name, algorithm.name)
@@ -333,13 +348,12 @@ def _takes_turns(plan: Plan, algorithm: AlgorithmConfig) -> bool:
     return schedule.mode != "sequential" and algorithm.name not in schedule.first
 
 
-def _check_pattern(algorithm: AlgorithmConfig) -> None:
+def _check_pattern(owner: str, pattern: str) -> None:
     try:
-        re.compile(algorithm.agents)
+        re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"algorithm {algorithm.name!r}: agents = {algorithm.agents!r} is no regular expression: {error}; "
-            "list names as in 'write|rewrite'"
+            f"{owner} agents = {pattern!r} is no regular expression: {error}; list names as in 'write|rewrite'"
         ) from None
 
 
@@ -360,6 +374,7 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
             raise ConfigError(
                 f"algorithm {algorithm.name!r} has the source {source!r}, and no other algorithm has that name; {hint}"
             )
+        # Only an algorithm that collects has rollouts of its own to share.
         if others[source].source:
             raise ConfigError(
                 f"algorithm {algorithm.name!r} has the source {source!r}, which itself learns from "
@@ -392,33 +407,23 @@ def _needs_no_tasks(algorithm: AlgorithmConfig) -> bool:
 
 
 def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
-    kinds = plan.entry(algorithm).tunes
-    policy = plan.config.policy.get(name)
-    if policy is not None:
-        if "weights" not in kinds:
-            raise ConfigError(_wrong_kind(plan, algorithm, name, "policy"))
-        if not plan.manager.policy(policy.use).trains:
-            raise ConfigError(
-                f"algorithm {algorithm.name!r} tunes the weights of {name!r}, and a policy of use = {policy.use!r} "
-                'takes none; use a policy that trains, such as "torch"'
-            )
-    elif name in plan.resources:
-        kind = "prompt_template" if isinstance(plan.resources[name], PromptTemplate) else "json"
-        if kind not in kinds:
-            raise ConfigError(_wrong_kind(plan, algorithm, name, kind))
-    else:
+    wanted, found = plan.entry(algorithm).tunes, _kinds(plan.config)
+    if name not in found:
         hint = did_you_mean(name, _tunable(plan), otherwise=f"there are {_tunable(plan)}")
         raise ConfigError(f"algorithm {algorithm.name!r} tunes {name!r}, which is no policy or resource; {hint}")
-
-
-def _wrong_kind(plan: Plan, algorithm: AlgorithmConfig, name: str, kind: str) -> str:
-    """Word the error for a target that an algorithm cannot tune."""
-    kinds = plan.entry(algorithm).tunes
-    found = dict.fromkeys(plan.config.policy, "weights")
-    found |= {n: "prompt_template" if isinstance(r, PromptTemplate) else "json" for n, r in plan.resources.items()}
-    fitting = sorted(other for other, its in found.items() if its in kinds)
-    remedy = f"set tunes to one of {fitting}" if fitting else "add one of that kind, or use another algorithm"
-    return f"algorithm {algorithm.name!r} tunes {' or '.join(kinds)}, and {name!r} is a {kind}; {remedy}"
+    if found[name] not in wanted:
+        fitting = sorted(other for other, kind in found.items() if kind in wanted)
+        remedy = f"set tunes to one of {fitting}" if fitting else "add one of that kind, or use another algorithm"
+        kind = found[name].replace("weights", "policy")
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} tunes {' or '.join(wanted)}, and {name!r} is a {kind}; {remedy}"
+        )
+    policy = plan.config.policy.get(name)
+    if policy is not None and not plan.manager.policy(policy.use).trains:
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} tunes the weights of {name!r}, and a policy of use = {policy.use!r} "
+            'takes none; use a policy that trains, such as "torch"'
+        )
 
 
 def _tunable(plan: Plan) -> list[str]:
@@ -434,6 +439,7 @@ def _check_agent(plan: Plan) -> None:
     except OtherModuleError:
         return  # a runner in this process refuses it, and one with processes of its own imports the right one there
     known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources, *_provided(plan)}
+    # The first parameter is the task, whatever its name is.
     for parameter in loaded.parameters[1:]:
         if parameter not in known:
             near = did_you_mean(parameter, known)
@@ -457,14 +463,9 @@ def check_patterns(patterns: Mapping[str, str]) -> None:
         ConfigError: A pattern is wrong; names the policies and the agent that both claim.
     """
     for policy, pattern in patterns.items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"[policy.{policy}] agents = {pattern!r} is no regular expression: {error}; list names as in "
-                "'write|rewrite'"
-            ) from None
+        _check_pattern(f"[policy.{policy}]", pattern)
     upstreams = [Upstream(name=policy, base_url="", agents=pattern) for policy, pattern in patterns.items()]
+    # Whole names are compared; where expressions overlap, the gateway refuses the call itself.
     for name in (name for pattern in patterns.values() for name in pattern.split("|")):
         claimed = [upstream.name for upstream in upstreams_for(upstreams, names=[name])]
         if len(claimed) > 1:

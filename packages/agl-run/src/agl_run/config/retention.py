@@ -15,15 +15,15 @@ def limits_of(config: RetentionConfig) -> RetentionLimits | None:
     Raises:
         ConfigError: A value cannot be used; names it.
     """
+    key = "older_than"
     try:
         older_than = parse_duration(config.older_than) if config.older_than else None
-    except ValueError as error:
-        raise ConfigError(f"retention.older_than: {error}") from None
-    try:
+        key = "max_size"
         max_bytes = parse_size(config.max_size) if config.max_size else None
     except ValueError as error:
-        raise ConfigError(f"retention.max_size: {error}") from None
+        raise ConfigError(f"retention.{key}: {error}") from None
     limits = RetentionLimits.of(older_than, config.keep, max_bytes)
+    # A section that sets no limit removes nothing, which its author cannot have meant.
     if limits is None and config != RetentionConfig():
         raise ConfigError('[retention] needs a limit: write older_than = "30d", keep = 1000, or max_size = "10GB"')
     return limits
@@ -49,11 +49,13 @@ async def retain_after_run(
     prefix, others = f"{name}-{run}-", frozenset(sources)
 
     def spares(rollout: Rollout) -> bool:
+        # The run that has just ended stays whatever its age: a resume needs its rollouts.
         is_current = rollout.experiment == name and rollout.rollout_id.startswith(prefix)
         return is_current or rollout.experiment in others
 
     try:
         report = await compacted(store, await remove_old(store, query, limits, own=name, spares=spares))
+    # The run is finished; trouble with old rollouts must not make it look failed.
     except AglError as error:
         say(f"retention: old rollouts could not be removed, and the next run tries again: {error}")
         return

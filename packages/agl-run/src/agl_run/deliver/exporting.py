@@ -82,8 +82,12 @@ class Exporting:
 
     async def __aenter__(self) -> "Exporting":
         """Find the position in the feed, and start to send."""
+        # Read before the saved position: a store that was replaced has a shorter feed, and the
+        # position is cut to it.
         newest = await self._store.cursor()
         saved = (await self._store.load_state(self._key)).get(self._key)
+        # An exporter that is new to an experiment begins now; its past may be large and is exported
+        # by ``agl data``.
         self._cursor = newest if saved is None else min(int(saved), newest)
         if saved is None:
             await self._save()
@@ -95,6 +99,7 @@ class Exporting:
         self._ending.set()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=self._flush_s)
+            # True if the task had not ended by itself within the limit.
             is_late = self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             await self._conclude(left=await self._count_left() if is_late else 0)
@@ -111,6 +116,7 @@ class Exporting:
 
     async def _next(self) -> Sequence[Change]:
         """Wait for changes; none at the end of the experiment, once all were read."""
+        # The end of the experiment interrupts the wait for changes, which may take 20 seconds.
         ending = asyncio.create_task(self._ending.wait())
         try:
             while not self._ending.is_set():
@@ -120,6 +126,7 @@ class Exporting:
                     return changes
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
+            # The last look, after the end: what finished until then is still sent.
             return await self._changes(wait_s=0)
         finally:
             ending.cancel()
@@ -132,18 +139,18 @@ class Exporting:
         ends = [change for change in changes if self._is_end(change)]
         for start in range(0, len(ends), BATCH):
             batch = ends[start : start + BATCH]
-            await self._send([change.key for change in batch])
+            if recordings := await self._read([change.key for change in batch]):
+                await self._deliver(recordings)
+            # Saved after each batch and not before: after a kill a batch is sent twice rather than
+            # never.
             self._cursor = batch[-1].cursor
             await self._save()
+        # Other changes need no save; they are skipped again after a restart.
         self._cursor = changes[-1].cursor
 
     def _is_end(self, change: Change) -> bool:
         is_own = change.kind == "rollout" and change.experiment == self._experiment
         return is_own and change.status in TERMINAL_ROLLOUT
-
-    async def _send(self, rollout_ids: Sequence[str]) -> None:
-        if recordings := await self._read(rollout_ids):
-            await self._deliver(recordings)
 
     async def _deliver(self, recordings: Sequence[Recording]) -> None:
         """Send recordings again and again until they are taken or refused; where the exporter breaks, one by one."""
@@ -156,9 +163,11 @@ class Exporting:
                 if not error.is_passing:
                     self._counts["refused"] += len(recordings)
                     return
+                # The other system knows best when it will answer.
                 await self._pause(max(pause, error.retry_after_s))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             except Exception:  # noqa: BLE001  # isolation point: the exporter's own mistake costs only what it breaks on
+                # One bad rollout must not cost the fifteen others of its batch.
                 return await self._single_out(recordings)
             else:
                 self._counts["sent"] += len(recordings)
@@ -187,8 +196,9 @@ class Exporting:
 
     async def _read(self, rollout_ids: Sequence[str]) -> list[Recording]:
         """Read rollouts with all of their spans; leaves out those that were removed meanwhile."""
+        query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
         try:
-            return [each async for each in read_recordings(self._store, _query(rollout_ids), spans="all")]
+            return [each async for each in read_recordings(self._store, query, spans="all")]
         except NotFoundError:
             one_by_one = [await self._read([each]) for each in rollout_ids] if len(rollout_ids) > 1 else []
             return [recording for found in one_by_one for recording in found]
@@ -227,7 +237,3 @@ class Exporting:
                 "runs again",
                 *(self._name, left, self._exporter.destination, self._flush_s),
             )
-
-
-def _query(rollout_ids: Sequence[str]) -> RolloutQuery:
-    return RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))

@@ -157,6 +157,7 @@ async def _algorithm(
     compared = list(groups.values()) if config is None or compares_groups(plan, config, shape) else []
     shares = silent_shares(compared)
     own = silent_shares(compared, [shape.samples]) if shape else []
+    # A group whose rewards are all equal has no advantage, and so no gradient.
     gradient_share = 1 - own[0].share if own else None
     update_s = _logged(material.metrics, config.name if config else "", "update_s")
     basis = "logged" if update_s is not None else ""
@@ -216,6 +217,7 @@ async def _measured(
 ) -> float | None:
     """Return the seconds of the updates of a step, tried out on random rows as long as the recorded ones."""
     weights = material.weights.get(config.tunes[0]) if config.tunes else None
+    # A fixed seed: the same recordings give the same forecast.
     drawn = random.Random(0).choices(material.observed[config.name], k=max(1, round(shape.rollouts * share)))
     rows = [
         (one.row_tokens // one.rows, one.trained_tokens // one.rows)
@@ -227,19 +229,9 @@ async def _measured(
 
 
 def _size(rollouts: Sequence[Observed]) -> RolloutSize:
-    return RolloutSize(
-        calls=spread_of(one.calls for one in rollouts),
-        rows=spread_of(one.rows for one in rollouts),
-        prompt_tokens=spread_of(one.prompt_tokens for one in rollouts),
-        response_tokens=spread_of(one.response_tokens for one in rollouts),
-        row_tokens=spread_of(one.row_tokens for one in rollouts),
-        trained_tokens=spread_of(one.trained_tokens for one in rollouts),
-        context=spread_of(one.context for one in rollouts),
-        seconds=spread_of(one.seconds for one in rollouts),
-        model_s=spread_of(one.model_s for one in rollouts),
-        tool_s=spread_of(one.tool_s for one in rollouts),
-        rest_s=spread_of(max(0.0, one.seconds - one.model_s - one.tool_s) for one in rollouts),
-    )
+    rest = spread_of(max(0.0, one.seconds - one.model_s - one.tool_s) for one in rollouts)
+    names = [name for name in RolloutSize.__struct_fields__ if name != "rest_s"]
+    return RolloutSize(rest_s=rest, **{name: spread_of(getattr(one, name) for one in rollouts) for name in names})
 
 
 def _group(share: SilentShare, shape: StepShape | None) -> GroupSize:
@@ -253,6 +245,7 @@ def _parts(rollouts: Sequence[Observed], step: StepForecast | None, update_s: fl
     if not seconds:
         return []
     model, tools = sum(one.model_s for one in rollouts), sum(one.tool_s for one in rollouts)
+    # Rollouts run side by side, so their parts are scaled to the time that passes.
     scale = (step.collect_s.mean if step else seconds / len(rollouts)) / seconds
     rest = max(0.0, seconds - model - tools)
     parts = {"model calls": model * scale, "tools": tools * scale, "the rest of the rollouts": rest * scale}

@@ -36,6 +36,7 @@ def waiting_for(
     if say is None:
         yield
         return
+    # A thread and not a task: loading a model may block the event loop for minutes.
     is_over = threading.Event()
     started = time.monotonic()
     teller = threading.Thread(target=_tell, args=(what, say, is_over, started, first_s, again_s), daemon=True)
@@ -44,6 +45,7 @@ def waiting_for(
         yield
     finally:
         is_over.set()
+        # So that no reminder follows the line which says that the wait is over.
         teller.join()
     if time.monotonic() - started >= first_s:
         say(f"{what}: done after {time.monotonic() - started:.0f} s")
@@ -68,13 +70,21 @@ def loading(name: str, use: str, params: Mapping[str, Any], *, folder: Path) -> 
     return f"policy {name!r}: {shown}{f' at {url}' if isinstance(url, str) and url else ''} with {use}"
 
 
+def parameter(factory: Any, params: Mapping[str, Any], name: str) -> Any:
+    """Return a parameter or its default, such as ``lora.rank`` in a table; ``None`` if the algorithm has none."""
+    name, _, key = name.partition(".")
+    try:
+        default = signature(factory).parameters[name].default
+    except (KeyError, TypeError, ValueError):
+        return None
+    if key:
+        return params.get(name, {}).get(key, getattr(default, key, None))
+    return params.get(name, None if default is Parameter.empty else default)
+
+
 def steps_in_all(factory: Any, params: Mapping[str, Any]) -> int:
     """Return the number of steps that an algorithm takes, its parameter ``steps``; 0 if it sets no limit."""
-    try:
-        default = signature(factory).parameters["steps"].default
-    except (KeyError, TypeError, ValueError):
-        return 0
-    found = params.get("steps", None if default is Parameter.empty else default)
+    found = parameter(factory, params, "steps")
     return found if isinstance(found, int) else 0
 
 
@@ -87,6 +97,8 @@ class StepTimes:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        # Recent steps only: the first ones load caches, and answers get longer while a model
+        # learns.
         self._ends: deque[float] = deque([clock()], maxlen=_KEPT + 1)
 
     def ended(self, *, left: int) -> str:

@@ -9,9 +9,9 @@ import ctypes
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -23,6 +23,7 @@ from agl.schemas import (
     LLM,
     AttemptStatus,
     ErrorInfo,
+    Json,
     NamedResources,
     Outcome,
     Reward,
@@ -62,21 +63,28 @@ async def run_attempt(
         resources: Named resources, not yet bound to the attempt.
         recorder: Collects the spans that are made in this process.
     """
+    # Wrapped around the recorder: the attempt's error can then say why a client had no key.
     refused = RefusedCalls(active.record, has_gateway=bool(active.gateway_url))
     active = replace(active, record=refused.record)
+    # Wall time, because spans of several machines are compared.
     started = time.time_ns()
     with activate(active):
         status, error, value = await _run_limited(agent, rollout, bind_resources(resources, token=active.token))
+    # An agent may swallow a divergence as if it were a failed call, and end well with wrong
+    # answers.
     status, error = _checked(active, status, error)
     for tracer in active.tracers:
+        # Frameworks end their spans in threads of their own; what is not flushed now would belong
+        # to no attempt.
         tracer.flush(1.0)
-    status, error, extra = _read(status, refused.explained(error), value, active)
-    root = _root_span(active, started, status, error, extra.attributes)
+    status, error, output, rewards = _read(status, refused.explained(error), value, active)
+    root = _root_span(active, started, status, error, output)
     return Outcome(
         attempt_id=active.attempt_id,
         status=status,
         error=error,
-        spans=(root, *recorder.drain(), *extra.rewards),
+        # The root is written with the outcome, because it ends with the attempt.
+        spans=(root, *recorder.drain(), *rewards),
     )
 
 
@@ -110,13 +118,11 @@ def new_attempt(
 def bind_resources(resources: NamedResources, *, token: str) -> NamedResources:
     """Add the attempt's token to every LLM that has no key of its own."""
     return {
-        name: _with_token(value, token) if isinstance(value, LLM) and token else value
+        name: msgspec.structs.replace(value, api_key=token)
+        if isinstance(value, LLM) and token and not value.api_key_env
+        else value
         for name, value in resources.items()
     }
-
-
-def _with_token(llm: LLM, token: str) -> LLM:
-    return llm if llm.api_key_env else msgspec.structs.replace(llm, api_key=token)
 
 
 def _checked(
@@ -131,6 +137,7 @@ def _checked(
 
 def upstreams_of(rollout: Rollout, upstreams: Sequence[Upstream]) -> tuple[Upstream, ...]:
     """Return the policies as a rollout's calls reach them: one that does not train samples as the agent asks."""
+    # Validation measures the agent as it will be used, with the sampling that it asks for.
     if sampling_mode(rollout) == "train":
         return tuple(upstreams)
     return tuple(msgspec.structs.replace(upstream, sampling="") for upstream in upstreams)
@@ -140,9 +147,12 @@ async def _run_limited(
     agent: LoadedAgent, rollout: Rollout, resources: NamedResources
 ) -> tuple[AttemptStatus, ErrorInfo | None, Any]:
     invocation = _Invocation(agent, rollout, resources)
+    # A task of its own: a timeout must be able to leave it behind if it does not stop.
     task = asyncio.ensure_future(invocation.run())
     task.add_done_callback(_notice)
     try:
+        # ``wait`` and not ``wait_for``: the latter would wait for an agent that ignores its
+        # cancellation.
         done, _ = await asyncio.wait({task}, timeout=rollout.retry.timeout_s)
     except asyncio.CancelledError:
         await invocation.stop(task)
@@ -150,6 +160,7 @@ async def _run_limited(
     if not done:
         stopped = await invocation.stop(task)
         return "timeout", _timeout_error(rollout.retry.timeout_s, stopped=stopped), None
+    # The agent cancelled itself; a cancellation of the attempt is handled above.
     if task.cancelled():
         return "failed", ErrorInfo(type="asyncio.CancelledError", message="the agent raised CancelledError"), None
     error = task.exception()
@@ -180,16 +191,22 @@ class _Invocation:
         try:
             if self._agent.is_async:
                 return await self._agent.call(*self._arguments)
+            # The thread needs the variable that names the attempt, or its calls would be nobody's.
             context = contextvars.copy_context()
             self._future = asyncio.get_running_loop().run_in_executor(AgentThreads(), context.run, self._in_thread)
             self._future.add_done_callback(_notice)
+            # Cancelling this must not abandon the thread's future: ``stop`` interrupts the thread
+            # and waits for it.
             value = await asyncio.shield(self._future)
+            # A plain function may return a coroutine, as decorated agents do.
             return await value if inspect.isawaitable(value) else value
         except (SystemExit, KeyboardInterrupt) as error:
             raise _AgentExitError(error) from error
 
     def _in_thread(self) -> Any:
         with self._lock:
+            # Under the lock, so that an interrupt never hits a thread that has gone on to something
+            # else.
             self._thread = threading.get_ident()
         try:
             return self._agent.call(*self._arguments)
@@ -201,6 +218,7 @@ class _Invocation:
 
     async def stop(self, task: "asyncio.Future[Any]") -> bool:
         """Cancel the coroutine and interrupt the thread; returns true if the agent ended."""
+        # Both ways at once: a coroutine may be waiting for a thread that it started here.
         self._interrupt()
         task.cancel()
         waiting = {task} if self._future is None else {task, self._future}
@@ -210,6 +228,8 @@ class _Invocation:
     def _interrupt(self) -> None:
         with self._lock:
             if self._thread is not None:
+                # The only way to end a thread in Python; it acts at the thread's next bytecode, so
+                # a call in C delays it.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread), ctypes.py_object(AttemptStopped)
                 )
@@ -218,6 +238,7 @@ class _Invocation:
 def _notice(future: "asyncio.Future[Any]") -> None:
     """Retrieve a stopped agent's exception, so that the event loop does not report it as never retrieved."""
     if not future.cancelled():
+        # Marks it as retrieved.
         future.exception()
 
 
@@ -231,24 +252,18 @@ def _timeout_error(timeout_s: float | None, *, stopped: bool) -> ErrorInfo:
     return ErrorInfo(type="TimeoutError", message=text)
 
 
-@dataclass(frozen=True)
-class _ResultSpans:
-    attributes: dict[str, Any]
-    rewards: tuple[Span, ...]
-
-
 def _read(
     status: AttemptStatus, error: ErrorInfo | None, value: Any, active: ActiveAttempt
-) -> tuple[AttemptStatus, ErrorInfo | None, _ResultSpans]:
+) -> tuple[AttemptStatus, ErrorInfo | None, Json, tuple[Span, ...]]:
+    """Return the outcome with the output and the rewards that the agent returned; a bad value fails the attempt."""
     if status != "succeeded":
-        return status, error, _ResultSpans({}, ())
+        return status, error, None, ()
     try:
         result = read_result(value)
         rewards = () if result.reward is None else (reward_span(active, result.reward),)
     except (CaptureError, RunError) as wrong:
-        return "failed", describe_error(wrong), _ResultSpans({}, ())
-    attributes = {} if result.output is None else {semconv.OUTPUT: result.output}
-    return status, error, _ResultSpans(attributes, rewards)
+        return "failed", describe_error(wrong), None, ()
+    return status, error, result.output, rewards
 
 
 def reward_span(active: ActiveAttempt, reward: Reward) -> Span:
@@ -259,9 +274,9 @@ def reward_span(active: ActiveAttempt, reward: Reward) -> Span:
 
 
 def _root_span(
-    active: ActiveAttempt, started: int, status: AttemptStatus, error: ErrorInfo | None, attributes: Mapping[str, Any]
+    active: ActiveAttempt, started: int, status: AttemptStatus, error: ErrorInfo | None, output: Json
 ) -> Span:
-    values = dict(attributes)
+    values: dict[str, Any] = {} if output is None else {semconv.OUTPUT: output}
     if error is not None:
         values[semconv.ERROR_TYPE] = error.type
     return Span(
@@ -303,5 +318,6 @@ class AgentThreads(Executor):
             else:
                 future.set_result(value)
 
+        # A daemon: the process may end although an agent never returns.
         threading.Thread(target=run, name="agl-agent", daemon=True).start()
         return future

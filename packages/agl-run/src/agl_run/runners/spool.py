@@ -7,11 +7,13 @@ and appends every span to a file as it ends, so that a killed program loses at m
 import os
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from agl import semconv
 from agl.contracts import Upstream
-from agl.schemas import Record, Span, decode, encode, from_json, to_json
+from agl.schemas import Claim, Record, Span, decode, encode, from_json, new_span_id, new_trace_id, to_json
 
 VARIABLE = "AGL_SPOOL"
 """Environment variable with the settings as JSON."""
@@ -30,6 +32,18 @@ class SpoolSettings(Record, frozen=True, kw_only=True):
     upstreams: tuple[Upstream, ...] = ()
     gateway_url: str = ""
     token: str = ""
+
+
+def root_of(claim: Claim) -> Span:
+    """Make the root span of a program that starts now."""
+    return Span(
+        rollout_id=claim.rollout.rollout_id,
+        attempt_id=claim.attempt.attempt_id,
+        span_id=new_span_id(),
+        trace_id=new_trace_id(),
+        name=semconv.ROOT_SPAN_NAME,
+        start_ns=time.time_ns(),
+    )
 
 
 class Spool:
@@ -53,6 +67,7 @@ class Spool:
             gateway_url=gateway_url,
             token=token,
         )
+        # In front of the user's own path: Python imports the first sitecustomize that it finds.
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "inject"), os.environ.get("PYTHONPATH")]))
         return {VARIABLE: to_json(settings).decode(), "PYTHONPATH": path}
 
@@ -63,6 +78,8 @@ class Spool:
         data = self._file.read_bytes()
         spans: list[Span] = []
         position = 0
+        # The program may have been killed in the middle of a write, so the last span may be
+        # incomplete.
         while position + _HEADER.size <= len(data):
             size = _HEADER.unpack_from(data, position)[0]
             position += _HEADER.size
@@ -78,11 +95,14 @@ def record_this_process() -> None:
     from agl.tracing import ActiveAttempt, WireTracer, activate
     from agl_run.tracers.unrecorded import UnrecordedCalls
 
+    # Removed from the environment: programs that this one starts are other processes and would
+    # record under the same span.
     settings = from_json(os.environ.pop(VARIABLE), SpoolSettings)
     lock = threading.Lock()
 
     def record(span: Span) -> None:
         data = encode(span)
+        # Opened for each span: a fork shares an open file's position, and appends stay whole.
         with lock, open(settings.file, "ab") as file:
             file.write(_HEADER.pack(len(data)) + data)
 
@@ -98,4 +118,5 @@ def record_this_process() -> None:
     )
     WireTracer().install()
     UnrecordedCalls().install()
+    # Never left: the whole process is the attempt.
     activate(attempt).__enter__()
