@@ -101,7 +101,7 @@ class Small:
             await store.close()
 
 
-@pytest.mark.parametrize(("lora_rank", "takes_from_memory"), [(0, True), (4, True), (0, False)])
+@pytest.mark.parametrize(("lora_rank", "takes_from_memory"), [(4, True), (0, False)])
 def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     make_model: Callable[..., Path],
     tmp_path: Path,
