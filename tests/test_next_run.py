@@ -104,7 +104,7 @@ def test_noise_is_called_noise() -> None:
     for seed in range(3):
         found = fit(history(9, lambda _rate, _loss: 0.5, seed=seed))
         assert found.parameters
-        is_told = any("no parameter is told from chance" in note for note in found.notes)
+        is_told = any("no parameter differs from chance" in note for note in found.notes)
         assert is_told == (not clear(found))
         alarms += not is_told
     assert alarms <= 1

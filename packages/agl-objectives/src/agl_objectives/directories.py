@@ -14,7 +14,7 @@ __all__ = ["prune", "step_directory", "write_directory"]
 
 
 def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
-    """Call `fill` on an empty temporary directory beside `target`, flush it to disk and rename it to `target`.
+    """Call `fill` on an empty temporary directory next to `target`, flush it to disk and rename it to `target`.
 
     A `target` that exists is replaced. A crash at any point leaves the old one, the new one, or none, but never a
     mixture. Leftovers of an earlier crash are removed.

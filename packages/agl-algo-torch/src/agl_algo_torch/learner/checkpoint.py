@@ -37,7 +37,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
 
     Full weights become a Hugging Face directory with the tokenizer, in the type that the model computes in; LoRA a
     peft adapter that names its base model.
-    A probe beside them (`agl.schemas.WeightsProbe`) says how probable the model finds a fixed text, so that a server
+    A probe next to them (`agl.schemas.WeightsProbe`) says how probable the model finds a fixed text, so that a server
     of these weights can be checked.
     """
     loaded = without_master(loaded)

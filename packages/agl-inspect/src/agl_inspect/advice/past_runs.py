@@ -22,7 +22,7 @@ _NO_PARAMETERS = ("use", "policy", "experiment.seed")
 """The kind of an algorithm, the name of what has no models, and the seed, another value of which repeats a run."""
 
 _OWN = ("tunes", "agents", "source")
-"""Keys of an algorithm's table that are no argument of it."""
+"""Keys of an algorithm's table that are not arguments of it."""
 
 
 class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):

@@ -402,7 +402,7 @@ def _judged(
     notes: list[str] = []
     if not any(each.is_clear for each in parameters):
         notes.append(
-            "no parameter is told from chance: the importances are noise, and the proposal explores; more runs, or the "
+            "no parameter differs from chance: the importances are noise, and the proposal explores; more runs, or the "
             "same ones with other seeds, would tell"
         )
     clear = {each.name for each in parameters if each.is_clear}
