@@ -66,7 +66,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.terminal.output",
         "agl_inspect.terminal.program",
         "agl_inspect.terminal.query",
-        "agl_inspect.terminal.ranking",
+        "agl_inspect.terminal.fits",
         "agl_inspect.text",
         "agl_inspect.versions",
     ),

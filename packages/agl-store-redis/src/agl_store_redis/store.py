@@ -17,9 +17,8 @@ from redis.exceptions import RedisError
 from agl.stores import TableStore
 from agl_store_redis.connections import Moves, Server, access_of
 from agl_store_redis.faults import explain, is_lost
-from agl_store_redis.layout import CURRENT, prepare
+from agl_store_redis.layout import prepare
 from agl_store_redis.listener import channel_to
-from agl_store_redis.migration import count_all
 from agl_store_redis.promises import check_server
 from agl_store_redis.reader import reader_of
 from agl_store_redis.urls import ServerTarget, target_of
@@ -71,8 +70,7 @@ def _open(target: ServerTarget) -> Server:
     server = access_of(target).connect_in_time(threading.Event(), limit_s=START_WAIT_S)
     try:
         check_server(server, target)
-        if prepare(server, target) < CURRENT:
-            count_all(server, target)
+        prepare(server, target)
     except BaseException as error:
         server.close()
         if isinstance(error, RedisError | OSError):

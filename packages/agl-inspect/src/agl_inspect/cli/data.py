@@ -10,4 +10,4 @@ from agl_inspect.terminal.program import OpenGroup
 
 @click.group(cls=OpenGroup)
 def data() -> None:
-    """Import, export, archive and copy what was recorded."""
+    """Import, export, archive and copy recorded runs."""

@@ -50,7 +50,7 @@ _SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] 
 }
 
 _REWARD = "reward"
-"""Sorts by what no store keeps in order, so that the command does it; rollouts without a reward come last."""
+"""No store sorts by reward, so the command does; rollouts without a reward come last."""
 
 
 def _bytes_of(text: str) -> int:
@@ -82,10 +82,10 @@ class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
     type=click.Choice((*_SORTS, _REWARD)),
     default="id",
     show_default=True,
-    help="By what to sort; the last ones come first. By reward, all that match are read.",
+    help="Sort by this, in descending order. By reward, all matching rollouts are read.",
 )
-@click.option("--ascending", is_flag=True, help="Let the first ones come first.")
-@click.option("--count", "counts", is_flag=True, help="Only say how many there are.")
+@click.option("--ascending", is_flag=True, help="Sort in ascending order.")
+@click.option("--count", "counts", is_flag=True, help="Only print how many there are.")
 @reads_store
 def runs(
     store: Reading,
@@ -152,10 +152,10 @@ def remove(manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str 
 )
 @click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts.")
 @click.option(
-    "--max-size", type=_bytes_of, metavar="SIZE", help="Only as long as the store's data take more, such as 10GB."
+    "--max-size", type=_bytes_of, metavar="SIZE", help="Only until the store's data take less than this, such as 10GB."
 )
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @reads_store
 def collect_garbage(
     store: Reading,
@@ -194,7 +194,7 @@ def collect_garbage(
 @runs.command("vacuum")
 @reads_store
 def vacuum(store: Reading) -> None:
-    """Return all space of removed rollouts to the file system, also the one that gc leaves for new rollouts.
+    """Return all space of removed rollouts to the file system, including the space that gc leaves for new ones.
 
     Nothing else can use the store meanwhile, so the command is refused while rollouts or an experiment run.
     """
@@ -243,7 +243,7 @@ async def _listed(
 
 
 async def _best(store: Store, query: RolloutQuery) -> list[ListedRollout]:
-    """Return the first rollouts by reward, highest first unless asked otherwise, of which twice the limit is held."""
+    """Return the first rollouts by reward, the highest first by default; holds at most twice the limit in memory."""
     found: list[ListedRollout] = []
     every = msgspec.structs.replace(query, limit=_PAGE)
     async for recording in read_recordings(store, every, spans="none"):

@@ -47,7 +47,9 @@ class _InOrder(click.Command):
 @click.option(
     "--text-file", "text_files", multiple=True, metavar="PATH", help="A file with a new text, or - for standard input."
 )
-@click.option("--edit", "is_edited", is_flag=True, help="Open $EDITOR on the candidate before it, or on what is live.")
+@click.option(
+    "--edit", "is_edited", is_flag=True, help="Open $EDITOR on the candidate before it, or on the live version."
+)
 @click.option("--tasks", "path", type=click.Path(path_type=Path), help="A file of tasks, in place of the experiment's.")
 @click.option("--task", "given_tasks", multiple=True, metavar="JSON", help="One task; repeatable.")
 @click.option("--pick", metavar="0,3,7-9", help="Only these tasks, counted from 0.")
@@ -73,7 +75,7 @@ def try_(
     """Run the agent of FILE with versions or new texts of RESOURCE, and compare them task by task.
 
     RESOURCE is a prompt or another [resource.NAME], and may be left out where FILE has one only. Candidates are named
-    in any number and order; the first is the baseline, and an only one is compared with what is live. Nothing is
+    in any number and order; the first is the baseline, and a single one is compared with the live version. Nothing is
     trained or promoted. The exit status is 1 when no rollout succeeded.
     """
     plan = make_trainer(file, settings, manager=manager).plan()
@@ -171,7 +173,7 @@ def _run(
     samples: int,
     source: str,
 ) -> Contested:
-    """Run the candidates; an interrupt ends it with what is done."""
+    """Run the candidates; an interrupt ends it with the results so far."""
     contest = Contest(
         name=name,
         present=present.version.version if present.version else "",
@@ -185,12 +187,12 @@ def _run(
     try:
         run_blocking(lambda: try_versions(plan, contest, progress=default_progress(on_errors=True), found=contested))
     except KeyboardInterrupt:
-        click.echo("\nstopped; this is what was done so far", err=True)
+        click.echo("\nstopped; done so far:", err=True)
     return contested
 
 
 def _keep(report: TrialReport, plan: Plan, manager: PluginManager) -> None:
-    """Keep a trial that ran to its end beside the versions; one in memory ends with this process."""
+    """Keep a trial that ran to its end with the versions; in a store in memory it ends with this process."""
     url = store_url_of(plan)
     if not report.is_complete or url.startswith(MEMORY):
         return

@@ -1,4 +1,4 @@
-"""Shared parts of stores on databases: rows, packed spans, batches, and the layouts of older releases.
+"""Shared parts of stores on databases: rows, packed spans and batches.
 
 A store on a server loads what its operations need (:func:`needs_of`), runs them over :class:`LoadedTables`, and writes
 their :class:`Changes`. A store of another kind needs only :mod:`agl.stores`.
@@ -9,7 +9,6 @@ from agl_store_sqlite.sql._changes import Changes, LoadedRows
 from agl_store_sqlite.sql._compaction import Compactable, Compaction, Measured
 from agl_store_sqlite.sql._loaded_tables import LoadedTables
 from agl_store_sqlite.sql._needs import Needs, needs_of
-from agl_store_sqlite.sql._old_layouts import older_documents, record_key, run_of
 from agl_store_sqlite.sql._packing import AttemptSpans, Packer, Unpacker, place_spans
 from agl_store_sqlite.sql._rows import (
     ATTEMPT_BITS,
@@ -41,7 +40,7 @@ from agl_store_sqlite.sql._servers import (
     UncheckedRead,
     read_message,
 )
-from agl_store_sqlite.sql._statistics import STATISTICS, additions, merging, read_statistics, recount, statistics_row
+from agl_store_sqlite.sql._statistics import STATISTICS, additions, merging, read_statistics, statistics_row
 
 __all__ = [
     "ATTEMPT_BITS",
@@ -83,7 +82,6 @@ __all__ = [
     "merging",
     "needs_of",
     "number_of",
-    "older_documents",
     "order_of",
     "perform",
     "place_spans",
@@ -92,8 +90,5 @@ __all__ = [
     "read_message",
     "read_rollout",
     "read_statistics",
-    "record_key",
-    "recount",
-    "run_of",
     "statistics_row",
 ]
