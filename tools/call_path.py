@@ -4,9 +4,10 @@
 
 One step of GRPO runs on a tiny model with a gateway, on an agent that writes a mark into its prompt. From the first
 call's departure to the optimiser's update, every call of a function and every return in the project's sources is
-watched: a file counts when an argument or a result there holds the mark, as text, bytes or token ids. The files of the
-policy server, which stands for any model, are counted apart. ``docs/explanation/data-flow.md`` leads through those to
-open first.
+watched: a file is on the way when an argument or a result there holds the mark, as text, bytes or token ids, and it
+passes the mark on: it returns it, or hands it to a file that does. Files that only look at what they get (watchers,
+tallies, checks, the last hand-over to a library) lie beside the way and are counted apart, and so are the files of the
+policy server, which stands for any model. ``docs/explanation/data-flow.md`` leads through those to open first.
 
 It needs the environment of the session ``example(calc)``.
 """
@@ -116,11 +117,13 @@ class Watch:
 
     Attributes:
         functions: Functions that held the mark, by file.
+        receivers: Files to which a file handed the mark, itself among them where it returned it.
         types: Types of the values that held it, each with its files.
     """
 
     def __init__(self, finder: MarkFinder) -> None:
         self.functions: defaultdict[str, set[str]] = defaultdict(set)
+        self.receivers: defaultdict[str, set[str]] = defaultdict(set)
         self.types: defaultdict[str, set[str]] = defaultdict(set)
         self._finder = finder
         self._state = "before"
@@ -148,10 +151,22 @@ class Watch:
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         values = [frame.f_locals.get(name) for name in names] if event == "call" else [result]
+        caller = frame.f_back.f_code.co_filename if frame.f_back else ""
         for value in values:
             if self._finder.is_in(value):
                 self.functions[file].add(code.co_name)
                 self.types[type(value).__name__].add(file)
+                if event == "return":
+                    self.receivers[file].add(file)
+                elif "/packages/" in caller:
+                    self.receivers[caller.rpartition("/src/")[2]].add(file)
+
+    def way(self) -> set[str]:
+        """Return the files that pass the mark on."""
+        way = {file for file, receivers in self.receivers.items() if file in receivers}
+        while more := {file for file, receivers in self.receivers.items() if receivers & way} - way:
+            way |= more
+        return way & set(self.functions)
 
 
 def main() -> None:
@@ -169,9 +184,12 @@ def main() -> None:
             sys.setprofile(None)
             threading.setprofile(None)
     server = sorted(set(watch.functions) & SERVER)
-    files = sorted(set(watch.functions) - SERVER)
-    print(*(f"{file}: {', '.join(sorted(watch.functions[file]))}" for file in files), sep="\n")
-    print(f"\n{len(files)} files, and {len(server)} of the policy server; types: {', '.join(sorted(watch.types))}")
+    way = sorted(watch.way() - SERVER)
+    beside = sorted(set(watch.functions) - SERVER - set(way))
+    for title, files in (("On the way", way), ("Beside it", beside)):
+        print(f"{title}:", *(f"  {file}: {', '.join(sorted(watch.functions[file]))}" for file in files), sep="\n")
+    print(f"\n{len(way)} files on the way, {len(beside)} beside it, and {len(server)} of the policy server")
+    print(f"types: {', '.join(sorted(watch.types))}")
 
 
 def prepare(folder: Path) -> list[int]:

@@ -101,7 +101,6 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "agl-store-sqlite": ("agl_store_sqlite", "agl_store_sqlite.sql"),
     "agl-testing": (
-        "agl_testing",
         "agl_testing.conformance",
         "agl_testing.model_server",
     ),

@@ -34,7 +34,7 @@ def agl_rewards():
 ```python title="test_odd.py"
 import pytest
 from agl_odd import odd
-from agl_testing import PluginConformance, RewardConformance
+from agl_testing.conformance import PluginConformance, RewardConformance
 
 
 class TestPlugin(PluginConformance):

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from agl import PluginManager
-from agl_deploy.images import wheel_command
+from agl_deploy.files import wheel_command
 from agl_deploy.needs import read_needs
 from agl_run.access import AttemptTokens
 from tools.images import __doc__ as about

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from agl.schemas import Attempt, Episode, Reward
-from agl_testing import AlgorithmConformance
+from agl_testing.conformance import AlgorithmConformance
 from agl_testing.conformance.bench import AlgorithmScenario, RolloutOrder
 from worlds.prompts import PromptWorld, complete_order, easy, judge, order_text
 from worlds.prompts_optimizer import ScriptedOptimizer

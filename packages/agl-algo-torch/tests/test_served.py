@@ -12,7 +12,8 @@ import agl
 from agl.algorithms import algorithm
 from agl.contracts import POLICY_KEY_ENV, RolloutQuery, Upstream
 from agl.schemas import Reward, Span
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.service import GatewayService
+from agl_gateway.settings import Settings
 from agl_run import Quiet, policy
 from agl_run.access.tokens import AttemptTokens
 from agl_store_sqlite._store import SQLiteStore

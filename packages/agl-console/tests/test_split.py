@@ -5,8 +5,7 @@ from typing import Any
 from agl.contracts import LabelMove
 from agl.schemas import ErrorInfo, Json, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.stores import MemoryStore
-from agl_console.split import split_part
-from agl_console.versions import VersionsFilter, versions_view
+from agl_console.versions import VersionsFilter, split_part, versions_view
 from agl_gateway.traffic.splits import parse_split, pins_of, place_rollout
 
 from .conftest import Open

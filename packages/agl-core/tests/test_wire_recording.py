@@ -1,6 +1,7 @@
 """Model calls recorded in the process: real clients, real sockets, no gateway."""
 
 import asyncio
+import dataclasses
 import gc
 import importlib
 import json
@@ -8,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("agl_testing.model_server", reason="agl-testing is not installed")
@@ -416,3 +418,35 @@ def test_a_failure_of_the_hook_leaves_the_call_as_it_was(
                 assert client.post(f"{model_server.base_url}/chat/completions", json=CHAT).status_code == 200
     assert recorder.drain() == []
     assert [ZeroDivisionError, ZeroDivisionError] == [entry.exc_info[0] for entry in caplog.records if entry.exc_info]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/v1/messages", {"to": "#ops", "text": "secret of a person"}),
+        ("/mcp/messages", {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}),
+        ("/sms/2/messages", {"messages": [{"to": "1", "text": "secret of a person"}]}),
+        ("/forms/7/responses", {"answers": ["secret of a person"]}),
+        ("/api/completions", {"course": 7}),
+    ],
+)
+def test_requests_that_only_look_like_model_calls_are_neither_recorded_nor_redirected(
+    http: Any, attempt: ActiveAttempt, recorder: SpanRecorder, path: str, body: Any
+):
+    asked: list[str] = []
+
+    def respond(request: Any) -> Any:
+        asked.append(str(request.url))
+        return http.Response(200, json={})
+
+    every_call = msgspec.structs.replace(attempt.upstreams[0], agents=".*")
+    for upstreams in (attempt.upstreams, (every_call,)):
+        with (
+            activate(dataclasses.replace(attempt, upstreams=upstreams, gateway_url="http://gateway:4747")),
+            operation("sender", kind="agent"),
+            http.Client(transport=http.MockTransport(respond)) as client,
+        ):
+            client.post(f"http://chat.example{path}", json=body)
+
+    assert [f"http://chat.example{path}"] * 2 == asked
+    assert "secret" not in repr(recorder.drain())

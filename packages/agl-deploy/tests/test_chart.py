@@ -16,12 +16,9 @@ import pytest
 import yaml
 
 from agl import PluginManager
-from agl_deploy.chart import chart_files
-from agl_deploy.compose import compose_files
+from agl_deploy.files import chart_files, compose_files, rayjob_files, serving_files
 from agl_deploy.needs import Needs, OnRay, read_needs
 from agl_deploy.parts import parts_of
-from agl_deploy.rayjob import rayjob_files
-from agl_deploy.serving import serving_files
 from agl_deploy.writing import write
 
 from .conftest import change

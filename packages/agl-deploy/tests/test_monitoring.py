@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from agl import PluginManager
-from agl_deploy.chart import chart_files
+from agl_deploy.files import chart_files
 from agl_deploy.needs import read_needs
 
 from .conftest import change

@@ -16,8 +16,8 @@ import yaml
 
 from agl import PluginManager
 from agl.errors import ConfigError
+from agl_deploy.files import AGENTS, rayjob_files
 from agl_deploy.needs import Needs, OnRay, read_needs
-from agl_deploy.rayjob import AGENTS, rayjob_files
 
 from .conftest import FILE, change, deploy
 

@@ -15,9 +15,8 @@ import yaml
 from agl import PluginManager
 from agl.errors import ConfigError
 from agl.schemas import ResourceVersion, Weights
-from agl_deploy.compose import compose_files
+from agl_deploy.files import compose_files, parse_model, serving_files
 from agl_deploy.needs import Needs, read_needs
-from agl_deploy.serving import parse_model, serving_files
 from agl_inspect.records.labels import move
 from agl_store_sqlite._store import SQLiteStore
 

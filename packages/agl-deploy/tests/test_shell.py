@@ -13,10 +13,8 @@ import pytest
 import yaml
 
 from agl import PluginManager
+from agl_deploy.files import rayjob_files, serving_files, skypilot_files
 from agl_deploy.needs import OnRay, read_needs
-from agl_deploy.rayjob import rayjob_files
-from agl_deploy.serving import serving_files
-from agl_deploy.skypilot import skypilot_files
 
 from .conftest import change
 

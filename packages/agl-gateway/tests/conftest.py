@@ -17,8 +17,9 @@ from agl.schemas import ModelCall, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.access.certificate import Certificate
 from agl_gateway.embedded import EmbeddedGateway
-from agl_gateway.record.spools import spools_for
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.record.spool_file import spools_for
+from agl_gateway.service import GatewayService
+from agl_gateway.settings import Settings
 from agl_run.access.tokens import AttemptTokens, Secret
 from agl_testing.model_server import Reply, ScriptedModelServer
 

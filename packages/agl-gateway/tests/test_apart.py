@@ -24,7 +24,7 @@ from agl.schemas import Outcome
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.processes.gateway_process import GatewayProcess
-from agl_gateway.service import Settings
+from agl_gateway.settings import Settings
 from agl_run.access.tokens import PLACEHOLDER_KEY, AttemptTokens
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
@@ -42,11 +42,13 @@ def apart(server: ScriptedModelServer, tmp_path: Path) -> Apart:
     """Makes a stage whose gateway is a process of its own: ``async with apart(health_s=...) as (stage, gateway)``."""
 
     @asynccontextmanager
-    async def make(*, secret: Any = SECRET, **options: Any) -> AsyncIterator[tuple[Stage, GatewayProcess]]:
+    async def make(
+        *, secret: Any = SECRET, settings: dict[str, Any] | None = None, **options: Any
+    ) -> AsyncIterator[tuple[Stage, GatewayProcess]]:
         url = f"sqlite:///{tmp_path / 'runs.db'}"
         store = SQLiteStore(url)
         gateway = GatewayProcess(
-            **{"store_url": url, "settings": Settings(), "spool": str(tmp_path / "spool"), **options}
+            store_url=url, settings=Settings(**{"spool": str(tmp_path / "spool"), **(settings or {})}), **options
         )
         one = Upstream(name="main_llm", base_url=server.base_url, model="scripted", is_trained=True)
         address = await gateway.start(store=store, upstreams=[one], secret=secret)
@@ -128,7 +130,7 @@ async def test_kills_lose_no_acknowledged_call_and_the_address_stays(apart):
 
 @pytest.mark.long
 async def test_end_of_an_attempt_waits_for_the_next_process_and_the_calls_in_its_spool(apart, tmp_path):
-    async with apart(settings=Settings(spool_after_s=0.0)) as (it, gateway):
+    async with apart(settings={"spool_after_s": 0.0}) as (it, gateway):
         attempt_id, token = await it.open_attempt()
         with closing(sqlite3.connect(tmp_path / "runs.db", isolation_level=None)) as other:
             async with it.openai(token) as client:
@@ -238,7 +240,7 @@ async def test_warnings_of_the_process_are_logged_here(apart, caplog):
 async def test_error_at_the_start_is_the_one_of_the_process(apart, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match="spool"):
-        async with apart(spool=str(tmp_path / "taken" / "spool")):
+        async with apart(settings={"spool": str(tmp_path / "taken" / "spool")}):
             pass
 
 
@@ -248,7 +250,7 @@ async def test_taken_port_is_named(apart):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            async with apart(settings=Settings(port=port)):
+            async with apart(settings={"port": port}):
                 pass
 
 

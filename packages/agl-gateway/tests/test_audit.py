@@ -28,7 +28,7 @@ from agl.schemas import (
 )
 from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService
-from agl_gateway.traffic.conversation_ids import HEADER
+from agl_gateway.traffic.conversations import HEADER
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AdminKey
 from agl_testing.model_server import ScriptedModelServer

@@ -12,8 +12,9 @@ from agl.dialects import Request
 from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.tracing import WHO_HEADER
-from agl_gateway.relay.callers import HelperRules, Origin
-from agl_gateway.traffic.conversation_ids import conversation_of
+from agl_gateway.record.exchanges import Origin
+from agl_gateway.relay.callers import HelperRules
+from agl_gateway.traffic.conversations import conversation_of
 
 CLAUDE = {"user-agent": "claude-cli/2.1.197 (external, sdk-cli)", "x-claude-code-session-id": "s-1"}
 OPENCODE = {"user-agent": "opencode/1.18.33 ai-sdk/4", "x-session-id": "ses_1"}

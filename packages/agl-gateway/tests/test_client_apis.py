@@ -20,7 +20,7 @@ from agl.dialects import Request
 from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl_gateway.relay.relay import DROPPED_HEADER
-from agl_gateway.wire.client_apis import ClientApis
+from agl_gateway.relay.sender import ClientApis
 from agl_gateway.wire.messages import MessagesTranslation
 from agl_gateway.wire.problems import Problem
 from agl_gateway.wire.responses import ResponsesTranslation

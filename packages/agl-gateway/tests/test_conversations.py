@@ -22,9 +22,9 @@ from agl.contracts import RolloutQuery, Upstream
 from agl.episodes import build_episode
 from agl.schemas import Episode, ResourceVersion, Reward, Rollout, Span, Weights, new_span_id
 from agl.stores import all_spans
-from agl_gateway.service import GatewayService, Settings
-from agl_gateway.traffic.split_report import split_report
-from agl_gateway.traffic.splits import parse_split
+from agl_gateway.service import GatewayService
+from agl_gateway.settings import Settings
+from agl_gateway.traffic.splits import parse_split, split_report
 from agl_inspect.records import labels as labels
 from agl_inspect.terminal.program import cli
 from agl_inspect.versions import arms

@@ -108,7 +108,7 @@ async def test_spool_that_nobody_drains_is_named_with_what_it_holds(tmp_path, ma
 async def test_gateway_that_is_gone_is_named_until_it_is_forgotten(tmp_path, manager, monkeypatch):
     url = await new_store(tmp_path)
     store = SQLiteStore(url)
-    held = {"calls": 7, "bytes": 900, "is_ended": True}
+    held = {"calls": 7, "size": 900, "is_ended": True}
     details = {"url": "http://far:4747", "machine": "far", "spool": "/spool/x", **held}
     await store.announce(Presence(experiment=GATEWAYS, member="g", session="s", details=details))
     (finding,) = (await wrong(Patient(store_url=url, spool=tmp_path), manager)).values()

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from agl_gateway.access.identity import Identities
-from agl_gateway.traffic.conversation_ids import conversation_id
+from agl_gateway.traffic.conversations import conversation_id
 from agl_gateway.wire.problems import Problem
 from agl_run.access.tokens import AttemptTokens
 

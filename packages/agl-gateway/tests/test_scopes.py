@@ -15,10 +15,11 @@ import pytest
 from agl.contracts import LabelMove, Upstream
 from agl.schemas import PromptTemplate, ResourceVersion, Rollout
 from agl.stores import MemoryStore
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.service import GatewayService
+from agl_gateway.settings import Settings
 from agl_gateway.status.openapi import openapi_document
 from agl_gateway.store_api.contract import METHODS
-from agl_gateway.traffic.conversation_ids import HEADER
+from agl_gateway.traffic.conversations import HEADER
 from agl_gateway.traffic.splits import parse_split
 from agl_run.access.tokens import AttemptTokens, TokenScope
 from agl_testing.model_server import ScriptedModelServer

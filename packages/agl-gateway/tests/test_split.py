@@ -32,7 +32,8 @@ from agl.schemas import (
     new_span_id,
 )
 from agl_gateway.client import HttpStore
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.service import GatewayService
+from agl_gateway.settings import Settings
 from agl_gateway.traffic.splits import parse_split, placement_of
 from agl_inspect.records import labels as labels
 from agl_inspect.statistics import student_quantile

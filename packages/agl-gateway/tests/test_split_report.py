@@ -17,8 +17,16 @@ from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.schemas import AttemptStatus, JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.stores import MemoryStore
-from agl_gateway.traffic.split_report import SplitReport, split_report
-from agl_gateway.traffic.splits import Split, check_labels, parse_split, pins_of, place_rollout, placement_of
+from agl_gateway.traffic.splits import (
+    Split,
+    SplitReport,
+    check_labels,
+    parse_split,
+    pins_of,
+    place_rollout,
+    placement_of,
+    split_report,
+)
 from agl_inspect.records import labels as labels
 from agl_inspect.statistics import compare, interval, student_quantile
 from agl_inspect.terminal.program import cli

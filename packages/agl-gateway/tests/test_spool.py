@@ -16,8 +16,7 @@ from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
 from agl_gateway.processes.presence import GATEWAYS, gateways_of, gone_gateways
 from agl_gateway.record import spool as spools
-from agl_gateway.record.spool_file import SpoolBusyError, SpoolFile, spools_in
-from agl_gateway.record.spools import folder_of, spools_for
+from agl_gateway.record.spool_file import SpoolBusyError, SpoolFile, folder_of, spools_for, spools_in
 from agl_gateway.service import GatewayService
 from agl_run.access.tokens import AdminKey
 from agl_run.worker.remote_gateway import RemoteGateway

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from agl.contracts import Upstream
 from agl.dialects import call_messages
-from agl_gateway.relay import streams
-from agl_gateway.relay.streams import StreamEnd
+from agl_gateway.relay import sender as streams
+from agl_gateway.relay.sender import StreamEnd
 from agl_testing.model_server import Reply
 
 from .test_relay import BODIES, NATIVE

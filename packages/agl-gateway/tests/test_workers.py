@@ -21,9 +21,10 @@ from agl.schemas import Outcome, Rollout, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.cli.serve import wait_for_store
 from agl_gateway.client import HttpStore
-from agl_gateway.processes.siblings import Board, Group
-from agl_gateway.record.spools import spools_for
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.processes.peers import Board, Group
+from agl_gateway.record.spool_file import spools_for
+from agl_gateway.service import GatewayService
+from agl_gateway.settings import Settings
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AttemptTokens
 from agl_testing.model_server import ScriptedModelServer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_harness.tally import Tally, tally_of_output, tally_of_report
+from agl_harness.workspace_tests import Tally, tally_of_output, tally_of_report
 
 NODE = "TAP version 13\n# tests 3\n# pass 2\n# fail 1\n# skipped 0\n"
 SUBTESTS = (

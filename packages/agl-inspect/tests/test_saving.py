@@ -2,19 +2,15 @@
 
 import asyncio
 import os
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from agl.algorithms import AlgorithmConfig
 from agl.contracts import RolloutQuery
 from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl_inspect.records.state import AlgorithmState, deferral, saved_marks, unsaved
 from agl_inspect.records.workers import worker_name
 from agl_inspect.versions import list_versions, shown
-from agl_run.checks.notices import served_from_disk
 from agl_run.run.saving import remove_unreachable, to_end
 
 
@@ -93,46 +89,3 @@ def test_work_that_is_cancelled_is_done_to_its_end_before_the_cancellation_goes_
         assert ["saved"] == done
 
     asyncio.run(work())
-
-
-class Waits:
-    def __init__(self, *, saving: SimpleNamespace = SimpleNamespace(save_every="5%")) -> None: ...  # noqa: B008
-
-
-class SavesAlways:
-    def __init__(self, *, steps: int = 1) -> None: ...
-
-
-class InProcess:
-    def offer_weights(self) -> None: ...
-
-
-class Elsewhere:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "params", "policy", "is_told"),
-    [
-        (Waits, {}, Elsewhere, True),
-        (Waits, {"saving": {"save_every": 1}}, Elsewhere, False),
-        (Waits, {}, InProcess, False),
-        (SavesAlways, {}, Elsewhere, False),
-    ],
-)
-def test_check_tells_of_weights_that_must_be_on_disk_in_every_step(
-    algorithm: type, params: dict[str, Any], policy: type, is_told: bool
-) -> None:
-    config = SimpleNamespace(
-        algorithm=(AlgorithmConfig(use="grpo", tunes=("llm", "prompt"), params=params),),
-        policy={"llm": SimpleNamespace(use="vllm")},
-    )
-    manager = SimpleNamespace(policy=lambda _: policy, resolve=lambda entry: entry)
-    plan: Any = SimpleNamespace(config=config, manager=manager, entry=lambda _: algorithm)
-    line = (
-        "grpo writes the weights of llm in every step, because vllm reads them from disk; save_every spaces the state "
-        "of training alone"
-    )
-    assert ([line] if is_told else []) == served_from_disk(plan)
-    config.policy["llm"].use = "grpo"  # a policy of the algorithm's own name gets its weights from its trainer
-    assert [] == served_from_disk(plan)

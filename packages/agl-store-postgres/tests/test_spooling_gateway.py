@@ -18,9 +18,9 @@ import pytest
 from agl.contracts import Store, Upstream
 from agl.schemas import Rollout, new_rollout_id
 from agl.stores import all_spans
-from agl_gateway.record.spool_file import spools_in
-from agl_gateway.record.spools import spools_for
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.record.spool_file import spools_for, spools_in
+from agl_gateway.service import GatewayService
+from agl_gateway.settings import Settings
 from agl_run.access.tokens import AttemptTokens
 from agl_store_postgres.sharded_store import ShardedPostgresStore
 from agl_store_postgres.store import PostgresStore

@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-import agl_testing
 from agl.contracts import RolloutQuery, Store
 from agl_testing.stores.samples import make_rollout
 
@@ -38,11 +37,6 @@ def test_make_experiment_writes_a_whole_folder(make_experiment: Callable[..., Pa
     assert 4 == len(tasks)
     assert "x" == (path.parent / "x.txt").read_text()
     assert "async def solve" in (path.parent / "agent.py").read_text()
-
-
-def test_public_names_are_sorted_and_importable() -> None:
-    assert sorted(agl_testing.__all__) == agl_testing.__all__
-    assert all(getattr(agl_testing, name).__name__ == name for name in agl_testing.__all__)
 
 
 def test_pytest_plugin_loads_no_server_and_no_core() -> None:

@@ -85,8 +85,8 @@ def console(
 ) -> None:
     """Look at the runs of STORE in a browser: a URL or a SQLite file; by default $AGL_STORE, or the only runs/*.db.
 
-    The console reads only, unless --actions lets a person act who signs in with the admin token: $AGL_TOKEN, or
-    else that in --token-file. It answers to this machine alone; with another --host it asks for the password in
+    The console only reads, unless --actions lets people who sign in with the admin token act; the token is $AGL_TOKEN,
+    or else in --token-file. It answers only to this machine; with another --host it asks for the password in
     $AGL_CONSOLE_PASSWORD.
     """
     if store_url and named:

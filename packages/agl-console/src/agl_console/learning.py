@@ -4,8 +4,7 @@ from collections.abc import Collection, Sequence
 
 from agl.contracts import Metric, Store, VersionScore
 from agl.schemas import Record
-from agl_console.figures import Figure, derived, figure_of
-from agl_console.goals import Goal, goal_of
+from agl_console.figures import Figure, Goal, derived, figure_of, goal_of
 from agl_console.reading import run_of
 from agl_console.runs import best_version, has_failures, status_of
 from agl_inspect.advice.suggestions import Suggestion, suggestions_of

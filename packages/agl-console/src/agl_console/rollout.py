@@ -6,7 +6,6 @@ from agl.contracts import Count, Store
 from agl.episodes import Enclosing, recorded_rewards
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, Record, Reward, Rollout, Span
-from agl_console.contents import LONGEST, Contents, Text
 from agl_console.reading import attempt_of, rollout_of, uses_of
 from agl_console.rewards import RewardsView, rewards_view
 from agl_console.tokens import (
@@ -18,7 +17,7 @@ from agl_console.tokens import (
     summary_of,
     tokens_view,
 )
-from agl_console.tree import Node, facts_of, fate_of, kind_of, seconds_of, tree_of
+from agl_console.tree import LONGEST, Contents, Node, Text, facts_of, fate_of, kind_of, seconds_of, tree_of
 from agl_inspect.rollouts.explanations import explain, explain_training
 from agl_inspect.rollouts.span_reader import SpanReader, read_episode
 from agl_inspect.rollouts.training import is_saved, training_of

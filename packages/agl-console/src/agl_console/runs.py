@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Statistics, Store, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_console.figures import REWARD, Figure, derived, figure_of
-from agl_console.goals import Goal, goal_of
+from agl_console.figures import REWARD, Figure, Goal, derived, figure_of, goal_of
 from agl_inspect.advice.ranking import DatedFit, read_fits
 from agl_inspect.advice.run_differences import RunDifference, compare_runs
 from agl_inspect.records.state import load_settings

@@ -83,7 +83,7 @@ async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Co
         raise NotFoundError("experiment", unknown[0], did_you_mean(unknown[0], every, otherwise=listed))
     await _refuse_others(records, target)
     chosen = {name for record in records for name in record.live}.union(*(found for _, found in resources.values()))
-    await _copy_resources(source, target, sorted(chosen) if names else await _all_resources(source))
+    await _copy_resources(source, target, sorted(chosen) if names else [each.name for each in await source.resources()])
     total = sum(count for count, _ in resources.values())
     with click.progressbar(length=total, label="copying rollouts", file=sys.stderr) as bar:
         new = [await _copy_rollouts(source, target, name, bar.update) for name in resources]
@@ -121,10 +121,6 @@ async def _refuse_others(records: Sequence[ExperimentRecord], target: Store) -> 
             f"the target has an experiment {other[0]!r} that went another way; nothing was copied: copy into a store "
             "without it, or only other experiments with --experiment"
         )
-
-
-async def _all_resources(source: Store) -> list[str]:
-    return [version.name for version in await source.resources()]
 
 
 async def _copy_resources(source: Store, target: TableStore, names: Sequence[str]) -> None:

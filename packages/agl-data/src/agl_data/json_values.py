@@ -1,14 +1,18 @@
 """JSON values that files and stores cannot carry, and what is written in their place."""
 
+import math
 import re
 from typing import Any, cast
 
 import msgspec
 
-from agl.schemas import Json
+from agl.schemas import Json, to_json
+from agl_inspect.exports import ExportSetup
 
 CHANGED = "rollouts with halves of characters, which were replaced, or integers beyond 64 bits, now texts"
 """The loss that :func:`storable` is in an export."""
+
+NO_NUMBERS = "calls with log-probabilities that JSON has no numbers for (NaN, infinities): without any"
 
 _HALVES = re.compile("[\ud800-\udfff]")
 _LARGEST, _SMALLEST = (1 << 64) - 1, -(1 << 63)
@@ -27,3 +31,29 @@ def storable(value: Json) -> Json:
     if isinstance(value, msgspec.Struct):
         return storable(msgspec.structs.asdict(value))
     return value
+
+
+class LineFile:
+    """Writes one JSON value a line."""
+
+    def __init__(self, setup: ExportSetup) -> None:
+        self._file, self._losses = setup.file, setup.losses
+
+    def write(self, value: Json, rollout_id: str) -> None:
+        """Write a value of a rollout."""
+        try:
+            line = to_json(value)
+        except (UnicodeEncodeError, OverflowError):
+            self._losses.add(CHANGED, rollout_id)
+            line = to_json(storable(value))
+        self._file.write(line + b"\n")
+
+
+def are_numbers(values: list[float]) -> bool:
+    """Return true if all of the values are finite."""
+    return all(map(math.isfinite, values))
+
+
+def without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that say something: those that are ``None`` or empty are left out."""
+    return {name: value for name, value in fields.items() if value not in (None, "", [], {}, ())}

@@ -268,7 +268,7 @@ def test_a_folder_of_others_is_refused(url):
         await record(store)
         Path(url).mkdir()
         (Path(url) / "notes.txt").write_text("mine")
-        with pytest.raises(ConfigError, match=r"is no archive and is not empty: it has 'notes.txt'"):
+        with pytest.raises(ConfigError, match=r"is neither an archive nor empty: it has 'notes.txt'"):
             await archive(store, url)
         with pytest.raises(ConfigError, match="is a file, and an archive is a folder"):
             await archive(store, f"{url}/notes.txt")

@@ -92,7 +92,7 @@ def test_results_are_json_for_programs(folder):
 
 
 def test_restore_makes_a_new_store_only_for_an_archive(folder):
-    with pytest.raises(ConfigError, match="kept is no archive"):
+    with pytest.raises(ConfigError, match="kept is not an archive"):
         run(restore, "kept", "--store", "new.db")
     assert not Path("new.db").exists()
     run(archive, "kept")

@@ -105,8 +105,8 @@ def test_a_newer_format_is_refused(archived):
 
 
 def test_a_folder_that_is_no_archive_is_refused(tmp_path):
-    assert "is no archive: it has no file agl-data.json" in str(refusal(tmp_path))
-    assert "is no archive" in str(refusal(tmp_path / "nothing"))
+    assert "is not an archive: it has no file agl-data.json" in str(refusal(tmp_path))
+    assert "is not an archive" in str(refusal(tmp_path / "nothing"))
 
 
 def test_a_missing_backend_names_its_package():
@@ -114,7 +114,7 @@ def test_a_missing_backend_names_its_package():
         Place("s3://bucket/runs")
     with pytest.raises(ConfigError, match=r"^the archive sftp://host/runs needs a package.* \"paramiko\""):
         Place("sftp://me:secret@host/runs")
-    with pytest.raises(ConfigError, match="foo://x is no address of an archive: Protocol not known"):
+    with pytest.raises(ConfigError, match="foo://x is not the address of an archive: Protocol not known"):
         Place("foo://x")
 
 

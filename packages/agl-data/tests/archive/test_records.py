@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from agl.contracts import Recording
 from agl.schemas import Attempt, ModelCall, Reward, Rollout, Span, SpanEvent, decode, encode, from_json
 from agl.stores import MemoryStore, read_recordings
+from agl_data.archive.arrow import integer, json_text, micros, micros_of_ns
 from agl_data.archive.layout import Folder
 from agl_data.archive.parts import PartReader, PartWriter, content_of
 from agl_data.archive.places import Place
-from agl_data.archive.values import integer, json_text, micros, micros_of_ns
 
 from .conftest import ALL, archive, restore
 

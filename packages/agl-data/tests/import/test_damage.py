@@ -36,15 +36,15 @@ def test_file_of_no_known_format_is_refused_with_those_that_are_read(tmp_path: P
     [
         (b"", "holds no record"),
         (b"\n \n", "holds no record"),
-        (b"\xff\xfe\x00", "line 1 is no JSON .*nothing was imported"),
-        (b'{"messages": NaN}\n', "line 1 is no JSON .*NaN is no number of JSON"),
-        (b"[" * 100_000, "line 1 is no JSON .*nested too deeply"),
+        (b"\xff\xfe\x00", "line 1 is not JSON .*nothing was imported"),
+        (b'{"messages": NaN}\n', "line 1 is not JSON .*NaN is not a number in JSON"),
+        (b"[" * 100_000, "line 1 is not JSON .*nested too deeply"),
         (b"PK\x03\x04rest", "is an archive, of which only gzip and zstd are read"),
         (b"\x1f\x8brest", "is cut or damaged|cannot read"),
         (b'{"messages": [{"role": "wizard", "content": "a"}]}', "message 1 has the role 'wizard'; use one of"),
         (b'{"messages": [{"role": ["user"], "content": "a"}]}', "message 1 has the role .'user'.; use one of"),
         (b'{"messages": ["a"]}', "line 1 has no list of messages"),
-        (b'{"messages": [{"role": "user", "content": 3}]}', "the content of message 1 is no text"),
+        (b'{"messages": [{"role": "user", "content": 3}]}', "the content of message 1 is neither a text"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "has no message of the assistant"),
     ],
     ids=["empty", "blank", "binary", "nan", "deep", "zip", "gzip", "role", "roles", "messages", "content", "question"],
@@ -146,7 +146,7 @@ def test_damage_in_the_last_file_leaves_the_first_one_out_too(tmp_path: Path, im
     cut = write_lines(tmp_path / "b.jsonl", [chat("c", "d"), chat("e", "f")])
     cut.write_bytes(cut.read_bytes()[:-10])
 
-    with pytest.raises(DatasetError, match=r"b.jsonl, line 2 is no JSON .*the file may be cut"):
+    with pytest.raises(DatasetError, match=r"b.jsonl, line 2 is not JSON .*the file may be cut"):
         imports(whole, cut)
     assert [] == imports.recordings()
 

@@ -201,7 +201,7 @@ def test_record_that_is_no_batch_of_spans_is_refused(tmp_path: Path, imports: Im
     path = recorded.write(tmp_path / "traces.jsonl")
     path.write_text(path.read_text() + '{"resourceLogs": []}\n')
 
-    with pytest.raises(DatasetError, match=r"line 5 is no batch of spans \(it has no resourceSpans\)"):
+    with pytest.raises(DatasetError, match=r"line 5 is not a batch of spans \(it has no resourceSpans\)"):
         imports(path)
     assert [] == imports.recordings()
 

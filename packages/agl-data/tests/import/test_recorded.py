@@ -95,7 +95,7 @@ def test_mean_of_feedback_stands_in_for_feedback(tmp_path: Path, imports: Import
     lines[0]["feedback_stats"] = {"helpful": {"n": 2, "avg": 0.5}, "tone": {"n": 1, "avg": None, "values": {"kind": 1}}}
     done = imports(write_lines(tmp_path / "runs.jsonl", lines))
 
-    assert (1, 1) == (done.rewards, done.lost["feedback that is no number: its words are kept, without a value"])
+    assert (1, 1) == (done.rewards, done.lost["feedback that is not a number: its text is kept, without a value"])
     assert 0.5 == imports.episodes()[0].reward
 
 
@@ -178,7 +178,7 @@ def test_rows_of_langfuse_exports_become_one_run_a_trace(tmp_path: Path, imports
     (span,) = calls_of(imports)
 
     assert ({"langfuse": 1}, 1, 2) == (done.files, done.rollouts, done.rewards)
-    assert 1 == done.lost["scores that are no number: their words are kept as feedback, without a value"]
+    assert 1 == done.lost["scores that are not numbers: their text is kept as feedback, without a value"]
     assert 1 == done.lost["scores of sessions or of data sets, which are about no trace: left out"]
     assert "traces without a model call: left out" not in done.lost
     assert ("gpt-6", 3) == (span.call and span.call.model, span.attributes["gen_ai.usage.input_tokens"])
@@ -257,10 +257,10 @@ def test_attribute_that_holds_the_messages_of_a_call_is_not_kept_twice(imports: 
     [
         ("langsmith", {"id": "a"}, "line 1 is neither a run nor feedback of LangSmith, and nothing was imported"),
         ("langsmith", {"id": "", "run_type": "llm"}, "line 1 is a run without its id or that of its trace"),
-        ("langfuse", {"id": "a"}, "line 1 is no trace, observation, score or batch of events of Langfuse"),
+        ("langfuse", {"id": "a"}, "line 1 is not a trace, observation, score or batch of events of Langfuse"),
         ("langfuse", {"observations": []}, "line 1 is a trace without an id, and nothing was imported"),
         ("langfuse", {"id": "a", "observations": ["b"]}, "line 1 names its observations and does not hold them"),
-        ("mlflow", {"info": {}, "data": {"spans": []}}, "line 1 is no trace of MLflow 3 .* nothing was imported"),
+        ("mlflow", {"info": {}, "data": {"spans": []}}, "line 1 is not a trace of MLflow 3 .* nothing was imported"),
         ("mlflow", {"info": {"trace_id": "a"}, "data": {"spans": [{"context": {}}]}}, "as MLflow 2 wrote them"),
     ],
 )

@@ -227,6 +227,6 @@ def test_log_that_is_cut_in_a_line_is_refused_with_its_place(write, tmp_path: Pa
     path.write_bytes(path.read_bytes()[:-20])
     last = len(path.read_text().splitlines())
 
-    with pytest.raises(DatasetError, match=f"log.jsonl, line {last} is no JSON .*nothing was imported"):
+    with pytest.raises(DatasetError, match=f"log.jsonl, line {last} is not JSON .*nothing was imported"):
         imports(path)
     assert [] == imports.recordings()

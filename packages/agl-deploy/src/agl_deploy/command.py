@@ -11,14 +11,20 @@ import click
 
 from agl import PluginManager
 from agl.errors import ConfigError
-from agl_deploy.chart import FOLDER, chart_files
-from agl_deploy.compose import compose_files, env_example
-from agl_deploy.images import image_files, wheel_command
+from agl_deploy.files import (
+    CHART,
+    chart_files,
+    compose_files,
+    env_example,
+    image_files,
+    rayjob_files,
+    serving_files,
+    skypilot_files,
+    trainer_image,
+    wheel_command,
+)
 from agl_deploy.needs import Needs, read_needs
 from agl_deploy.parts import secrets_of
-from agl_deploy.rayjob import rayjob_files
-from agl_deploy.serving import serving_files
-from agl_deploy.skypilot import skypilot_files
 from agl_deploy.writing import State, states, write
 from agl_inspect.terminal.opening import pass_manager
 from agl_inspect.text import visible
@@ -32,7 +38,7 @@ Made = tuple[dict[str, str], list[str]]
 
 @click.group()
 def deploy() -> None:
-    """Write files that deploy an experiment, for a person to read and keep.
+    """Write files that deploy an experiment, to read and to keep.
 
     Files that were edited are not overwritten.
     """
@@ -101,8 +107,8 @@ def helm(needs: Needs, under: str, *, gpus: int) -> Made:
     It runs what compose runs, with autoscaling, network policies, alerts and a dashboard. What docker writes comes with
     it.
     """
-    images = f"gateway, worker, {_trainer(gpus)} and console, and name the registry in {under}/{FOLDER}/values.yaml"
-    install = f"helm upgrade --install {needs.name} {under}/{FOLDER}"
+    images = f"gateway, worker, {trainer_image(gpus)} and console, and name the registry in {under}/{CHART}/values.yaml"
+    install = f"helm upgrade --install {needs.name} {under}/{CHART}"
     return _on_kubernetes(needs, under, chart_files(needs, gpus=gpus), images, install)
 
 
@@ -112,7 +118,7 @@ def ray(needs: Needs, under: str, *, gpus: int) -> Made:
 
     It runs EXPERIMENT on a Ray cluster of its own. What docker writes comes with it.
     """
-    images = f"{_trainer(gpus)}, and name its registry in {under}/rayjob.yaml"
+    images = f"{trainer_image(gpus)}, and name its registry in {under}/rayjob.yaml"
     install = f"kubectl apply --filename {under}/rayjob.yaml"
     return _on_kubernetes(needs, under, rayjob_files(needs, under, gpus=gpus), images, install)
 
@@ -130,23 +136,18 @@ def skypilot(needs: Needs, under: str, *, gpus: int) -> Made:
 
 @_kind(click.argument("label", metavar="NAME@LABEL"), _gpus("server", at_least=1))
 def model(needs: Needs, under: str, *, label: str, gpus: int) -> Made:
-    """Write what serves a labelled version with vLLM.
+    """Write the files that serve a labelled version with vLLM.
 
     NAME is a policy of EXPERIMENT. The files belong to a deployment; moving the label promotes and rolls back.
     """
     files = serving_files(needs, label, under, gpus=gpus)
-    compose, kubernetes = (next(path for path in files if path.endswith(f".{end}.yaml")) for end in _ENDS)
+    compose, kubernetes = (
+        next(path for path in files if path.endswith(f".{end}.yaml")) for end in ("compose", "kubernetes")
+    )
     name = compose.removeprefix("model-").removesuffix(".compose.yaml")
     both = ["--file", f"{under}/compose.yaml", "--file", f"{under}/{compose}"]
     up = shlex.join(["docker", "compose", *both, "up", "--detach", "--force-recreate", f"{name}-weights", name])
     return files, [up, f"or, on Kubernetes: kubectl apply --filename {under}/{kubernetes}"]
-
-
-_ENDS = ("compose", "kubernetes")
-
-
-def _trainer(gpus: int) -> str:
-    return "trainer-cuda" if gpus else "trainer-cpu"
 
 
 def _on_kubernetes(needs: Needs, under: str, files: dict[str, str], images: str, install: str) -> Made:

@@ -99,7 +99,7 @@ def _pin(name: str, distribution: metadata.Distribution) -> Pin:
 
 
 def _source(distribution: metadata.Distribution) -> str:
-    """Return where a distribution came from when it was no release: PEP 610 calls that its direct URL."""
+    """Return where a distribution that is not a release came from: PEP 610 calls that its direct URL."""
     text = distribution.read_text("direct_url.json")
     if text is None:
         return ""

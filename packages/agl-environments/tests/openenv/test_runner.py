@@ -92,9 +92,9 @@ def test_reward_is_that_of_the_newest_episode(trainer: Make, rule: str, reward: 
 @pytest.mark.parametrize(
     ("step", "cause"),
     [
-        ("<html>", "answered '<html>', which is no JSON object"),
-        ([1], "answered '[1]', which is no JSON object"),
-        ({"type": "observation", "data": {"observation": "red"}}, "which is no observation"),
+        ("<html>", "answered '<html>', which is not a JSON object"),
+        ([1], "answered '[1]', which is not a JSON object"),
+        ({"type": "observation", "data": {"observation": "red"}}, "which is not an observation"),
         ('{"type": "observation", "data": {"observation": {}, "reward": NaN}}', "rewarded a step with nan"),
         ({"type": "error", "data": {"message": "out of order", "code": "SESSION_ERROR"}}, "refused step: out of order"),
         (observed(text="x" * 2_000_000), "raise max_message_mb in [runner] params"),
@@ -278,7 +278,7 @@ def test_wrong_parameters_are_refused(trainer: Make, params: str, cause: str) ->
 
 def test_address_without_an_openenv_server_is_named(trainer: Make, model: Any) -> None:
     episode = only(trainer(f'{{ url = "{model.base_url}" }}'))
-    assert "so it is no OpenEnv server; check url" in episode.attempt.error.message
+    assert "so it is not an OpenEnv server; check url" in episode.attempt.error.message
 
 
 def test_agent_without_env_is_refused(trainer: Make) -> None:

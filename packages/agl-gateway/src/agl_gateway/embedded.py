@@ -2,16 +2,17 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from agl.contracts import Store, Upstream
 from agl.errors import CaptureError, ConfigError
 from agl_gateway.access.certificate import certificate_of
 from agl_gateway.processes.gateway_process import GatewayProcess, refusal
 from agl_gateway.processes.loop_thread import LoopThread
-from agl_gateway.record.spools import default_folder, left_text, spools_for
+from agl_gateway.record.spool_file import default_folder, left_text, spools_for
 from agl_gateway.relay.routing import Gate, Router
-from agl_gateway.service import EmbeddedSettings, GatewayService, Settings
+from agl_gateway.service import GatewayService
+from agl_gateway.settings import EmbeddedSettings, Settings
 from agl_gateway.traffic.arms import with_distinct_names
 from agl_run.access import AttemptTokens, Secret
 
@@ -20,21 +21,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class EmbeddedGateway(EmbeddedSettings):
-    """Implements :class:`agl.contracts.Gateway`. Its methods may be called from any event loop.
-
-    Attributes:
-        spool: Folder for calls that the store does not take at once, or ``off``; by default one of this user's state
-            for a store on another machine, and none for a SQLite file or memory.
-        tls_cert: Certificate's chain in PEM: it listens with TLS alone. Read again when the file changes.
-        tls_key: Its private key in PEM, unless it is in the same file.
-    """
-
-    spool: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
+    """Implements :class:`agl.contracts.Gateway`. Its methods may be called from any event loop."""
 
     def __post_init__(self) -> None:
-        self._certificate = certificate_of(self.tls_cert, self.tls_key)
+        self._certificate = certificate_of(self)
         self._settings = Settings(**{one.name: getattr(self, one.name) for one in fields(EmbeddedSettings)})
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None
@@ -55,10 +45,7 @@ class EmbeddedGateway(EmbeddedSettings):
             raise ConfigError(f"the gateway cannot have a process of its own, because {reason}")
         return GatewayProcess(
             store_url=store_url,
-            settings=self._settings,
-            spool=self.spool or str(default_folder()),
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
+            settings=replace(self._settings, spool=self.spool or str(default_folder())),
             plugins=plugins,
         )
 

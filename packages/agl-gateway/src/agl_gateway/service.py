@@ -5,7 +5,6 @@ import logging
 import socket
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,27 @@ from aiohttp import web
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.schemas import new_trace_id
-from agl_gateway.access.admission import Admission
 from agl_gateway.access.audit import Audit
 from agl_gateway.access.certificate import Certificate
-from agl_gateway.access.identity import Identities, RunningAttempts
+from agl_gateway.access.identity import Admission, Identities, RunningAttempts
 from agl_gateway.access.quotas import Quotas
 from agl_gateway.access.tokens import WORKER_TOKENS, TokensApi
 from agl_gateway.processes.attempt_facts import PATH, AttemptFacts, AttemptFactsApi
-from agl_gateway.processes.peers import Peers
+from agl_gateway.processes.peers import Group, Peers, Siblings
 from agl_gateway.processes.presence import GatewayPresence
-from agl_gateway.processes.siblings import Group, Siblings
 from agl_gateway.record.outage import Outage
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.record.spool_file import SpoolFile
 from agl_gateway.record.traces import TracesApi
 from agl_gateway.relay.bodies import BodyReader, ByteBudget
-from agl_gateway.relay.callers import HelperRules
+from agl_gateway.relay.callers import HelperRules, Owners
 from agl_gateway.relay.dispatcher import ConnectionServer, Dispatcher, Handle
-from agl_gateway.relay.owners import Owners
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.routing import Router
 from agl_gateway.relay.sampling import SamplingRules
-from agl_gateway.relay.sender import Sender, make_session
+from agl_gateway.relay.sender import ClientApis, Sender, make_session
+from agl_gateway.settings import Settings
 from agl_gateway.status.api import OWN_METRICS, StatusAccess, StatusApi
-from agl_gateway.status.metrics import SpanRate
 from agl_gateway.store_api.feed import Feed, QueueLength
 from agl_gateway.store_api.methods import StoreApi
 from agl_gateway.store_api.worker_reach import WorkerReach
@@ -45,9 +41,8 @@ from agl_gateway.store_api.workers import WorkersApi
 from agl_gateway.traffic.api import END, RESOURCES, ConversationsApi, SplitApi
 from agl_gateway.traffic.arms import ArmRoutes, with_distinct_names
 from agl_gateway.traffic.conversations import Conversations
-from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep, Share
+from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep
 from agl_gateway.traffic.splits import Split, Splitter, check_labels
-from agl_gateway.wire.client_apis import ClientApis
 from agl_inspect.keys import Keys
 from agl_run.access import AttemptTokens
 
@@ -58,69 +53,6 @@ _PEER_KEY_S = 600.0
 
 _LINGERING_S = 1.0
 """Seconds in which the rest of a refused body is read and dropped, so that its sender can read the answer."""
-
-
-@dataclass(kw_only=True)
-class EmbeddedSettings:
-    """The settings of every gateway: beside an experiment, where they are its ``params``, and of ``agl serve``.
-
-    Attributes:
-        host: Address to bind; keep it local unless the network is trusted.
-        port: Port to listen on; 0 takes any free one.
-        timeout_s: Seconds of silence after which a backend counts as gone.
-        max_calls: Model calls of one attempt; those of conversations are not limited.
-        max_spans: Spans that one attempt may append with its token.
-        helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls, which
-            train only where ``agents`` selects them.
-        helper_match: Regular expression that finds further helper calls by their opening.
-        spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
-        native_apis: APIs besides chat completions (``messages``, ``responses``) in which the servers of policies in
-            training return all token ids; calls of the others are translated to chat completions.
-        audit_log: File to which a line of each privileged action is appended; ``""`` for none.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    timeout_s: float = 600.0
-    max_calls: int = 100_000
-    max_spans: int = 1_000_000
-    helpers: bool = True
-    helper_match: str = ""
-    spool_after_s: float = 0.05
-    native_apis: tuple[str, ...] = ()
-    audit_log: str = ""
-
-
-@dataclass(kw_only=True)
-class Settings(EmbeddedSettings):
-    """All settings of a gateway.
-
-    Attributes:
-        max_body: Largest request body in bytes.
-        max_bodies: Bytes of all request bodies above 1 MiB that are held at once.
-        bodies_wait_s: Seconds that a further large body waits for the others.
-        headers_s: Seconds that the headers of a request may take to arrive.
-        body_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
-        is_status_protected: Whether ``/metrics`` and ``/openapi.json`` need the admin token.
-        known_hosts: Host names for which both answer without it, besides ``localhost`` and this machine's.
-        conversation_idle_s: Seconds without a call after which a conversation is over.
-        advertise: Host name or address by which other gateways reach this one; by default ``host``, or where that
-            means every address, this machine's.
-        is_shared: Whether other gateways may answer calls of the same attempts.
-        share: The part of the conversations that is recorded.
-    """
-
-    max_body: int = 64 * 1024 * 1024
-    max_bodies: int = 128 * 1024 * 1024
-    bodies_wait_s: float = 30.0
-    headers_s: float = 10.0
-    body_s: float = 20.0
-    is_status_protected: bool = False
-    known_hosts: tuple[str, ...] = ()
-    conversation_idle_s: float = 1800.0
-    advertise: str = ""
-    is_shared: bool = False
-    share: Share = field(default_factory=Share)
 
 
 class GatewayService:
@@ -164,11 +96,9 @@ class GatewayService:
         self._splitter = Splitter(store, split) if split is not None else None
         self._outage = Outage(store, is_watched=bool(spools))
         self._arms = ArmRoutes(store, self.router, outage=self._outage) if arms or split is not None else None
-        self._rate = SpanRate()
         self._queue = QueueLength(store)
         self.recorder = Recorder(
             store,
-            rate=self._rate,
             outage=self._outage,
             spools=spools,
             spool_after_s=settings.spool_after_s,
@@ -331,18 +261,19 @@ class GatewayService:
         return self.tokens.issue("", "", expires_at=time.time() + _PEER_KEY_S, scope="admin")
 
     def _routes(self) -> dict[str, Handle]:
-        store, rate, admission, attempts, quotas = self.store, self._rate, self._admission, self.attempts, self._quotas
+        store, admission, attempts, quotas = self.store, self._admission, self.attempts, self._quotas
+        stored = self.recorder.stored
         store_api = StoreApi(
             store=store,
             admission=admission,
-            rate=rate,
+            stored=stored,
             settle=self.peers.settle,
             attempts=attempts,
             quotas=quotas,
             reach=self._reach,
             splitter=self._splitter,
         )
-        traces = TracesApi(store=store, admission=admission, rate=rate, attempts=attempts, quotas=quotas)
+        traces = TracesApi(store=store, admission=admission, stored=stored, attempts=attempts, quotas=quotas)
         status = StatusApi(
             store=store,
             admission=admission,
@@ -354,7 +285,6 @@ class GatewayService:
             relay=self.relay,
             recorder=self.recorder,
             queue=self._queue,
-            rate=rate,
             siblings=self.siblings,
         )
         workers = WorkersApi(

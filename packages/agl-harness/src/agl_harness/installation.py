@@ -134,7 +134,7 @@ def _commands(harness: Harness, folder: Path) -> list[list[str]]:
             raise ConfigError(f"{harness.label} comes from npm, which is not installed; {remedy(harness)}")
         return [[npm, "install", "--no-fund", "--no-audit", "--loglevel=error", "--prefix", str(folder), harness.npm]]
     if harness.pip:
-        pip = str(folder / ("Scripts" if sys.platform == "win32" else "bin") / "pip")
+        pip = str(folder / "bin" / "pip")
         return [[_python(harness), "-m", "venv", str(folder)], [pip, "install", "--quiet", *harness.pip]]
     raise ConfigError(f"the entry of {harness.label} names no package; {remedy(harness)}")
 

@@ -48,9 +48,10 @@ from agl_harness.sandboxes.contract import (
     Sandbox,
     SandboxError,
     TaskSandboxes,
+    bytes_of,
 )
 from agl_harness.sandboxes.local import LocalSandbox, LocalSandboxes
-from agl_harness.settings import HarnessSettings, bytes_of
+from agl_harness.settings import HarnessSettings
 from agl_harness.table import Launch, Model, find, own_files
 from agl_harness.table import fill as fill_launch
 from agl_harness.workspace import check_apart, fields_of, files_of, fill_workspace, source_of, task_folder_of

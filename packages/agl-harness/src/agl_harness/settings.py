@@ -1,18 +1,10 @@
 """The settings of harnesses that experiments write as the runner's parameters."""
 
-import re
 from typing import Literal
 
-from agl.errors import ConfigError
 from agl.schemas import Json, Record
 from agl_harness.harbor_tasks.folder import Lack
 from agl_harness.sandboxes.isolation import Kind
-from agl_harness.sandboxes.usage import IS_KNOWN
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-_MEMORY = "8GB" if IS_KNOWN else ""
-_PROCESSES = 512 if IS_KNOWN else 0
 
 
 class HarnessSettings(Record, frozen=True, kw_only=True):
@@ -46,8 +38,8 @@ class HarnessSettings(Record, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     context: int = 128_000
     output: int = 8_192
-    memory: str = _MEMORY
-    processes: int = _PROCESSES
+    memory: str = "8GB"
+    processes: int = 512
     keep: Literal["failed", "never", "always"] = "failed"
     keep_at_most: int = 20
     sandbox: str = "local"
@@ -57,17 +49,3 @@ class HarnessSettings(Record, frozen=True, kw_only=True):
     hidden: tuple[str, ...] = ()
     readable: tuple[str, ...] = ()
     environment: dict[str, str] = {}
-
-
-def bytes_of(size: str) -> int:
-    """Return the bytes of a size such as ``8GB`` (1 GB is 2**30 bytes); 0 for ``""``.
-
-    Raises:
-        ConfigError: The text is not a size.
-    """
-    if not size:
-        return 0
-    found = _SIZE.fullmatch(size.strip())
-    if found is None:
-        raise ConfigError(f"memory is {size!r}; write a size such as 512MB or 8GB")
-    return int(float(found[1]) * (1 << _POWERS[found[2].upper()]))

@@ -44,7 +44,7 @@ class Source(Record, frozen=True, kw_only=True):
     Attributes:
         folder: A folder.
         revision: Revision of the git tree in that folder; ``""`` to copy the folder as it is.
-        is_task: True for the folder of a Harbor task, which is no workspace itself, but says how to make one.
+        is_task: True for the folder of a Harbor task, which describes how to make the workspace.
     """
 
     folder: str

@@ -5,21 +5,19 @@ the harness left it, so that a kept one can be scored again.
 """
 
 import os
+import re
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from xml.etree import ElementTree
 
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
-from agl.schemas import Reward, Rollout, Span
+from agl.schemas import Record, Reward, Rollout, Span
 from agl_harness.runner import base_environment
-from agl_harness.sandboxes.backends import RewardBackend
-from agl_harness.sandboxes.contract import WORKSPACE, CopyableSandbox, Finished, Limits, PathError, Sandbox
-from agl_harness.sandboxes.isolation import Kind
-from agl_harness.settings import bytes_of
-from agl_harness.tally import MAX_REPORT, Tally, tally_of_output, tally_of_report
+from agl_harness.sandboxes.backends import attach
+from agl_harness.sandboxes.contract import WORKSPACE, CopyableSandbox, Finished, Limits, PathError, Sandbox, bytes_of
 from agl_harness.workspace import checked_file, files_of, filled
 
 _CLEAR = (
@@ -29,11 +27,26 @@ _CLEAR = (
 )
 """Removes what is in the way of files: links and files where a folder (d) belongs, anything for a file (f)."""
 
+MAX_REPORT = 16 << 20
+"""Bytes of a report at most."""
+
 _CHECK = f'[ -f "$1" ] && [ ! -L "$1" ] && [ "$(wc -c < "$1")" -le {MAX_REPORT} ]'
 """Succeeds for a plain file that is not too large for a report."""
 
 _FEEDBACK = 2_000
 """Characters of the tests' output in a reward's feedback: its end."""
+
+
+class Tally(Record, frozen=True, kw_only=True):
+    """The tests of a run.
+
+    Attributes:
+        passed: Number of tests that passed.
+        total: Number of tests that ran or could not run; skipped ones do not count.
+    """
+
+    passed: int
+    total: int
 
 
 class WorkspaceTests:
@@ -54,15 +67,12 @@ class WorkspaceTests:
         timeout_s: Seconds that the tests may take; longer ones get 0.0.
         memory: Memory that they may use.
         processes: Number of processes that they may start.
-        sandbox: The backend of the harness's sandbox; by default the one that it ran in.
-        isolation: As for the harness.
-        params: Parameters of the backend.
 
     Raises:
         ConfigError: A parameter is wrong.
     """
 
-    def __init__(  # noqa: PLR0913  # keyword-only; each is a key of the reward's params
+    def __init__(  # keyword-only; each is a key of the reward's params
         self,
         *,
         setup: RewardSetup,
@@ -76,9 +86,6 @@ class WorkspaceTests:
         timeout_s: float = 120.0,
         memory: str = "8GB",
         processes: int = 512,
-        sandbox: str = "",
-        isolation: Kind = "auto",
-        params: Mapping[str, Any] | None = None,
     ) -> None:
         self._words = shlex.split(command) if isinstance(command, str) else list(command)
         if not self._words:
@@ -93,7 +100,6 @@ class WorkspaceTests:
         self._report = checked_file(report) if report else ""
         self._expected = expected
         self._limits = Limits(seconds=timeout_s, memory=bytes_of(memory), processes=processes)
-        self._backend = RewardBackend("tests", folder=self._folder, named=sandbox, isolation=isolation, params=params)
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
         """Run the tests.
@@ -102,7 +108,7 @@ class WorkspaceTests:
             SandboxError: The sandbox went away.
             ConfigError: The hidden tests are missing, or the tests' program is.
         """
-        sandbox = (await self._backend.attach(spans)).sandbox
+        sandbox = (await attach(spans, reward="tests", folder=self._folder)).sandbox
         if not isinstance(sandbox, CopyableSandbox):
             return await self._test(sandbox, rollout)
         copy = await sandbox.snapshot()
@@ -204,3 +210,68 @@ def _files(source: Path) -> dict[str, Path]:
     if source.is_file():
         return {source.name: source.resolve()}
     return {str(path.relative_to(source)): path.resolve() for path in sorted(source.rglob("*")) if path.is_file()}
+
+
+def tally_of_report(data: bytes) -> Tally | None:
+    """Count the test cases of a JUnit report; ``None`` for anything else, or one that is too large."""
+    if len(data) > MAX_REPORT or b"<!DOCTYPE" in data:
+        return None
+    try:
+        cases = list(ElementTree.fromstring(data).iter("testcase"))
+    except ElementTree.ParseError:
+        return None
+    results = [{child.tag for child in case} for case in cases]
+    ran = [tags for tags in results if "skipped" not in tags]
+    return Tally(passed=sum(not tags & {"failure", "error"} for tags in ran), total=len(ran))
+
+
+def tally_of_output(text: str) -> Tally | None:
+    """Count the tests in the output of pytest, unittest, node, cargo, or ``go test -v``; ``None`` for other output."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return next((found for count in _COUNTS if (found := count(plain)) is not None), None)
+
+
+def _unittest(text: str) -> Tally | None:
+    ran = re.findall(r"^Ran (\d{1,9}) tests? in ", text, flags=re.MULTILINE)
+    if not ran:
+        return None
+    last = text[text.rindex(f"Ran {ran[-1]} test") :]
+    counts = {word: int(number) for word, number in re.findall(r"\b([a-z]+(?: [a-z]+)?)=(\d{1,9})", last)}
+    bad = sum(counts.get(word, 0) for word in ("failures", "errors", "unexpected successes"))
+    headings = re.findall(r"^(?:FAIL|ERROR|UNEXPECTED SUCCESS): (\S+ \(\S+\))", text, flags=re.MULTILINE)
+    if len(headings) == bad:  # one test may fail in several subtests
+        bad = len(set(headings))
+    total = int(ran[-1]) - counts.get("skipped", 0)
+    return Tally(passed=max(0, total - bad), total=max(total, bad))
+
+
+def _pytest(text: str) -> Tally | None:
+    lines = re.findall(r"^=* ?((?:\d{1,9} [a-z]+(?: [a-z]+)?(?:, )?)+) in [\d.]+s.*$", text, flags=re.MULTILINE)
+    if not lines:
+        return None
+    counts = {word: int(number) for number, word in re.findall(r"(\d{1,9}) ([a-z]+(?: [a-z]+)?)", lines[-1])}
+    passed = counts.get("passed", 0) + counts.get("xpassed", 0)
+    bad = sum(counts.get(word, 0) for word in ("failed", "error", "errors"))
+    return Tally(passed=passed, total=passed + bad)
+
+
+def _node(text: str) -> Tally | None:
+    lines = re.findall(r"^[#\u2139] (pass|fail|cancelled) (\d{1,9})$", text, flags=re.MULTILINE)
+    found = {word: int(number) for word, number in lines}
+    if not {"pass", "fail"} <= set(found):
+        return None
+    return Tally(passed=found["pass"], total=sum(found.values()))
+
+
+def _cargo(text: str) -> Tally | None:
+    found = re.findall(r"^test result: \w+\. (\d{1,9}) passed; (\d{1,9}) failed", text, flags=re.MULTILINE)
+    passed, failed = (sum(int(pair[place]) for pair in found) for place in (0, 1))
+    return Tally(passed=passed, total=passed + failed) if found else None
+
+
+def _go(text: str) -> Tally | None:
+    found = re.findall(r"^ *--- (PASS|FAIL): ", text, flags=re.MULTILINE)
+    return Tally(passed=found.count("PASS"), total=len(found)) if found else None
+
+
+_COUNTS: tuple[Callable[[str], Tally | None], ...] = (_unittest, _pytest, _node, _cargo, _go)

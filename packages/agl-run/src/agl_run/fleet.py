@@ -46,6 +46,11 @@ class Fleet(Protocol):
     ``stop`` last; afterwards ``reserve`` may begin again.
     """
 
+    @property
+    def most_attempts(self) -> int:
+        """The attempts that all workers together run at once, at most."""
+        ...
+
     def attempts(self) -> tuple[str, dict[str, Json]]:
         """Return the name and the parameters of the runner that each worker runs attempts with."""
         ...

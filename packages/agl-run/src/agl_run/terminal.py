@@ -2,7 +2,6 @@
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -40,7 +39,7 @@ ray_option = click.option(
     "--ray",
     "ray_address",
     metavar="auto|ADDRESS",
-    help="Run the agents on a Ray cluster: this machine's or a new one here, or the one at HOST:PORT.",
+    help="Run the agents on a Ray cluster: auto for this machine's or a new one here, or HOST:PORT.",
 )
 """``--ray``, which puts the workers of an experiment on a Ray cluster."""
 
@@ -90,58 +89,50 @@ def _override(data: dict[str, Any], setting: str) -> None:
         raise ConfigError(f"--set {setting!r} is not of the form KEY=VALUE, such as experiment.seed=3")
     *tables, last = key.strip().split(".")
     table: Any = data
-    for position, name in enumerate(tables):
-        table = _enter(table, name, _Place(setting=setting, path=".".join(tables[:position])))
-    _table_with(table, last, _Place(setting=setting, path=".".join(tables)))[last] = _value(text)
+    try:
+        for position, name in enumerate(tables):
+            table = _enter(table, name, ".".join(tables[:position]))
+        _table_with(table, last, ".".join(tables))[last] = _value(text)
+    except ConfigError as error:
+        raise ConfigError(f"--set {setting!r}: {error}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """The part of an experiment that a setting has reached, for messages."""
-
-    setting: str
-    path: str
-
-    def error(self, problem: str) -> ConfigError:
-        return ConfigError(f"--set {self.setting!r}: {problem}")
-
-
-def _enter(table: Any, name: str, place: _Place) -> Any:
+def _enter(table: Any, name: str, path: str) -> Any:
     """Return what ``name`` is called in a table, or in a list of tables; makes an absent table."""
-    if isinstance(table, list) and name not in _KEYS.get(place.path, ()):
-        return _entry(_tables(cast("list[Any]", table), place), name, place)
-    return _table_with(table, name, place).setdefault(name, [] if not place.path and name in _KEYS else {})
+    if isinstance(table, list) and name not in _KEYS.get(path, ()):
+        return _entry(_tables(cast("list[Any]", table), path), name)
+    return _table_with(table, name, path).setdefault(name, [] if not path and name in _KEYS else {})
 
 
-def _table_with(table: Any, key: str, place: _Place) -> dict[str, Any]:
+def _table_with(table: Any, key: str, path: str) -> dict[str, Any]:
     """Return the table that ``key`` is set in: the given one, or the only one of a list."""
     if isinstance(table, dict):
         return cast("dict[str, Any]", table)
     if not isinstance(table, list):
-        raise place.error(f"{place.path!r} is {table!r}, which has no keys; write --set {place.path}=VALUE")
-    items = _tables(cast("list[Any]", table), place)
-    if key not in _KEYS.get(place.path, ()):
-        raise place.error(
-            f"{place.path!r} is a list of tables, and {key!r} is no key of one, as in {place.path}.0.use=NAME; an "
-            f"argument of it goes under params, as in {place.path}.params.{key}=VALUE"
+        raise ConfigError(f"{path!r} is {table!r}, which has no keys; write --set {path}=VALUE")
+    items = _tables(cast("list[Any]", table), path)
+    if key not in _KEYS.get(path, ()):
+        raise ConfigError(
+            f"{path!r} is a list of tables, and {key!r} is no key of one, as in {path}.0.use=NAME; an "
+            f"argument of it goes under params, as in {path}.params.{key}=VALUE"
         )
     if not items:
         items.append({})
     if len(items) > 1:
-        raise place.error(
-            f"there are {len(items)} entries in {place.path!r}; say which: "
-            + " or ".join(f"{place.path}.{position}.{key}" for position in range(len(items)))
+        raise ConfigError(
+            f"there are {len(items)} entries in {path!r}; say which: "
+            + " or ".join(f"{path}.{position}.{key}" for position in range(len(items)))
         )
     return items[0]
 
 
-def _tables(items: list[Any], place: _Place) -> list[dict[str, Any]]:
+def _tables(items: list[Any], path: str) -> list[dict[str, Any]]:
     if not all(isinstance(item, dict) for item in items):
-        raise place.error(f"{place.path!r} is a list of values; set it as a whole: --set '{place.path}=[...]'")
+        raise ConfigError(f"{path!r} is a list of values; set it as a whole: --set '{path}=[...]'")
     return items
 
 
-def _entry(items: list[dict[str, Any]], name: str, place: _Place) -> dict[str, Any]:
+def _entry(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """Return the entry of a list by its name, by its ``use``, or by its position from 0."""
     named = [item for item in items if (item.get("name") or item.get("use")) == name]
     found = named or [item for item in items if item.get("use") == name]
@@ -152,7 +143,7 @@ def _entry(items: list[dict[str, Any]], name: str, place: _Place) -> dict[str, A
     what = "there is no" if not found else f"there are {len(found)} entries called"
     there = [str(item.get("name") or item.get("use")) for item in items]
     choice = f"use a name, or the position from 0 (it holds: {', '.join(there) or 'nothing'})"
-    raise place.error(
+    raise ConfigError(
         f"{what} {name!r} in that list; {did_you_mean(name, there, otherwise=choice) if not found else choice}"
     )
 

@@ -18,34 +18,6 @@ _make: Any = import_module("tensorboardX.summary")
 _writers: Any = import_module("tensorboardX.event_file_writer")
 
 
-class EventFile:
-    """A new event file in a folder; readers take it in place of those that were there before."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        suffix = f".{time.time_ns()}"  # the library's name has the second only, and two files may share that
-        self._writer = _writers.EventsWriter(str(folder / "events"), suffix)
-        start = _event.SessionLog(status=_event.SessionLog.START)
-        self._writer.write_event(_event.Event(step=0, wall_time=time.time(), session_log=start))
-
-    def number(self, tag: str, value: float, *, step: int, at: float) -> None:
-        """Write a number at a step; ``at`` is in Unix seconds."""
-        summary = _summary.Summary(value=[_summary.Summary.Value(tag=tag, simple_value=value)])
-        self._writer.write_event(_event.Event(step=step, wall_time=at, summary=summary))
-
-    def text(self, tag: str, text: str, *, step: int) -> None:
-        """Write a text in Markdown at a step."""
-        self._writer.write_event(_event.Event(step=step, wall_time=time.time(), summary=_make.text(tag, text)))
-
-    def flush(self) -> None:
-        """Hand everything to the operating system."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Flush, and close the file."""
-        self._writer.close()
-
-
 class TensorBoardSink:
     """Writes a run into ``LOG_DIR/RUN``; a process that resumes it writes everything anew, over what was there.
 
@@ -57,7 +29,7 @@ class TensorBoardSink:
     def __init__(self, *, log_dir: str = "") -> None:
         self._log_dir = log_dir
         self._folder: Path | None = None
-        self._file: EventFile | None = None
+        self._writer: Any = None
         self._step = 0
 
     @property
@@ -68,17 +40,21 @@ class TensorBoardSink:
     def begin(self, run: SinkRun) -> None:
         """Begin an event file with the configuration."""
         self._folder = Path(self._log_dir or Path(run.folder) / "tensorboard") / run.id
-        self._file = EventFile(self._folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        suffix = f".{time.time_ns()}"  # the library's name has the second only, and two files may share that
+        self._writer = _writers.EventsWriter(str(self._folder / "events"), suffix)
+        # The start of a session makes readers take this file in place of those that were there before.
+        self._write(session_log=_event.SessionLog(status=_event.SessionLog.START))
         self._text("config", f"```json\n{json.dumps(run.config, indent=2, ensure_ascii=False)}\n```")
 
     def log(self, rows: list[SinkRow]) -> None:
         """Write every number at the step of its algorithm."""
-        file = self._begun()
         for row in rows:
             for name, value in row.named().items():
-                file.number(name, value, step=row.step, at=row.time)
+                summary = _summary.Summary(value=[_summary.Summary.Value(tag=name, simple_value=value)])
+                self._write(step=row.step, wall_time=row.time, summary=summary)
             self._step = max(self._step, row.experiment_step)
-        file.flush()
+        self._begun().flush()
 
     def show(self, tables: list[SinkTable]) -> None:
         """Write each table as text, at the last step of all algorithms."""
@@ -92,14 +68,18 @@ class TensorBoardSink:
         self._begun().close()
 
     def _text(self, tag: str, text: str) -> None:
-        file = self._begun()
-        file.text(tag, text, step=self._step)
-        file.flush()
+        self._write(step=self._step, summary=_make.text(tag, text))
+        self._begun().flush()
 
-    def _begun(self) -> EventFile:
-        if self._file is None:
+    def _write(self, *, step: int = 0, wall_time: float | None = None, **content: Any) -> None:
+        """Write an event; ``wall_time`` is in Unix seconds, by default now."""
+        at = time.time() if wall_time is None else wall_time
+        self._begun().write_event(_event.Event(step=step, wall_time=at, **content))
+
+    def _begun(self) -> Any:
+        if self._writer is None:
             raise ExportError("the run has not begun")
-        return self._file
+        return self._writer
 
 
 def _markdown(table: SinkTable) -> str:

@@ -45,7 +45,7 @@ class WebhookSink:
         timeout_s: Seconds that one request may take.
 
     Raises:
-        ConfigError: The address or a kind of event is none, or a variable is not set.
+        ConfigError: The address is not a web address, a kind of event does not exist, or a variable is not set.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class WebhookSink:
             raise errors[0]
 
     def end(self, end: SinkOutcome) -> str:
-        """Send how the run ended, unless a person stopped it; returns the number of events in words."""
+        """Send how the run ended, unless a person stopped it; returns the number of events as text."""
         kind = {"finished": "finished", "failed": "failure"}.get(end.status, "")
         if kind:
             words = f"failed after {self._step} steps: {end.error}" if kind == "failure" else _result(end, self._step)
@@ -162,7 +162,7 @@ def _checked_url(url: str, variable: str) -> str:
     parts = web_parts(found)
     if parts is None:
         raise ConfigError(
-            f"webhook: {'url' if url else f'the value of {variable}'} is no web address; write https://HOST/PATH, "
+            f"webhook: {'url' if url else f'the value of {variable}'} is not a web address; write https://HOST/PATH, "
             "without spaces"
         )
     if "@" in parts.netloc:

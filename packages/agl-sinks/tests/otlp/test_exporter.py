@@ -222,10 +222,10 @@ def test_the_endpoint_is_that_of_the_standard_variables(
 @pytest.mark.parametrize(
     ("params", "variable", "says"),
     [
-        ({"endpoint": "localhost:4318"}, "", "the endpoint 'localhost:4318' is no URL of a tracing backend"),
-        ({"endpoint": "http://[::1"}, "", "the endpoint 'http://[::1' is no URL of a tracing backend"),
-        ({"endpoint": "http://host:otlp"}, "", "the endpoint 'http://host:otlp' is no URL of a tracing backend"),
-        ({"endpoint": "http://host/a b"}, "", "the endpoint 'http://host/a b' is no URL of a tracing backend"),
+        ({"endpoint": "localhost:4318"}, "", "the endpoint 'localhost:4318' is not the URL of a tracing backend"),
+        ({"endpoint": "http://[::1"}, "", "the endpoint 'http://[::1' is not the URL of a tracing backend"),
+        ({"endpoint": "http://host:otlp"}, "", "the endpoint 'http://host:otlp' is not the URL of a tracing backend"),
+        ({"endpoint": "http://host/a b"}, "", "the endpoint 'http://host/a b' is not the URL of a tracing backend"),
         ({"endpoint": "http://me:pw@host"}, "", "the endpoint 'http://host' has a user or a password in it"),
         ({"endpoint": "http://:pw@host"}, "", "the endpoint 'http://host' has a user or a password in it"),
         ({"headers_env": "BACKEND_KEY"}, "", "the environment variable BACKEND_KEY, which is not set"),

@@ -1,4 +1,4 @@
-"""A run for tests of sinks: algorithms that count, publish a prompt in each step, and stop where they are told to.
+"""A run for tests of sinks: algorithms that count, publish a prompt in each step, and stop or fail at a given step.
 
 run(folder, "mlflow", {}, left={"steps": 3}, right={"steps": 2})
 """

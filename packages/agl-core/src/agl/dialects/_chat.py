@@ -10,8 +10,9 @@ from typing import Any, Literal
 import msgspec
 
 from agl.dialects._exchange import Answer, Choice
-from agl.dialects._foreign import as_dict, dicts_in, version_in
+from agl.dialects._foreign import as_dict, version_in
 from agl.dialects._sse import decode_events, payloads
+from agl.dialects._streamed_calls import StreamedCalls
 from agl.schemas import Json
 
 ContentKey = Literal["message", "text"]
@@ -122,7 +123,7 @@ class _ChoiceBuilder:
         # Lists of parts, joined at the end: adding strings one by one may copy the text each time.
         self.texts: dict[str, list[str]] = {}
         self.fields: dict[str, Json] = {}
-        self.calls: dict[int, dict[str, Json]] = {}
+        self.calls = StreamedCalls()
         self.ids: list[int] | None = None
         self.prompt_ids: list[int] | None = None
         self.logprobs: list[float | None] | None = None
@@ -144,26 +145,12 @@ class _ChoiceBuilder:
 
     def _add_delta(self, delta: dict[str, Any]) -> None:
         for key, value in delta.items():
-            # Argument texts come in pieces, by the call's index; the id and the name only with the
-            # first.
             if key == "tool_calls":
-                for call in dicts_in(value):
-                    self._add_call(call)
+                self.calls.add(value)
             elif isinstance(value, str) and key != "role":
                 self.texts.setdefault(key, []).append(value)
             elif value is not None:
                 self.fields[key] = value
-
-    def _add_call(self, part: dict[str, Any]) -> None:
-        index = part.get("index")
-        # Some servers send whole calls, without an index.
-        call = self.calls.setdefault(index if isinstance(index, int) else len(self.calls), {})
-        given = as_dict(part.get("function"))
-        function = call.setdefault("function", {"name": "", "arguments": ""})
-        for key in ("name", "arguments"):
-            if isinstance(given.get(key), str):
-                function[key] += given[key]
-        call.update({key: value for key, value in part.items() if key not in ("index", "function") and value})
 
     def content(self, content_key: ContentKey) -> dict[str, Json]:
         """The text, or the assistant's message, as a plain body would hold it."""
@@ -171,8 +158,8 @@ class _ChoiceBuilder:
         if content_key == "text":
             return {"text": texts.get("text", "")}
         message: dict[str, Json] = {"role": "assistant", "content": None, **self.fields, **texts}
-        if self.calls:
-            message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
+        if calls := self.calls.whole():
+            message["tool_calls"] = calls
             # OpenAI sends null beside tool calls and some servers "", and a plain body has null.
             message["content"] = message["content"] or None
         return {"message": message}

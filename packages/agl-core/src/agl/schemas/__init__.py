@@ -33,6 +33,7 @@ from agl.schemas._rollout import (
 )
 from agl.schemas._span import Reward, RewardScope, RewardSource, Span, SpanEvent, SpanStatus
 from agl.schemas._transition import CallCredit, Episode, LooseCall, RejectReason, Row, Segment, Transition
+from agl.schemas._usage import Usage
 
 __all__ = [
     "LLM",
@@ -73,6 +74,7 @@ __all__ = [
     "SpanStatus",
     "Tally",
     "Transition",
+    "Usage",
     "Weights",
     "WeightsProbe",
     "attempt_id_of",

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from threading import Lock
+from types import FunctionType
 from typing import Any, ClassVar, TypeAlias, cast
 
 from agl.contracts import Tracer
@@ -200,6 +201,20 @@ def _replacement(owner: Any, name: str, original: Any, make: Callable[[Any], Any
     """``make(original)``, cached for the same original."""
     wrapped, replacement = _STATE.made.get((owner, name), (None, None))
     if wrapped is not original:
-        replacement = make(original)
+        # By its type: a wrapper of wrapt says that it is an instance of what it wraps.
+        replacement = make(original if type(original) is FunctionType else _bound_at_each_call(original))
         _STATE.made[owner, name] = (original, replacement)
     return replacement
+
+
+def _bound_at_each_call(original: Any) -> Callable[..., Any]:
+    """A function that binds ``original`` to the object of each call, as looking up the attribute would.
+
+    Instrumentations put wrappers into classes that learn their object only from that, as those of wrapt do.
+    """
+
+    @wraps(original)
+    def call(self: Any, /, *args: Any, **options: Any) -> Any:
+        return original.__get__(self, type(self))(*args, **options)
+
+    return call

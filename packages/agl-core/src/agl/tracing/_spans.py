@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from agl import semconv
 from agl.errors import CaptureError
-from agl.schemas import Dialect, Json, ModelCall, Reward, Span
+from agl.schemas import Dialect, Json, ModelCall, Reward, Span, Usage
 from agl.schemas._ids import new_span_id
 from agl.tracing._span_values import whole
 
@@ -132,7 +132,7 @@ def _attributes(call: ModelCall, framework_span_id: str) -> dict[str, Any]:
         semconv.ERROR_TYPE: _error_type(call),
         # By this link, and never by names or times, a call is joined to the agent that made it.
         semconv.FRAMEWORK_SPAN_ID: framework_span_id,
-        **_usage(_mapping(answer.get("usage")), call),
+        **_usage(Usage.read(answer.get("usage")), call),
     }
     return {name: value for name, value in found.items() if value not in (None, "")}
 
@@ -144,13 +144,15 @@ def _error_type(call: ModelCall) -> str:
     return str(call.status_code) if call.status_code >= 400 else "incomplete" if call.status_code else "no_response"
 
 
-def _usage(counted: dict[str, Any], call: ModelCall) -> dict[str, int]:
+def _usage(usage: Usage, call: ModelCall) -> dict[str, int]:
     """Token counts: those of the ids where there are some, else the backend's."""
-    # OpenAI's word first, then that of Anthropic and of the Responses API.
-    prompt = call.prompt_len or counted.get("prompt_tokens", counted.get("input_tokens"))
-    response = call.response_len or counted.get("completion_tokens", counted.get("output_tokens"))
-    pairs = ((semconv.INPUT_TOKENS, prompt), (semconv.OUTPUT_TOKENS, response))
-    return {name: value for name, value in pairs if isinstance(value, int)}
+    counts = {
+        semconv.INPUT_TOKENS: call.prompt_len or usage.prompt,
+        semconv.OUTPUT_TOKENS: call.response_len or usage.answer,
+        semconv.CACHE_READ_TOKENS: usage.cached,
+        semconv.CACHE_CREATION_TOKENS: usage.written,
+    }
+    return {name: count for name, count in counts.items() if count}
 
 
 # The same as as_dict of agl.dialects, which a program that only emits rewards should not have to import.

@@ -1,16 +1,22 @@
-"""Parquet files, written and read in pieces, so that memory stays bounded whatever their size.
+"""Parquet files, written and read in pieces, so that memory stays bounded whatever their size, and their values.
 
-Packed token ids and log-probabilities become lists of int32 and float32 without a Python object for each number.
+Packed token ids and log-probabilities become lists of int32 and float32 without a Python object for each number. JSON
+becomes text, and times become timestamps. A value leaves its record only where its column gives it back exactly. Any
+other stays in the record, and its column holds the nearest value that it can.
 """
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from agl_data.archive.layout import FORMAT
+import msgspec
+
+from agl.schemas import encode, from_json, to_json
+from agl_data.archive.layout import FORMAT, damaged, newer
+from agl_data.archive.places import Place
 
 _pa: Any = import_module("pyarrow")  # untyped
 _parquet: Any = import_module("pyarrow.parquet")
@@ -39,6 +45,10 @@ _TYPES: dict[Kind, Any] = {
 }
 _NUMBERS: dict[str, Any] = {"ids": _pa.int32(), "floats": _pa.float32()}
 _VERSION = b"agl-data"
+
+_MICRO = 1_000_000
+_MOST_MICROS = 253_402_300_800 * _MICRO
+"""The year 10000, behind which no library shows a time."""
 
 
 class TableWriter:
@@ -101,62 +111,40 @@ def write_table(path: Path, columns: Mapping[str, Kind], rows: Iterable[Row]) ->
         writer.close()
 
 
-def read_rows(path: Path, columns: Mapping[str, Kind]) -> Iterator[Row]:
-    """Read columns of a local file, row by row.
+def read_rows(path: Path, columns: Mapping[str, Kind], *, place: Place, name: str) -> Iterator[Row]:
+    """Read columns of the local copy of an archive's file, row by row.
+
+    Args:
+        path: The copy.
+        columns: The columns.
+        place: The archive, for messages.
+        name: The file's name in it.
 
     Raises:
-        DamagedFileError: It is no Parquet file, is damaged, or lacks a column.
-        NewerFileError: A newer release wrote it.
+        StoreError: It is not a Parquet file, is damaged, or lacks a column.
+        SchemaVersionError: A newer release wrote it.
     """
-    with _reading():
-        file = _parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20)
     try:
-        with _reading():
-            schema = file.schema_arrow
-            _check(schema, columns)
-            batches = file.iter_batches(batch_size=_PAGE, columns=list(columns))
-        while True:
-            with _reading():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            values = [_values(kind, batch.column(name)) for name, kind in columns.items()]
-            for row in zip(*values, strict=True):
-                yield dict(zip(columns, row, strict=True))
-    finally:
-        file.close()
+        with _parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20) as file:
+            _check(file.schema_arrow, columns, place, name)
+            for batch in file.iter_batches(batch_size=_PAGE, columns=list(columns)):
+                values = [_values(kind, batch.column(column)) for column, kind in columns.items()]
+                for row in zip(*values, strict=True):
+                    yield dict(zip(columns, row, strict=True))
+    except (_pa.ArrowException, OSError) as error:
+        raise damaged(place, name, " ".join(str(error).split())) from error
 
 
-class DamagedFileError(Exception):
-    """A file cannot be read as the table that it should be; says what was found."""
-
-
-class NewerFileError(Exception):
-    """A newer release wrote the file; holds the version of its format."""
-
-    def __init__(self, version: int) -> None:
-        super().__init__(version)
-        self.version = version
-
-
-def _check(schema: Any, columns: Mapping[str, Kind]) -> None:
+def _check(schema: Any, columns: Mapping[str, Kind], place: Place, name: str) -> None:
     metadata: dict[bytes, bytes] = schema.metadata or {}
     version = metadata.get(_VERSION, b"")
     if not version.isdigit():
-        raise DamagedFileError("it is no table of an archive")
+        raise damaged(place, name, "it is not a table of an archive")
     if int(version) > FORMAT:
-        raise NewerFileError(int(version))
-    for name, kind in columns.items():
-        if name not in schema.names or schema.field(name).type != _TYPES[kind]:
-            raise DamagedFileError(f"its column {name!r} is missing or has another type")
-
-
-@contextmanager
-def _reading() -> Generator[None]:
-    try:
-        yield
-    except (_pa.ArrowException, OSError) as error:
-        raise DamagedFileError(" ".join(str(error).split())) from error
+        raise newer(place, name, int(version))
+    for column, kind in columns.items():
+        if column not in schema.names or schema.field(column).type != _TYPES[kind]:
+            raise damaged(place, name, f"its column {column!r} is missing or has another type")
 
 
 def _column(kind: Kind, values: Sequence[Any]) -> Any:
@@ -180,3 +168,54 @@ def _values(kind: Kind, column: Any) -> list[Any]:
         bytes(data[4 * (first + start) : 4 * (first + end)]) if is_there and end > start else b"" if is_there else None
         for (start, end), is_there in zip(places, column.is_valid().to_pylist(), strict=True)
     ]
+
+
+def row_of(record: Any, columns: Mapping[str, Kind]) -> Row:
+    """Return the columns that have the names of a record's fields: integers and times as columns hold them.
+
+    A column of texts holds any other field as JSON.
+    """
+    found = {name: getattr(record, name) for name in columns if hasattr(record, name)}
+    return {name: _as_column(value, columns[name]) for name, value in found.items()}
+
+
+def _as_column(value: Any, kind: Kind) -> Any:
+    match kind:
+        case "int":
+            return integer(value)
+        case "time":
+            return micros(value)
+        case "text" if value is not None and not isinstance(value, str):
+            return json_text(value)[0]
+        case _:
+            return value
+
+
+def json_text(value: Any) -> tuple[str, bool]:
+    """Return a value as JSON, and whether that is exact."""
+    data = to_json(value)
+    try:
+        is_exact = encode(from_json(data, object)) == encode(value)
+    except msgspec.DecodeError:
+        is_exact = False
+    return data.decode(), is_exact
+
+
+def micros(seconds: float) -> int | None:
+    """Return Unix seconds as microseconds; ``None`` for 0, which stands for no time, and for values out of range."""
+    return _time(round(seconds * _MICRO)) if math.isfinite(seconds) else None
+
+
+def micros_of_ns(nanoseconds: int) -> int | None:
+    """Return Unix nanoseconds as microseconds; ``None`` as for :func:`micros`."""
+    return _time(nanoseconds // 1000)
+
+
+def integer(value: Any) -> int | None:
+    """Return an integer that a column of 64 bits takes, ``None`` for other values."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_integer and -(1 << 63) <= value < 1 << 63 else None
+
+
+def _time(value: int) -> int | None:
+    return value if 0 < value < _MOST_MICROS else None

@@ -31,7 +31,7 @@ _STOPPED = 130
 _NAMED = 5
 _FILE = "sqlite:///"
 
-_own_store_option = click.option("--store", "store_url", help="As for agl runs.")
+_own_store_option = click.option("--store", "store_url", help="URL of the store, or a SQLite file.")
 
 
 @click.command("archive")
@@ -41,9 +41,9 @@ _own_store_option = click.option("--store", "store_url", help="As for agl runs."
 @click.option(
     "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished longer ago, such as 30d."
 )
-@click.option("--status", type=click.Choice(FINISHED), multiple=True, help="Only these; repeatable.")
-@click.option("--remove", "is_removing", is_flag=True, help="Remove from the store what was read back and compared.")
-@click.option("--dry-run", "is_dry_run", is_flag=True, help="Only say how many there are.")
+@click.option("--status", type=click.Choice(FINISHED), multiple=True, help="Only this status; repeatable.")
+@click.option("--remove", "is_removing", is_flag=True, help="Remove rollouts once they are archived and verified.")
+@click.option("--dry-run", "is_dry_run", is_flag=True, help="Only print the number of rollouts.")
 @json_option
 @pass_manager
 @click.pass_context
@@ -61,7 +61,8 @@ def archive(
 ) -> None:
     """Write finished rollouts as Parquet files to URL: a folder, or s3://, gs:// or az:// with their packages.
 
-    What the archive has already is left out, so repeating the command continues it. DuckDB and pandas read the files.
+    Rollouts that the archive already has are left out, so repeating the command continues it. DuckDB and pandas read
+    the files.
     """
     from agl_data.archive.archiving import Choice
 
@@ -78,7 +79,7 @@ def archive(
 @click.command("restore")
 @click.argument("url", metavar="URL")
 @click.argument("rollouts", nargs=-1, metavar="[ROLLOUT]...")
-@click.option("--store", "store_url", help="As for agl runs; may be a new SQLite file.")
+@click.option("--store", "store_url", help="URL of the store, or a SQLite file, which may be new.")
 @click.option("--experiment", "experiments", multiple=True, help="Only this experiment; repeatable.")
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Compare with the store, and write nothing.")
 @json_option
@@ -94,7 +95,7 @@ def restore(
     is_dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Bring archived rollouts back into a store: those named (ids, or unique beginnings), or all of the archive.
+    """Restore archived rollouts into a store: the named rollouts (ids or unique beginnings), or all of them.
 
     A rollout that the store has already stays; one with other contents is refused before its part is written.
     """

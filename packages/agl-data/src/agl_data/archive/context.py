@@ -15,9 +15,8 @@ from agl.contracts import LabelMove, Metric, Store, VersionScore
 from agl.errors import ConflictError
 from agl.schemas import Record, ResourceVersion, decode, encode
 from agl.stores import TableStore
-from agl_data.archive.arrow import DamagedFileError, Kind, NewerFileError, read_rows, write_table
-from agl_data.archive.layout import Folder, damaged, newer
-from agl_data.archive.values import row_of
+from agl_data.archive.arrow import Kind, read_rows, row_of, write_table
+from agl_data.archive.layout import Folder, damaged
 
 R = TypeVar("R", bound=Record)
 
@@ -51,11 +50,10 @@ class Table(NamedTuple, Generic[R]):
             if not folder.place.fetch(name, path):
                 return []
             try:
-                return [decode(row["record"], self.type) for row in read_rows(path, {"record": "bytes"})]
-            except (DamagedFileError, msgspec.DecodeError) as error:
+                rows = read_rows(path, {"record": "bytes"}, place=folder.place, name=name)
+                return [decode(row["record"], self.type) for row in rows]
+            except msgspec.DecodeError as error:
                 raise damaged(folder.place, name, str(error)) from error
-            except NewerFileError as error:
-                raise newer(folder.place, name, error.version) from error
 
     def write(self, folder: Folder, records: Iterable[R]) -> None:
         """Write the records in place of those that are archived."""

@@ -35,7 +35,6 @@ TABLES = ("spans", "attempts", "rollouts")
 """The tables of a part, in the order in which they are written."""
 
 _LONGEST = 100
-_BLOCK = 1 << 20
 
 
 class Mark(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -134,13 +133,13 @@ def open_archive(place: Place) -> None:
     """Check that a place is an archive that this release reads.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not an archive.
         SchemaVersionError: A newer release wrote it.
     """
     mark = _decoded(place, MARK, Mark)
     if mark is None:
         raise ConfigError(
-            f"{place.shown} is no archive: it has no file {MARK}; name the folder that agl data archive wrote to"
+            f"{place.shown} is not an archive: it has no file {MARK}; name the folder that agl data archive wrote to"
         )
     if mark.format != Mark().format:
         raise damaged(place, MARK, f"it names the format {mark.format!r}")
@@ -154,7 +153,7 @@ def make_archive(place: Place) -> None:
     others = place.names()
     if others:
         raise ConfigError(
-            f"{place.shown} is no archive and is not empty: it has {others[0]!r}; name a folder that is new or empty, "
+            f"{place.shown} is neither an archive nor empty: it has {others[0]!r}; name a folder that is new or empty, "
             "or the folder of an archive"
         )
     place.write(MARK, to_json(Mark()))
@@ -183,11 +182,8 @@ def newer(place: Place, name: str, version: int) -> SchemaVersionError:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a local file, in hex digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Versioned(Record, frozen=True, kw_only=True):

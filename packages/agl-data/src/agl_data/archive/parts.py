@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from agl.contracts import Recording
 from agl.schemas import encode
-from agl_data.archive.arrow import DamagedFileError, Kind, NewerFileError, Row, TableWriter, read_rows
-from agl_data.archive.layout import TABLES, Folder, Manifest, Sum, damaged, newer, sha256
+from agl_data.archive.arrow import Kind, Row, TableWriter, read_rows
+from agl_data.archive.layout import TABLES, Folder, Manifest, Sum, sha256
 from agl_data.archive.tables import COLUMNS, STORED, attempt_of, rollout_of, rows_of, span_of
 
 PART_ROLLOUTS, PART_BYTES = 10_000, 256 << 20
@@ -148,12 +148,7 @@ class PartReader:
 
     def _rows(self, table: str, columns: dict[str, Kind]) -> Iterator[Row]:
         name = self._folder.file(table, self._manifest.part)
-        try:
-            yield from read_rows(self._paths[table], columns)
-        except DamagedFileError as error:
-            raise damaged(self._folder.place, name, str(error)) from error
-        except NewerFileError as error:
-            raise newer(self._folder.place, name, error.version) from error
+        return read_rows(self._paths[table], columns, place=self._folder.place, name=name)
 
 
 def content_of(recording: Recording) -> bytes:

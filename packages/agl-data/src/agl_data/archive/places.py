@@ -5,7 +5,7 @@ ended.
 """
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -48,23 +48,28 @@ class Place:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, in place of an earlier one."""
-        with self._reaching(f"write {name!r}"):
-            if not self._is_disk:
-                self._fs.pipe_file(self._path(name), data)
-                return
-            path = self._made(name)
-            path.write_bytes(data)
-            _appear(path, self._path(name))
+        self._put(name, lambda target: self._fs.pipe_file(target, data))
 
     def put(self, name: str, source: Path) -> None:
         """Write a file from a local one, in place of an earlier one."""
+        self._put(name, lambda target: self._fs.put_file(str(source), target))
+
+    def _put(self, name: str, write: Callable[[str], None]) -> None:
+        """Let a backend write a file; on a disk it gets its name once it is whole, and is on the disk."""
         with self._reaching(f"write {name!r}"):
             if not self._is_disk:
-                self._fs.put_file(str(source), self._path(name))
+                write(self._path(name))
                 return
-            path = self._made(name)
-            self._fs.put_file(str(source), str(path))
-            _appear(path, self._path(name))
+            final = Path(self._path(name))
+            final.parent.mkdir(parents=True, exist_ok=True)
+            path = final.with_name(f".{final.name}.{os.getpid()}")
+            try:
+                write(str(path))
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
+                path.replace(final)
+            finally:
+                path.unlink(missing_ok=True)
 
     def fetch(self, name: str, target: Path) -> bool:
         """Copy a file to a local one; returns whether there is such a file."""
@@ -105,12 +110,6 @@ class Place:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root or "/"
 
-    def _made(self, name: str) -> Path:
-        """Return the temporary path of a file on a disk, in a folder that exists."""
-        path = Path(self._path(name))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.with_name(f".{path.name}.{os.getpid()}")
-
     @contextmanager
     def _reaching(self, what: str) -> Generator[None]:
         try:
@@ -125,16 +124,6 @@ class Place:
             ) from error
 
 
-def _appear(path: Path, name: str) -> None:
-    """Bring a written file to the disk, and give it its name."""
-    try:
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-        path.replace(name)
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def _open(url: str, shown: str) -> tuple[Any, str]:
     scheme = url.partition("://")[0] if "://" in url else ""
     try:
@@ -144,6 +133,6 @@ def _open(url: str, shown: str) -> tuple[Any, str]:
         raise ConfigError(f"the archive {shown} needs a package that is not installed; {install}") from error
     except ValueError as error:
         raise ConfigError(
-            f"{shown} is no address of an archive: {error}; name a folder, or a URL such as s3://BUCKET/FOLDER, "
+            f"{shown} is not the address of an archive: {error}; name a folder, or a URL such as s3://BUCKET/FOLDER, "
             "gs://BUCKET/FOLDER or az://CONTAINER/FOLDER"
         ) from error

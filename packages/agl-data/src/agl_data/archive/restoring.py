@@ -55,7 +55,7 @@ def find_parts(place: Place, *, experiments: Sequence[str] = (), names: Sequence
         names: Ids of rollouts, or beginnings that only one id has; empty for all rollouts.
 
     Raises:
-        ConfigError: The place is no archive, or several ids begin with a name.
+        ConfigError: The place is not an archive, or several ids begin with a name.
         NotFoundError: The archive lacks an experiment or a rollout.
     """
     open_archive(place)

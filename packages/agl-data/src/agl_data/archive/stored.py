@@ -1,4 +1,4 @@
-"""Reads of a store beside which other processes remove rollouts."""
+"""Reads rollouts of a store while other processes may remove some."""
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 

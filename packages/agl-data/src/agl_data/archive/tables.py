@@ -13,8 +13,7 @@ from agl import semconv
 from agl.contracts import Recording
 from agl.episodes import Enclosing, episode_reward
 from agl.schemas import Attempt, ModelCall, Rollout, Span, decode, encode, from_json
-from agl_data.archive.arrow import Kind, Row
-from agl_data.archive.values import integer, json_text, micros_of_ns, row_of
+from agl_data.archive.arrow import Kind, Row, integer, json_text, micros_of_ns, row_of
 
 ROLLOUTS: dict[str, Kind] = {
     "rollout_id": "text",

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agl.schemas import Json, Reward, Span, Transition, to_builtins
-from agl_data.export.lines import without_empty
+from agl_data.json_values import without_empty
 from agl_inspect.exports import Exported, Losses, call_record
 
 NO_TARGET = "rewards about spans that are not written: left out"

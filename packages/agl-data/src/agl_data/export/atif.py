@@ -22,7 +22,7 @@ from agl_data.export.conversations import (
     function_of,
     objects_in,
 )
-from agl_data.export.lines import NO_NUMBERS, LineFile, are_numbers, without_empty
+from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers, without_empty
 from agl_inspect.exports import Exported, ExportSetup, Losses, chat_tools
 
 VERSION = "ATIF-v1.8"
@@ -30,7 +30,7 @@ _NO_CALLS = "rollouts without a model call that was answered: left out"
 _SPANS = "spans of agents, nodes, tools and others: their names and results stay, their times and attributes do not"
 _PATHS = "model calls within several agents, nodes or tools: only the nearest name stays"
 _TOOLS = "model calls with other tools than their conversation's first call has: those of the first one stay"
-_MEDIA = "parts of messages that are no text and no image of a known type: left out"
+_MEDIA = "parts of messages other than text and images of a known type: left out"
 _RESULTS = "results of tools that no call before them asked for: without the call's id"
 _NOT_TRAINED = "model calls that may not train, by their reject reason: without token ids"
 _MISMATCH = "model calls with another number of log-probabilities than of tokens: without log-probabilities"

@@ -55,12 +55,12 @@ FORMATS = ("messages", "dpo", "transitions", "rows", "spans", "text", "json", "p
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="File to write, by default or with - stdout; for a model, the directory to make.",
+    help="File to write, - or by default standard output; for a model, the directory to create.",
 )
 @click.option(
-    "--min-reward", type=float, help="Only rollouts with at least this reward; for dpo, only best runs with it."
+    "--min-reward", type=float, help="Only rollouts with at least this reward; for dpo, this limits the better one."
 )
-@click.option("--agents", help="Regular expression: only these agents' calls.")
+@click.option("--agents", help="Only calls of agents that match this regular expression.")
 @store_option
 @filter_options
 @span_options
@@ -78,11 +78,11 @@ def export(
     mode: str | None,
     chosen: SpanQuery | None,
 ) -> None:
-    """Write rollouts as JSON lines: those named (whole ids, unique beginnings, latest), or all that match the filters.
+    """Write rollouts as JSON lines: the named rollouts (ids, unique beginnings, latest), or all that match the filters.
 
-    --span, --agent and --kind go with --format spans and write the spans that fit, of the deciding attempts.
-    With --format text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label;
-    the newest version counts by default.
+    --span, --agent and --kind select the spans that --format spans writes, from the deciding attempts. With --format
+    text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; the newest
+    version counts by default.
     """
     if form in (*_OF_RESOURCES, "model"):
         _export_resources(manager, store_url, rollout_ids, form, output)

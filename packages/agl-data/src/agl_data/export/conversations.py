@@ -119,7 +119,7 @@ def function_of(call: Message) -> Message:
 
 
 def arguments_of(call: Message) -> Any:
-    """Return the arguments of a tool call as JSON values, or their text where they are no JSON."""
+    """Return the arguments of a tool call as JSON values, or their text where they are not JSON."""
     arguments = function_of(call).get("arguments")
     try:
         return json.loads(arguments or "")

@@ -11,9 +11,8 @@ from typing import Any
 from agl import semconv
 from agl.schemas import Json, ModelCall, Span, to_builtins, to_json, unpack_floats
 from agl_data.export.about import NO_TARGET, rollout_about, target_of
-from agl_data.export.lines import NO_NUMBERS, LineFile, are_numbers, without_empty
 from agl_data.export.rows import why_left_out
-from agl_data.json_values import storable
+from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers, storable, without_empty
 from agl_inspect.exports import Exported, ExportSetup, Losses, call_record
 
 MAX_BYTES = 3 << 20

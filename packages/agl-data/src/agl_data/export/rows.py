@@ -8,7 +8,7 @@ from agl.dialects import call_messages
 from agl.errors import ConfigError
 from agl.schemas import Row, unpack_floats, unpack_ids
 from agl_data.export.about import rewards_about, rollout_about
-from agl_data.export.lines import without_empty
+from agl_data.json_values import without_empty
 from agl_inspect.exports import Exported, Losses
 
 TEXTS = "model calls, whose messages, tools and times stay behind: token ids stand for them"

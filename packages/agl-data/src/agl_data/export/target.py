@@ -1,4 +1,4 @@
-"""The file that an export writes: complete under its name or not there, with the list of losses beside it."""
+"""The file that an export writes, which gets its name only once it is whole, and the list of losses next to it."""
 
 import os
 import shutil
@@ -72,12 +72,11 @@ def _opened(path: Path, output: Path) -> BinaryIO:
 
 
 def _keep_losses(final: Path, losses: Losses) -> None:
-    beside = final.with_name(f"{final.name}.losses.json")
+    path = final.with_name(f"{final.name}.losses.json")
     listed = losses.listed()
     if not listed:
-        beside.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         return
     lines: list[Any] = [{"what": what, "count": count, "rollouts": ids} for what, count, ids in listed]
-    part = beside.with_name(f".{beside.name[:200]}.{os.getpid()}.part")
-    part.write_bytes(to_json({"losses": lines}) + b"\n")
-    part.replace(beside)
+    with target_of(path) as file:
+        file.write(to_json({"losses": lines}) + b"\n")

@@ -1,12 +1,12 @@
 """Tinker: each row is one datum, whose targets are the tokens one place on.
 
-A line has the ``datum`` and, beside it, ``agl`` with rewards, group and agents: a datum itself has no place for them.
+A line has the ``datum`` and ``agl`` with rewards, group and agents: a datum itself has no place for them.
 Its inputs of the loss are ``target_tokens``, ``weights`` (the mask) and ``logprobs``; advantages are the trainer's.
 """
 
 from agl.schemas import Json
-from agl_data.export.lines import NO_NUMBERS, LineFile, are_numbers
 from agl_data.export.rows import ExportedRow, RowMaker
+from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers
 from agl_inspect.exports import Exported, ExportSetup
 
 

@@ -9,9 +9,8 @@ from typing import Any, BinaryIO
 
 from agl.errors import ConfigError
 from agl.schemas import Json, to_json
-from agl_data.export.lines import NO_NUMBERS, LineFile, are_numbers
 from agl_data.export.rows import ExportedRow, RowMaker
-from agl_data.json_values import storable
+from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers, storable
 from agl_inspect.exports import Exported, ExportSetup
 
 _ROWS, _TOKENS = 1000, 4_000_000

@@ -36,10 +36,10 @@ _NAMES = 20
     type=click.Choice(("auto", *FORMATS)),
     default="auto",
     show_default=True,
-    help="The format of the files; auto recognises it by a file's first record.",
+    help="Format of the files; auto detects it from a file's first record.",
 )
 @click.option(
-    "--experiment", default="imported", show_default=True, help="Experiment to put the runs in; a source for others."
+    "--experiment", default="imported", show_default=True, help="Experiment for the rollouts; usable as a source."
 )
 @click.option(
     "--mode",
@@ -54,13 +54,11 @@ _NAMES = 20
     metavar="FIELD",
     default=FIRST_USER,
     show_default=True,
-    help="Field of a record that is the task, such as extra.task; first-user for the first message of a user.",
+    help="Field with the task, such as extra.task; first-user takes the first message of a user.",
 )
-@click.option(
-    "--reward", "reward_from", metavar="FIELD", default="", help="Field of a record that is the reward, a number."
-)
+@click.option("--reward", "reward_from", metavar="FIELD", default="", help="Field with the reward, a number.")
 @click.option("--store", "url", envvar="AGL_STORE", help="URL of the store, or a SQLite file.  [sqlite:///runs/agl.db]")
-@click.option("--dry-run", "is_dry", is_flag=True, help="Print what would arrive, and write nothing.")
+@click.option("--dry-run", "is_dry", is_flag=True, help="Print what would be imported, and write nothing.")
 @json_option
 @pass_manager
 def import_runs(
@@ -75,9 +73,9 @@ def import_runs(
     is_dry: bool,
     as_json: bool,
 ) -> None:
-    """Import runs that other tools recorded as rollouts: from files, or from all files of folders.
+    """Import runs of other tools as rollouts, from files or from all files in folders.
 
-    Importing a run again adds nothing but rewards that it lacked. Files are checked before anything is written.
+    Importing a run again only adds rewards that were missing. Files are checked before anything is written.
     """
     files, lost = find_files(paths, form)
     task_field = "" if task_from == FIRST_USER else task_from

@@ -334,7 +334,9 @@ async def _write(
     try:
         added = {rollout_id: new[rollout_id] for rollout_id in await store.restore(list(new.values()))}
     except ConflictError as error:
-        raise ConflictError(f"{error}; another import runs beside this one: repeat it when that has ended") from error
+        raise ConflictError(
+            f"{error}; another import runs at the same time: repeat this one when it has ended"
+        ) from error
     late = [span for each in same if each is not added.get(each.rollout.rollout_id) for span in _rewards_of(each)]
     if late:
         await store.append_spans(late)

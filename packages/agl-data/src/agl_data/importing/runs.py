@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from agl import semconv
 from agl.contracts import Recording
+from agl.errors import DatasetError
 from agl.schemas import (
     Attempt,
     ErrorInfo,
@@ -26,7 +27,8 @@ from agl.schemas import (
     attempt_id_of,
 )
 from agl.tracing import chat_spans, make_reward_span
-from agl_data.importing.values import digest, json_text
+from agl_data.importing.values import as_dict, digest, json_text
+from agl_inspect.exports import call_of_record, reward_of_record
 
 NO_IDS = (
     "calls without token ids: they feed sft and dpo (agl data export writes their data), prompts and rewards, not grpo"
@@ -218,7 +220,7 @@ class Run:
         self._times += [each for each in (span.start_ns, span.end_ns) if each]
 
     def contents(self) -> str:
-        """Return a digest of the spans, by which a run that changed is told from one that did not."""
+        """Return a digest of the spans, which differs once a run has changed."""
         return digest([self.prompt, *((key, parent, span) for key, parent, span in self._spans)], size=16)
 
     def identity(self) -> str:
@@ -285,7 +287,7 @@ class Run:
 
 
 def _placed(keyed: tuple[str, str, Span], rollout_id: str, attempt_id: str) -> Span:
-    """Return a span with its ids; the ones of rewards are told from the others by their kind."""
+    """Return a span with its ids; ids of rewards differ from others by their kind."""
     key, parent, span = keyed
     is_root = span.name == semconv.ROOT_SPAN_NAME and not key
     reward = span.reward
@@ -305,3 +307,29 @@ def _placed(keyed: tuple[str, str, Span], rollout_id: str, attempt_id: str) -> S
 
 def _span_id(attempt_id: str, kind: str, key: str) -> str:
     return digest([attempt_id, kind, key], size=8)
+
+
+def own_call(place: str, about: Json, *, request: Json, response: Json) -> ModelCall | None:
+    """Return the call that agl wrote, ``None`` where it wrote none; raises :class:`DatasetError` for a damaged one."""
+    record = as_dict(about).get("call")
+    if not record:
+        return None
+    try:
+        return call_of_record(record, request=request, response=response)
+    except ValueError as error:
+        raise _damaged(place, error) from error
+
+
+def own_reward(place: str, record: Any) -> Reward:
+    """Return the reward that agl wrote; raises :class:`DatasetError` for a damaged one."""
+    try:
+        return reward_of_record(record)
+    except ValueError as error:
+        raise _damaged(place, error) from error
+
+
+def _damaged(place: str, error: ValueError) -> DatasetError:
+    return DatasetError(
+        f"{place} has a field agl that agl data export did not write so ({error}), and nothing was imported; export "
+        "the runs once more, or remove that field"
+    )

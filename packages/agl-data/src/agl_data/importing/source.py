@@ -5,7 +5,6 @@ Nothing here knows a format of runs. Every refusal names the file, the line and 
 
 import gzip
 import importlib
-import io
 import json
 import zlib
 from collections.abc import Generator, Iterator
@@ -17,7 +16,7 @@ import msgspec
 
 from agl.errors import DatasetError
 from agl.schemas import Json
-from agl_data.importing.values import as_list, is_storable
+from agl_data.importing.values import as_list
 from agl_data.json_values import storable
 
 MAX_RECORD = 64 << 20
@@ -30,8 +29,8 @@ ZSTD = b"(\xb5/\xfd"
 """The first bytes of a file that zstd compressed."""
 
 _GZIP, _ZIPS = b"\x1f\x8b", (b"PK\x03\x04", b"BZh", b"\xfd7zXZ")
-_ZSTD_STEP = 2048
-"""Bytes of zstd that are unpacked at once: one may become 32,768 bytes."""
+_WINDOW = MAX_RECORD.bit_length() - 1
+"""Binary logarithm of the most bytes that zstd may look back, all of which are in memory."""
 
 
 class Line(NamedTuple):
@@ -54,7 +53,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     A document that is an array has one record for each item.
 
     Raises:
-        DatasetError: The file cannot be read, is no JSON, ends in the middle, or has a record that is too large.
+        DatasetError: The file cannot be read, is not JSON, ends in the middle, or has a record that is too large.
     """
     with opened(path) as file:
         texts = ((number, text) for number, text in enumerate(_texts(path, file), start=1) if text.strip())
@@ -68,14 +67,14 @@ def read_lines(path: Path) -> Iterator[Line]:
             line = _document(path, text, (more for _, more in texts), error)
             yield from _items(line)
             return
-        yield from _items(_line(place, value))
+        yield from _items(line_of(place, value))
         for number, text in texts:
             place = f"{path}, line {number}"
             try:
                 value = decoded(text)
             except ValueError as error:
                 raise _no_json(place, error) from error
-            yield _line(place, value)
+            yield line_of(place, value)
 
 
 def first_record(path: Path) -> Json:
@@ -93,7 +92,7 @@ def _texts(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _document(path: Path, start: bytes, rest: Iterator[bytes], error: ValueError) -> Line:
-    """Read a document that spans lines; ``error`` is why its first line is none by itself."""
+    """Read a document that spans lines; ``error`` says why its first line is not a document by itself."""
     parts, size = [start], len(start)
     for part in rest:
         parts.append(part)
@@ -103,7 +102,7 @@ def _document(path: Path, start: bytes, rest: Iterator[bytes], error: ValueError
     if len(parts) == 1:
         raise _no_json(f"{path}, line 1", error)
     try:
-        return _line(str(path), decoded(b"".join(parts)))
+        return line_of(str(path), decoded(b"".join(parts)))
     except ValueError as found:
         is_document = start.strip() in (b"{", b"[")
         raise _no_json(str(path) if is_document else f"{path}, line 1", found if is_document else error) from found
@@ -118,10 +117,13 @@ def _items(line: Line) -> Iterator[Line]:
         yield Line(f"{line.place}, item {number}", item, line.is_changed)
 
 
-def _line(place: str, value: Json) -> Line:
-    if is_storable(value):
-        return Line(place, value)
-    return Line(place, storable(value), is_changed=True)
+def line_of(place: str, value: Json) -> Line:
+    """Return a record as a store takes it."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (UnicodeEncodeError, OverflowError):
+        return Line(place, storable(value), is_changed=True)
+    return Line(place, value)
 
 
 def decoded(text: bytes) -> Json:
@@ -139,14 +141,14 @@ def decoded(text: bytes) -> Json:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _no_json(place: str, error: ValueError) -> DatasetError:
     reason = error.reason if isinstance(error, UnicodeDecodeError) else str(error)
     return DatasetError(
-        f"{place} is no JSON ({reason}), and nothing was imported; the file may be cut, or still be written: repair or "
-        "remove the line, or import the file once it is complete"
+        f"{place} is not JSON ({reason}), and nothing was imported; the file may be cut, or still be written: repair "
+        "or remove the line, or import the file once it is complete"
     )
 
 
@@ -172,7 +174,7 @@ def opened(path: Path) -> Generator[IO[bytes]]:
                 with gzip.open(plain) as packed:
                     yield cast("IO[bytes]", _Bounded(path, cast("IO[bytes]", packed)))
             elif start.startswith(ZSTD):
-                with io.BufferedReader(_Zstd(str(path), plain)) as packed:
+                with unpacking(str(path), plain) as packed:
                     yield cast("IO[bytes]", _Bounded(path, packed))
             else:
                 yield plain
@@ -184,54 +186,21 @@ def opened(path: Path) -> Generator[IO[bytes]]:
         ) from error
 
 
-class _Zstd(io.RawIOBase):
-    """Unpacks a stream of zstd in small steps; a stream that is cut raises :class:`EOFError`."""
-
-    def __init__(self, place: str, packed: IO[bytes]) -> None:
-        try:
-            self._library: Any = importlib.import_module("zstandard")
-        except ImportError as error:
-            raise DatasetError(
-                f"{place} is compressed with zstd, which takes one more package; install it with "
-                "pip install 'agl-data[zstd]', or unpack the file"
-            ) from error
-        self._packed, self._rest, self._ready, self._frame = packed, b"", memoryview(b""), None
-
-    def readable(self) -> bool:
-        """Return true."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer with what is ready; returns the number of bytes, 0 at the end."""
-        while not self._ready:
-            chunk, self._rest = self._rest or self._packed.read(_ZSTD_STEP), b""
-            if not chunk:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle of a frame")
-                return 0
-            self._unpack(chunk)
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        return size
-
-    def _unpack(self, chunk: bytes) -> None:
-        frame = self._frame or self._library.ZstdDecompressor(max_window_size=MAX_RECORD).decompressobj()
-        try:
-            self._ready = memoryview(frame.decompress(chunk))
-        except self._library.ZstdError as error:
-            raise EOFError(str(error)) from error
-        self._rest, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-
-
-def unpack_zstd(place: str, data: bytes) -> bytes:
-    """Return what zstd compressed; raises :class:`DatasetError` if it is too large, :class:`EOFError` if it is cut."""
-    with io.BufferedReader(_Zstd(place, io.BytesIO(data))) as packed:
-        unpacked = packed.read(MAX_RECORD + 1)
-    if len(unpacked) > MAX_RECORD:
+@contextmanager
+def unpacking(place: str, packed: IO[bytes]) -> Generator[IO[bytes]]:
+    """Unpack a stream of zstd; one that is cut or damaged raises :class:`EOFError`."""
+    try:
+        zstd: Any = importlib.import_module("backports.zstd")
+    except ImportError as error:
         raise DatasetError(
-            f"{place} has more than {MAX_RECORD >> 20} MiB, and nothing was imported; write smaller batches"
-        )
-    return unpacked
+            f"{place} is compressed with zstd, which takes one more package; install it with "
+            "pip install 'agl-data[zstd]', or unpack the file"
+        ) from error
+    try:
+        with zstd.ZstdFile(packed, options={zstd.DecompressionParameter.window_log_max: _WINDOW}) as file:
+            yield file
+    except zstd.ZstdError as error:
+        raise EOFError(str(error)) from error
 
 
 class _Bounded:

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _NO_CALLS = "traces without a model call: left out"
-_NO_MESSAGES = "model calls without messages: the exporter was told to leave contents out"
+_NO_MESSAGES = "model calls without messages: the exporter left contents out"
 
 Kind = Literal["internal", "server", "client", "producer", "consumer"]
 KINDS: tuple[Kind, ...] = ("internal", "server", "client", "producer", "consumer")
@@ -65,7 +65,7 @@ class Part(msgspec.Struct, kw_only=True):
     """A span of a trace, or what else a record says about the trace.
 
     Attributes:
-        id: The span's id in its trace; ``""`` for a record that is no span.
+        id: The span's id in its trace; ``""`` for a record other than a span.
         parent: The id of the span above it; ``""`` for the top one.
         alias: Another name by which a reward may refer to it.
         name: The span's name.
@@ -73,7 +73,7 @@ class Part(msgspec.Struct, kw_only=True):
         start_ns: Unix nanoseconds; 0 if unknown, like ``end_ns``.
         end_ns: Unix nanoseconds.
         status: The outcome.
-        message: The error in words.
+        message: The text of the error.
         attributes: By the GenAI conventions, and others.
         events: What happened within it.
         call: The model call that it reports; ``None`` for another span.

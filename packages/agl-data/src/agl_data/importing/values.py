@@ -96,15 +96,6 @@ def field_of(record: Json, name: str) -> Json:
     return field_of(fields.get(head), rest) if dot else None
 
 
-def is_storable(value: Json) -> bool:
-    """Return whether a store takes a JSON value as it is."""
-    try:
-        msgspec.msgpack.encode(value)
-    except (UnicodeEncodeError, OverflowError):
-        return False
-    return True
-
-
 def first(values: Iterable[Json]) -> Json:
     """Return the first value that is not empty; ``None`` without one."""
     return next((value for value in values if value not in (None, "", [], {})), None)

@@ -6,15 +6,14 @@ collector's file exporter writes them, which may compress each one with zstd.
 """
 
 import importlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from agl.errors import DatasetError
 from agl.schemas import Json
-from agl_data.importing.source import MAX_RECORD, ZSTD, Line, decoded, opened, unpack_zstd
-from agl_data.importing.values import is_storable
-from agl_data.json_values import storable
+from agl_data.importing.source import MAX_RECORD, ZSTD, Line, decoded, line_of, opened, unpacking
 
 _MOST_HEAD = 16
 """Bytes by which the framing is recognised: lengths, tags, and what is in the first field."""
@@ -79,17 +78,20 @@ def _batches(path: Path) -> Iterator[Line]:
             if data is None:
                 return
             try:
-                yield _line(place, _unpacked(place, data, framing))
+                yield line_of(place, _unpacked(place, data, framing))
             except _NoBatchError as error:
                 raise DatasetError(
-                    f"{place} is no batch of spans ({error}), and nothing was imported; the file may be cut, damaged, "
-                    "or hold logs or metrics: write the spans once more with an exporter of OTLP"
+                    f"{place} is not a batch of spans ({error}), and nothing was imported; the file may be cut, "
+                    "damaged, or hold logs or metrics: write the spans once more with an exporter of OTLP"
                 ) from error
 
 
 def _unpacked(place: str, data: bytes, framing: str) -> Json:
     if data.startswith(ZSTD):
-        data = unpack_zstd(place, data)
+        with unpacking(place, io.BytesIO(data)) as packed:
+            data = packed.read(MAX_RECORD + 1)
+        if len(data) > MAX_RECORD:
+            raise _too_large(place)
         if data[:1] == b"{":
             try:
                 return decoded(data)
@@ -98,16 +100,12 @@ def _unpacked(place: str, data: bytes, framing: str) -> Json:
     return _requests(place, b"\n" + _varint(len(data)) + data if framing == "plain" else data)
 
 
-def _line(place: str, value: Json) -> Line:
-    return Line(place, value) if is_storable(value) else Line(place, storable(value), is_changed=True)
-
-
 def _varint(value: int) -> bytes:
     return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _varint(value >> 7)
 
 
 class _NoBatchError(Exception):
-    """A message that is no batch of spans."""
+    """A message is not a batch of spans."""
 
 
 class _Reader:
@@ -143,9 +141,7 @@ class _Reader:
 
     def _exactly(self, place: str, size: int) -> bytes:
         if size > MAX_RECORD:
-            raise DatasetError(
-                f"{place} has more than {MAX_RECORD >> 20} MiB, and nothing was imported; write smaller batches"
-            )
+            raise _too_large(place)
         data = self._file.read(size)
         if len(data) < size:
             raise DatasetError(
@@ -153,6 +149,12 @@ class _Reader:
                 "cut, or still be written: copy it once more, or import it once it is complete"
             )
         return data
+
+
+def _too_large(place: str) -> DatasetError:
+    return DatasetError(
+        f"{place} has more than {MAX_RECORD >> 20} MiB, and nothing was imported; write smaller batches"
+    )
 
 
 def _requests(place: str, data: bytes) -> Json:

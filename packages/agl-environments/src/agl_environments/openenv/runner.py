@@ -1,7 +1,7 @@
 """The runner of agents that play an OpenEnv environment: each attempt gets a session as the agent's ``env``.
 
 A session is open before the agent starts, so that waiting for a free one takes none of its time. The episode's reward
-is the rollout's, unnamed; a number that the agent returns stays beside it, and counts where the episode has none.
+is the rollout's, unnamed; a number that the agent returns is kept as well, and counts where the episode has no reward.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import agl
 from agl.errors import ConfigError
 from agl.schemas import Claim, NamedResources, Outcome, Record, Rollout
 from agl.tracing import current
-from agl_environments.openenv.servers import RemoteServer, Server, StartedServer
+from agl_environments.openenv.servers import StartedServer
 from agl_environments.openenv.session import BlockingSession, CapacityError, OpenEnvError, ServerLostError, Session
 from agl_run import AgentSpec, AsyncRunner, LoadedAgent, RunContext
 
@@ -76,15 +76,13 @@ class OpenEnvRunner:
         self._changed = asyncio.Condition()
         self._limit: int | None = None
         self._client: aiohttp.ClientSession | None = None
-        self._server: Server | None = None
+        self._server: StartedServer | None = None
 
     async def start(self) -> None:
         """Start the server, if it is started here."""
         self._client = aiohttp.ClientSession(trust_env=False)
         try:
-            if self._settings.url:
-                self._server = RemoteServer(self._settings.url)
-            else:
+            if self._settings.command:
                 self._server = StartedServer(
                     self._settings.command, folder=self._folder, start_s=self._settings.start_s, client=self._client
                 )
@@ -121,7 +119,6 @@ class OpenEnvRunner:
         A server says how many sessions it has when it refuses one.
         """
         assert self._client is not None  # noqa: S101  # started
-        assert self._server is not None  # noqa: S101  # likewise
         settings, since = self._settings, time.monotonic()
         lost: ServerLostError | None = None
         try:
@@ -130,7 +127,7 @@ class OpenEnvRunner:
                     try:
                         return await Session.open(
                             self._client,
-                            await self._server.url(),
+                            await self._server.url() if self._server else settings.url,
                             timeout_s=settings.timeout_s,
                             max_message=int(settings.max_message_mb * 2**20),
                         )

@@ -1,4 +1,4 @@
-"""The OpenEnv server of a worker: one that runs elsewhere, or a command that is started and kept here."""
+"""The OpenEnv server that a worker starts by a command and keeps."""
 
 import asyncio
 import os
@@ -6,7 +6,6 @@ import shlex
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import aiohttp
 
@@ -19,36 +18,6 @@ _PAUSE_S = 0.1
 
 _SHOWN = 2000
 """Characters of a server's output that an error shows."""
-
-
-class Server(Protocol):
-    """Where a worker's sessions are."""
-
-    async def url(self) -> str:
-        """Return the base URL of the server, which runs when this returns.
-
-        Raises:
-            OpenEnvError: It does not start.
-        """
-        ...
-
-    async def stop(self) -> None:
-        """Stop what was started here."""
-        ...
-
-
-class RemoteServer:
-    """A server that somebody else runs."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    async def url(self) -> str:
-        """Return its base URL."""
-        return self._url
-
-    async def stop(self) -> None:
-        """Leave it alone."""
 
 
 class StartedServer:
@@ -79,10 +48,14 @@ class StartedServer:
         self._url = ""
 
     async def url(self) -> str:
-        """Start the server unless it runs, and return its base URL."""
+        """Start the server unless it runs, and return its base URL.
+
+        Raises:
+            OpenEnvError: It does not start.
+        """
         async with self._lock:
             if self._kept is None or self._kept.returncode is not None:
-                await self._end()
+                await self.stop()
                 await self._start()
         return self._url
 
@@ -106,7 +79,7 @@ class StartedServer:
         try:
             await self._answering(words)
         except BaseException:
-            await self._end()
+            await self.stop()
             raise
 
     async def _answering(self, words: Sequence[str]) -> None:
@@ -124,17 +97,14 @@ class StartedServer:
         said = self._printed.text().strip()[-_SHOWN:] or "it printed nothing"
         raise OpenEnvError(f"the OpenEnv server {what} after its start by {shlex.join(words)}: {said}")
 
-    async def _end(self) -> None:
+    async def stop(self) -> None:
+        """Stop the server and all that it started."""
         if self._kept is not None:
             await self._kept.stop()
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
         self._kept = self._reader = None
-
-    async def stop(self) -> None:
-        """Stop the server and all that it started."""
-        await self._end()
 
 
 def _free_port() -> int:

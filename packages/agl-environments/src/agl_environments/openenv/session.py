@@ -97,15 +97,15 @@ class Session:
         Raises:
             CapacityError: The server has no free session.
             ServerLostError: It cannot be reached.
-            OpenEnvError: It is no OpenEnv server.
+            OpenEnvError: It is not an OpenEnv server.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 socket = await client.ws_connect(socket_url(url), max_msg_size=max_message, autoping=True)
         except aiohttp.WSServerHandshakeError as error:
             raise OpenEnvError(
-                f"{url} answered the WebSocket at /ws with HTTP {error.status}, so it is no OpenEnv server; check url "
-                "in [runner] params"
+                f"{url} answered the WebSocket at /ws with HTTP {error.status}, so it is not an OpenEnv server; check "
+                "url in [runner] params"
             ) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerLostError(f"the OpenEnv server at {url} cannot be reached: {_named(error)}") from error
@@ -186,8 +186,8 @@ class Session:
         is_step = answer.get("type") == "observation" and isinstance(observation, dict)
         if not is_step or not (reward is None or isinstance(reward, bool | int | float)):
             raise OpenEnvError(
-                f"the OpenEnv server at {self._url} answered {name} with {json.dumps(answer)[:200]}, which is no "
-                "observation; check that url in [runner] params is that of an OpenEnv server"
+                f"the OpenEnv server at {self._url} answered {name} with {json.dumps(answer)[:200]}, which is not "
+                "an observation; check that url in [runner] params is that of an OpenEnv server"
             )
         if reward is not None and not math.isfinite(reward):
             raise OpenEnvError(
@@ -239,7 +239,7 @@ class Session:
         if not isinstance(answer, dict):
             await self.close()
             raise OpenEnvError(
-                f"the OpenEnv server at {self._url} answered {str(received.data)[:200]!r}, which is no JSON object"
+                f"the OpenEnv server at {self._url} answered {str(received.data)[:200]!r}, which is not a JSON object"
             )
         return cast("dict[str, Any]", answer)
 

@@ -27,8 +27,8 @@ class ClassicEnvironment:
         for attribute in ("rollout", "rubric", "get_dataset"):
             if not hasattr(environment, attribute):
                 raise ConfigError(
-                    f"load_environment of {name!r} returned {type(environment).__name__}, which is no environment of "
-                    "verifiers; let it return one, such as vf.SingleTurnEnv(...)"
+                    f"load_environment of {name!r} returned {type(environment).__name__}, which is not an environment "
+                    "of verifiers; let it return one, such as vf.SingleTurnEnv(...)"
                 )
         if getattr(environment, "requires_group_rollouts", False):
             raise ConfigError(
@@ -144,7 +144,7 @@ def _weights(rubric: Any) -> dict[str, float]:
 
 
 def _noticed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that notes an error, or a value that is no number; the rubric logs it and takes 0."""
+    """Return a reward function that notes an error, or a value that is not a number; the rubric logs it and takes 0."""
     if not hasattr(function, "__name__"):
         return function
 

@@ -1,4 +1,4 @@
-"""The parts of an environment that the runner needs, whichever generation of verifiers it was written for.
+"""Tasks, rewards and errors of environments, whichever generation of verifiers they were written for.
 
 Environments with ``load_environment`` are in :mod:`agl_environments.verifiers.classic`, those made of a taskset in
 :mod:`agl_environments.verifiers.taskset`. Objects of verifiers are of any type here, so that nothing of it is imported
@@ -8,13 +8,13 @@ before an environment is asked for.
 import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 
 from agl.errors import ConfigError, RunError
 from agl.schemas import Json, Record, Reward, to_json
-from agl_run.programs import LostError, TaskSets
+from agl_run.programs import LostError
 
 
 class Model(Record, frozen=True, kw_only=True):
@@ -35,35 +35,6 @@ class Model(Record, frozen=True, kw_only=True):
     sampling: dict[str, Json] = {}
 
 
-class Environment(Protocol):
-    """An environment that is loaded; ``start`` and ``stop`` are called once, on the event loop of the rollouts."""
-
-    def tasks(self) -> TaskSets:
-        """Return its training tasks and its validation tasks, as JSON values.
-
-        Raises:
-            ConfigError: It has none, or one is no JSON value.
-        """
-        ...
-
-    async def start(self) -> None:
-        """Acquire what its rollouts share."""
-        ...
-
-    async def play(self, task: Json, model: Model) -> Reward | None:
-        """Play one task to its end and return its reward, ``None`` where it was not scored.
-
-        Raises:
-            LostError: A sandbox or a tunnel of it went away.
-            RunError: It failed for another reason.
-        """
-        ...
-
-    async def stop(self) -> None:
-        """Release everything."""
-        ...
-
-
 def json_tasks(rows: Iterable[Mapping[str, Any]], *, name: str) -> list[Json]:
     """Return the rows of a dataset as JSON values.
 
@@ -80,7 +51,7 @@ def _json_task(row: Mapping[str, Any], where: str) -> Json:
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         wrong = next((key for key, value in row.items() if not _is_json(value)), "?")
         raise ConfigError(
-            f"{where} has {wrong!r}, which is no JSON value ({error}), and tasks are recorded as JSON; let the "
+            f"{where} has {wrong!r}, which is not a JSON value ({error}), and tasks are recorded as JSON; let the "
             "environment's dataset hold text or numbers there, and load the rest when the rollout begins"
         ) from None
     return found

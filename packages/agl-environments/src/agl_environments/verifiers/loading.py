@@ -1,6 +1,6 @@
 """Finds an environment by its name, and loads it whichever generation of verifiers it was written for.
 
-Environments are packages that somebody installed, or modules beside the experiment file.
+Environments are packages that somebody installed, or modules next to the experiment file.
 """
 
 import atexit
@@ -20,13 +20,12 @@ from agl.errors import AglError, ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json
 from agl_environments.verifiers.classic import ClassicEnvironment
-from agl_environments.verifiers.environment import Environment
 from agl_environments.verifiers.taskset import TasksetEnvironment
 
 _SHIPPED = ("verifiers.v1.tasksets", "verifiers.v1.envs")
 
 
-def load(name: str, args: Mapping[str, Json], *, folder: str = "") -> Environment:
+def load(name: str, args: Mapping[str, Json], *, folder: str = "") -> ClassicEnvironment | TasksetEnvironment:
     """Load an environment.
 
     Args:
@@ -51,14 +50,14 @@ def locate(name: str, *, folder: str = "") -> str:
     """Return the module of an environment, without importing it.
 
     Raises:
-        ConfigError: There is none; says what was looked for and how to install it.
+        ConfigError: It does not exist; says what was looked for and how to install it.
     """
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_")
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
     if not module.isidentifier():
         raise ConfigError(
-            f'the environment {name!r} is no name of a package; write agent = "verifiers:NAME", such as '
+            f'the environment {name!r} is not the name of a package; write agent = "verifiers:NAME", such as '
             '"verifiers:wordle"'
         )
     for path in (f"{_SHIPPED[0]}.{module}", f"{_SHIPPED[1]}.{module}", module):

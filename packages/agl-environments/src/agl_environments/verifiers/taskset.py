@@ -135,8 +135,8 @@ class TasksetEnvironment:
             return kind(kind.data_type().model_validate(task), environment.taskset.config.task)
         except ValueError as error:
             raise RunError(
-                f"the task {str(task)[:60]!r} is none of the environment {self._name!r}: {_on_one_line(error)}; leave "
-                "train and val out of [experiment] to use its own tasks"
+                f"the task {str(task)[:60]!r} is not a task of the environment {self._name!r}: {_on_one_line(error)}; "
+                "leave train and val out of [experiment] to use its own tasks"
             ) from error
 
     def _scored(self, traces: Sequence[Any]) -> Reward | None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agl.errors import ConfigError
+from agl_gateway.settings import EmbeddedSettings
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +74,9 @@ class Certificate:
         return tuple(found)
 
 
-def certificate_of(cert: str | Path | None, key: str | Path | None) -> Certificate | None:
-    """Return the certificate that two settings name, ``None`` without one; raises :class:`ConfigError`."""
+def certificate_of(settings: EmbeddedSettings) -> Certificate | None:
+    """Return the certificate that settings name, ``None`` without one; raises :class:`ConfigError`."""
+    cert, key = settings.tls_cert, settings.tls_key
     if key and not cert:
         raise ConfigError(
             f"the private key {key} needs the certificate that it belongs to; name it with --tls-cert, or as tls_cert "

@@ -4,14 +4,19 @@ import hmac
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
+from aiohttp import web
 
 from agl.contracts import Change, Store
 from agl.errors import NotFoundError, TokenError
 from agl.schemas import Span
+from agl_gateway.access.audit import Audit
 from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
+from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.wire.problems import Problem
 from agl_inspect.keys import Keys
 from agl_run import KEY_ADVICE
@@ -205,3 +210,35 @@ class RunningAttempts:
     def forget(self) -> None:
         """Drop all attempts; the next calls look them up again."""
         self._running.clear()
+
+
+T = TypeVar("T")
+
+_MAX_BODY = 64 * 1024
+"""Bytes of the small JSON bodies of the gateway's own endpoints."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Admission:
+    """Stands before the gateway's endpoints: it knows the tokens, reads bodies and keeps the audit log."""
+
+    identities: Identities
+    bodies: BodyReader
+    audit: Audit
+
+    def caller(self, request: web.BaseRequest, *allowed: TokenScope, what: str) -> AttemptToken:
+        """Return the claim of a request's token, which must have one of these scopes.
+
+        Raises:
+            Problem: 401 for an invalid token, 403 for one of another scope; ``what`` begins the message.
+        """
+        claim = self.identities.verify(key_of(request.headers))
+        require_scope(claim, allowed, what=what)
+        return claim
+
+    async def read(self, request: web.BaseRequest, kind: type[T], *, form: str) -> T:
+        """Return a request's JSON body; raises a 400 :class:`Problem` that shows the ``form`` it should have."""
+        try:
+            return msgspec.json.decode(await self.bodies.read(request, limit=_MAX_BODY), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Problem(400, f"the body is not {form} ({error})") from error

@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 
 from agl.errors import ConfigError
-from agl_gateway.access.admission import Admission
 from agl_gateway.access.audit import Deed
+from agl_gateway.access.identity import Admission
 from agl_gateway.wire.problems import Problem
 from agl_inspect.keys import KeyFile, Keys
 from agl_run.access import AttemptTokens

@@ -28,8 +28,7 @@ from agl.schemas import Record, new_trace_id
 from agl.stores import shown_url
 from agl_gateway.access.tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.presence import GATEWAYS, gateways_of
-from agl_gateway.record.spool_file import SpoolReport, spools_in
-from agl_gateway.record.spools import default_folder
+from agl_gateway.record.spool_file import SpoolReport, default_folder, spools_in
 from agl_inspect.keys import state_dir
 from agl_inspect.stores import as_url, build_store
 from agl_inspect.terminal.opening import pass_manager, resolve_url, with_store
@@ -463,14 +462,15 @@ _MARKS = {"ok": "ok     ", "warning": "warning", "wrong": "WRONG  "}
 
 @click.command()
 @click.argument("target", required=False, default="")
-@click.option("--forget", is_flag=True, help="Take the gateways that are gone off the store's list.")
+@click.option("--forget", is_flag=True, help="Remove gateways that are gone from the store's list.")
 @json_option
 @pass_manager
 def doctor(manager: PluginManager, target: str, forget: bool, as_json: bool) -> None:
-    """Examine a deployment: an experiment's file, the URL of a gateway or a store; by default the only store here.
+    """Check a deployment: TARGET is an experiment file, or the URL of a gateway or store; by default the only store
+    here.
 
-    Looks at versions, secrets, ports, disks, encryption, clocks, the gateway's token and health, the store's writes,
-    and spools that nobody drains. Exit status 1 if something is wrong.
+    Checks versions, secrets, ports, disks, encryption, clocks, the gateway's token and health, the store's writes, and
+    spools that no gateway drains. The exit status is 1 if something is wrong.
     """
     patient = patient_of(target)
     if forget:

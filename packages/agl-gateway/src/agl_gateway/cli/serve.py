@@ -7,10 +7,10 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -21,9 +21,9 @@ from agl.stores import shown_url
 from agl_gateway.access.certificate import certificate_of
 from agl_gateway.access.tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.supervisor import Place, Supervisor, listening, refusal
-from agl_gateway.record.spools import OFF, default_folder, left_text, spools_for
-from agl_gateway.service import BACKLOG, GatewayService, Settings, bind_error
-from agl_gateway.traffic.kept_traffic import Share
+from agl_gateway.record.spool_file import OFF, default_folder, left_text, spools_for
+from agl_gateway.service import BACKLOG, GatewayService, bind_error
+from agl_gateway.settings import Settings, Share, descriptions
 from agl_gateway.traffic.splits import Split, parse_split
 from agl_inspect.keys import KeyFile, Keys, state_dir
 from agl_inspect.retention import RetentionLimits, retaining
@@ -33,26 +33,38 @@ from agl_inspect.terminal.query import seconds_of
 from agl_run import settle_heap, signing_keys
 from agl_run.access import AttemptTokens
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"
 _MIN_KEY = 16
 _WAKE_S = 0.2
 _OPEN_PAUSES = 5
 _SAY_S = 30.0
+_DEFAULTS = {**asdict(Settings()), **asdict(Share())}
+_DESCRIPTIONS = descriptions()
 _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "false", "no"), False)}
 
 
+def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
+    """Return the option of a setting, with the default and the meaning that it has among the gateway's settings."""
+    name = name or flag.removeprefix("--").replace("-", "_")
+    default = given.pop("default", _DEFAULTS[name])
+    is_shown = default not in ("", (), None, False, 0)
+    return click.option(flag, name, default=default, show_default=is_shown, help=_DESCRIPTIONS[name], **given)
+
+
 @click.command()
 @click.option("--store", "url", required=True, help="The store's URL, or a SQLite file such as runs.db.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=4747, show_default=True, help="Port to listen on; 0 takes any free one.")
+@_setting("--host")
+@_setting("--port", default=4747)
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
     metavar="N",
-    help="Processes that serve the port together; they are started again when they end.",
+    help="Number of processes that serve the port; a process that ends is restarted.",
 )
 @click.option(
     "--upstream",
@@ -65,105 +77,31 @@ _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "f
     "--split",
     "split_text",
     metavar="LABEL=SHARE,LABEL=SHARE",
-    help="Share of rollouts and conversations for each label's versions, the baseline first.",
+    help="Share of rollouts and conversations that get each label's versions; name the baseline first.",
 )
-@click.option(
-    "--conversation-idle",
-    "idle_s",
-    type=seconds_of,
-    default="30m",
-    show_default=True,
-    metavar="DURATION",
-    help="Silence after which a conversation is over.",
-)
-@click.option(
-    "--base-rate",
-    type=float,
-    default=1.0,
-    show_default=True,
-    metavar="SHARE",
-    help="Share of the conversations to record, chosen by their ids.",
-)
-@click.option(
-    "--reward-threshold",
-    type=float,
-    metavar="REWARD",
-    help="Keep every other conversation whose reward reaches this.",
-)
-@click.option(
-    "--reward-wait",
-    "reward_wait_s",
-    type=seconds_of,
-    default="1h",
-    show_default=True,
-    metavar="DURATION",
-    help="Time after a conversation's end for the reward of --reward-threshold.",
-)
-@click.option(
-    "--max-spans-per-minute",
-    default=0,
-    metavar="N",
-    help="Recorded calls per minute beyond which no further conversation is recorded; 0 for no limit.",
-)
+@_setting("--conversation-idle", "conversation_idle_s", type=seconds_of, default="30m", metavar="DURATION")
+@_setting("--base-rate", type=click.FloatRange(0, 1), metavar="SHARE")
+@_setting("--reward-threshold", type=float, metavar="REWARD")
+@_setting("--reward-wait", "reward_wait_s", type=seconds_of, default="1h", metavar="DURATION")
+@_setting("--max-spans-per-minute", type=click.IntRange(min=0), metavar="N")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File to write the admin token to.")
-@click.option(
-    "--spool",
-    metavar="FOLDER|off",
-    default="",
-    help="Folder for calls that the store does not take at once; by default one of this user's state, and off for a "
-    "SQLite store.",
-)
-@click.option(
-    "--advertise",
-    metavar="HOST",
-    default="",
-    help="Name by which other gateways of the store reach this one; by default --host, or this machine's address.",
-)
-@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate's chain in PEM: listen with TLS alone.")
-@click.option(
-    "--tls-key",
-    type=click.Path(path_type=Path),
-    help="Private key of --tls-cert in PEM, unless it is in the same file.",
-)
-@click.option(
-    "--audit-log",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File to which a line of JSON is appended for each privileged action.",
-)
-@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
-@click.option("--max-calls", default=100_000, show_default=True, help="Model calls of one attempt.")
-@click.option("--max-spans", default=1_000_000, show_default=True, help="Spans that one attempt may append.")
-@click.option(
-    "--protect-status",
-    "is_status_protected",
-    is_flag=True,
-    help="Ask for the admin token at /metrics and /openapi.json.",
-)
-@click.option(
-    "--allow-host",
-    "known_hosts",
-    multiple=True,
-    metavar="NAME",
-    help="Host name for which /metrics and /openapi.json also answer without a token; repeatable.",
-)
-@click.option(
-    "--helper-match",
-    default="",
-    metavar="REGEX",
-    help="Mark calls as helper calls, which do not train, if their opening matches.",
-)
-@click.option(
-    "--native-api",
-    "native_apis",
-    multiple=True,
-    type=click.Choice(["messages", "responses"]),
-    help="Pass calls of this API to policies in training as they are: their server returns token ids in it.",
-)
+@_setting("--spool", metavar="FOLDER|off")
+@_setting("--advertise", metavar="HOST")
+@_setting("--tls-cert", type=click.Path())
+@_setting("--tls-key", type=click.Path())
+@_setting("--audit-log", type=click.Path(dir_okay=False))
+@_setting("--timeout", "timeout_s")
+@_setting("--max-calls")
+@_setting("--max-spans")
+@_setting("--protect-status", "is_status_protected", is_flag=True)
+@_setting("--allow-host", "known_hosts", multiple=True, metavar="NAME")
+@_setting("--helper-match", metavar="REGEX")
+@_setting("--native-api", "native_apis", multiple=True, type=click.Choice(["messages", "responses"]))
 @click.option(
     "--older-than",
     type=seconds_of,
     metavar="DURATION",
-    help="Remove rollouts that finished longer ago, such as 30d: at the start, and every hour.",
+    help="Remove rollouts that finished longer ago than this, such as 30d, at the start and every hour.",
 )
 @click.option(
     "--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts, and remove the others."
@@ -172,38 +110,33 @@ _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "f
 def serve(
     ctx: click.Context,
     url: str,
-    host: str,
-    port: int,
     workers: int,
     upstreams: tuple[str, ...],
     split_text: str | None,
-    idle_s: float,
     token_file: Path | None,
-    spool: str,
     older_than: float | None,
     keep: int | None,
     **settings: Any,
 ) -> None:
     """Serve a store and a gateway to other processes."""
-    if idle_s <= 0:
+    share = Share(**{one.name: settings.pop(one.name) for one in fields(Share)})
+    found = Settings(is_shared=True, share=share, **settings)
+    if found.conversation_idle_s <= 0:
         raise ConfigError("--conversation-idle must be above 0; write 30m, 2h or 1d")
     manager, url = manager_of(ctx), as_url(url)
     parsed = [parse_upstream(text) for text in upstreams]
     split = parse_split(split_text) if split_text else None
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(signing_keys())
-    certificate = certificate_of(settings.pop("tls_cert"), settings.pop("tls_key"))
-    settings["audit_log"] = str(settings["audit_log"] or "")
-    share = Share(**{one.name: settings.pop(one.name) for one in fields(Share)})
-    found = Settings(host=host, port=port, conversation_idle_s=idle_s, is_shared=True, share=share, **settings)
+    certificate = certificate_of(found)
     retention = RetentionLimits.of(older_than, keep)
 
     async def run(place: Place | None = None) -> None:
         store = build_store(manager, url)
-        folder = spool
+        folder = found.spool
         if place is not None:
-            folder = spool or str(default_folder())
-        elif not parsed and not spool:
+            folder = folder or str(default_folder())
+        elif not parsed and not folder:
             folder = OFF  # a gateway without upstreams records no calls
         stopping = _stopping(place)
         if not await wait_for_store(store, shown_url(url), stopping):
@@ -237,18 +170,16 @@ def serve(
         )
 
     if workers > 1:
-        ctx.exit(_supervised(run, workers, found, url, spool))
+        ctx.exit(_supervised(run, workers, found, url))
     try:
         asyncio.run(run())
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
 
 
-def _supervised(
-    run: Callable[[Place], Coroutine[Any, Any, None]], workers: int, found: Settings, url: str, spool: str
-) -> int:
+def _supervised(run: Callable[[Place], Coroutine[Any, Any, None]], workers: int, found: Settings, url: str) -> int:
     """Serve with several processes until a signal arrives; returns the exit status."""
-    reasons = refusal(url, spool=spool, max_spans_per_minute=found.share.max_spans_per_minute)
+    reasons = refusal(url, spool=found.spool, max_spans_per_minute=found.share.max_spans_per_minute)
     if reasons:
         raise ConfigError(f"--workers {workers} is refused: {'; '.join(reasons)}")
     try:

@@ -7,8 +7,7 @@ import click
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
-from agl_gateway.traffic.split_report import ArmReport, SplitReport, samples, split_report
-from agl_gateway.traffic.splits import check_labels, differing, pins_of
+from agl_gateway.traffic.splits import ArmReport, SplitReport, check_labels, differing, pins_of, samples, split_report
 from agl_inspect.records.labels import move
 from agl_inspect.statistics import Criterion, check_better
 from agl_inspect.terminal.opening import pass_manager, store_option, with_store
@@ -21,12 +20,12 @@ _DEFAULT = ("production", "candidate")
 @click.argument("labels", nargs=-1)
 @click.option("--experiment", help="Only rollouts of this experiment.")
 @click.option("--confidence", default=0.95, show_default=True, help="Confidence of the intervals.")
-@click.option("--promote", "promoted", metavar="NAME", help="Promote NAME of the second of two arms, if it is better.")
+@click.option("--promote", "promoted", metavar="NAME", help="Promote the second arm's version of NAME if it is better.")
 @click.option("--min-gain", default=0.0, show_default=True, help="With --promote: smallest difference of the means.")
 @click.option(
     "--min-rollouts", default=20, show_default=True, help="With --promote: smallest number of rewards per arm."
 )
-@click.option("--reason", default="", help="With --promote: reason to keep in the history.")
+@click.option("--reason", default="", help="With --promote: reason to record in the history.")
 @store_option
 @json_option
 @pass_manager
@@ -44,7 +43,7 @@ def split_(
 ) -> None:
     """Report the rewards of the arms LABELS of a serving split, the baseline first; by default production, candidate.
 
-    The report counts finished rollouts that a split placed between the versions that the labels name now. A failed
+    The report counts finished rollouts that a split divided between the versions that the labels name now. A failed
     rollout counts 0, and one without a reward is left out. With --promote the first label moves to the second one's
     version of NAME, if that is better.
     """

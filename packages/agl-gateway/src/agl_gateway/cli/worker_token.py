@@ -25,19 +25,19 @@ from agl_run.access import AttemptTokens
     default="30d",
     show_default=True,
     metavar="DURATION",
-    help="Time after which it is refused.",
+    help="Time after which the token expires.",
 )
-@click.option("--name", default="", help="Whom it is for, as the audit log shows it.")
+@click.option("--name", default="", help="Name of the token's holder in the audit log.")
 @click.option(
-    "--store", "url", metavar="URL", help="A gateway to ask with the admin token; by default this machine's key signs."
+    "--store", "url", metavar="URL", help="Gateway that signs, with the admin token; by default, this machine's key."
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File to write it to, for this user alone, instead of printing it; one that is there is exchanged.",
+    help="Write the token to this file, for this user only, instead of printing it; replaces an existing file.",
 )
 def worker_token(experiment: str, valid_s: float, name: str, url: str | None, output: Path | None) -> None:
-    """Make a token with which agl worker runs the rollouts of EXPERIMENT, a name, and reaches nothing else.
+    """Make a token that lets agl worker run the rollouts of the experiment named EXPERIMENT, and nothing else.
 
     Give it to workers in AGL_WORKER_TOKEN, or in a file that AGL_WORKER_TOKEN_FILE names, which is read again when it
     changes. It cannot be revoked before it expires, except with the key that signed it.

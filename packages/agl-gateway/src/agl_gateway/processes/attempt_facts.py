@@ -8,21 +8,21 @@ A process that is killed forgets what it counted; so do all of them when the gat
 """
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 
-from agl_gateway.access.admission import Admission
-from agl_gateway.processes.peers import Peers
+from agl.schemas import new_trace_id
+from agl_gateway.access.identity import Admission
+from agl_gateway.processes.peers import PEER_HEADER, SIBLING, Peers, Siblings
 from agl_gateway.processes.presence import GatewayRecord
-from agl_gateway.processes.siblings import PEER_HEADER, SIBLING, Siblings
 from agl_gateway.recent import Recent
-from agl_gateway.record.exchanges import RequestIds, RequestKey
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +55,59 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     position: int = 0
     calls: int = 0
     spans: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestKey:
+    """What tells a repeated request from others: its attempt, and the size and digest of its body."""
+
+    attempt_id: str
+    size: int
+    digest: str
+
+
+@dataclass
+class RequestIds:
+    """Assigns one id to a request and all of its retries.
+
+    A retry carries the same ``x-agl-request-id``, or the same body with a retry count above zero.
+    """
+
+    _recent: Recent[RequestKey, tuple[float, str]] = field(default_factory=lambda: Recent(_REMEMBERED))
+
+    def of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
+        """Return the request's id and the client's retry count."""
+        retries = _count(headers.get("x-stainless-retry-count", "0"))
+        if given := headers.get("x-agl-request-id", ""):
+            return given[:128], retries
+        key = _key(attempt_id, body)
+        if retries and (known := self._recent.get(key)) is not None:
+            return known[1], retries
+        request_id = new_trace_id()
+        self.learn(key, time.time(), request_id)
+        return request_id, retries
+
+    def retry_of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> RequestKey | None:
+        """Return the key of a repeated request, whose first try others may have got; ``None`` for any other."""
+        if headers.get("x-stainless-retry-count", "0") == "0" or headers.get("x-agl-request-id", ""):
+            return None
+        return _key(attempt_id, body)
+
+    def known(self, key: RequestKey) -> tuple[float, str]:
+        """Return the Unix seconds and the id of the newest request with this key; 0 and ``""`` if there is none."""
+        return self._recent.get(key, (0.0, ""))
+
+    def learn(self, key: RequestKey, at: float, request_id: str) -> None:
+        """Remember the id of a request that came at ``at`` Unix seconds."""
+        self._recent[key] = (at, request_id)
+
+
+def _key(attempt_id: str, body: bytes) -> RequestKey:
+    return RequestKey(attempt_id=attempt_id, size=len(body), digest=blake2b(body, digest_size=8).hexdigest())
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 6 else 0
 
 
 class AttemptFacts:

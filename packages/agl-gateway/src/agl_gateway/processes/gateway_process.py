@@ -19,9 +19,10 @@ from agl.errors import CaptureError, ConfigError
 from agl.owned_process import HEALTH_S, Message, OwnedProcess
 from agl_gateway.processes.loop_thread import LoopThread
 from agl_gateway.processes.supervisor import listening
-from agl_gateway.record.spools import OFF
+from agl_gateway.record.spool_file import OFF
 from agl_gateway.relay.routing import Router
-from agl_gateway.service import BACKLOG, Settings, bind_error
+from agl_gateway.service import BACKLOG, bind_error
+from agl_gateway.settings import Settings
 from agl_gateway.store_api.contract import Fault, error_of
 from agl_gateway.traffic.arms import with_distinct_names
 from agl_run.access import Secret
@@ -39,8 +40,6 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that a process needs to serve.
 
     Attributes:
-        spool: Folder for the spool.
-        tls_cert: As for :class:`agl_gateway.embedded.EmbeddedGateway`, like ``tls_key``.
         plugins: Environment that makes it load the same plugins.
         keys: Keys of attempt tokens, one a line.
         gates: State of the policies that were paused or resumed before.
@@ -48,11 +47,8 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     store_url: str
     settings: Settings
-    spool: str
     keys: bytes
     upstreams: tuple[Upstream, ...]
-    tls_cert: str = ""
-    tls_key: str = ""
     plugins: dict[str, str] = {}
     gates: dict[str, GateState] = {}
 
@@ -111,9 +107,7 @@ class GatewayProcess:
 
     Attributes:
         store_url: The store, which the process opens by itself.
-        settings: The gateway's address and limits.
-        spool: Folder for calls that the store does not take at once.
-        tls_cert: As for :class:`agl_gateway.embedded.EmbeddedGateway`, like ``tls_key``.
+        settings: The gateway's settings, with a folder for its spool.
         plugins: Environment that makes the process load the same plugins.
         program: The command of the process.
         health_s: As for :class:`agl.owned_process.OwnedProcess`.
@@ -121,9 +115,6 @@ class GatewayProcess:
 
     store_url: str
     settings: Settings
-    spool: str
-    tls_cert: str = ""
-    tls_key: str = ""
     plugins: Mapping[str, str] | None = None
     program: Sequence[str] = PROGRAM
     health_s: float = HEALTH_S
@@ -253,11 +244,8 @@ class GatewayProcess:
         beginning = Beginning(
             store_url=self.store_url,
             settings=self.settings,
-            spool=self.spool,
             keys=self._keys(),
             upstreams=self._upstreams,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
             plugins=dict(self.plugins or {}),
             gates=dict(self._gates),
         )

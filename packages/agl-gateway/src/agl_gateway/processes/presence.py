@@ -6,15 +6,17 @@ how many at the last sign of life.
 
 import asyncio
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+from msgspec.structs import replace
+
 from agl.contracts import Presence, Store
-from agl.errors import FencedError, StoreError
-from agl.schemas import Json, new_trace_id
+from agl.errors import StoreError
+from agl.schemas import Record, new_trace_id, to_builtins
 from agl_gateway.record.recorder import Recorder
 
 _log = logging.getLogger(__name__)
@@ -22,50 +24,37 @@ _log = logging.getLogger(__name__)
 GATEWAYS = "agl-gateways"
 """The experiment under whose name gateways announce themselves."""
 
-STORE_ID_KEY = "gateway/store-id"
-
 BEAT_S = 10.0
 SILENT_S = 60.0
 """Seconds without a sign of life after which a gateway counts as gone."""
 
 
-async def store_identity(store: Store) -> str:
-    """Return the identity that lies in a store, made on the first call; equal for all who use the store."""
-    while True:
-        if known := (await store.load_state(STORE_ID_KEY)).get(STORE_ID_KEY):
-            return known.decode()
-        try:
-            await store.save_state({STORE_ID_KEY: new_trace_id()[:16].encode()}, expected={STORE_ID_KEY: b""})
-        except FencedError:  # another gateway was first
-            continue
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatewayRecord:
-    """A gateway as it announced itself last.
+class GatewayRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A gateway as it announced itself last, which is what its presence in the store holds.
 
     Attributes:
         member: Its identity, that of its spool.
         group: The gateway that it is a process of; its own identity where it is the only one.
         calls: Calls that it held and that were not in the store.
+        seen_at: Unix seconds of the last sign of life, by the store's clock.
         silent_s: Seconds since then.
         is_ended: It ended in good order; ``calls`` of them stayed in its spool.
         is_shared: It answers calls of any attempt of the store, as those of ``agl serve`` do.
         start: The id of its newest start.
     """
 
-    member: str
-    group: str
-    url: str
-    machine: str
-    spool: str
-    calls: int
-    size: int
-    seen_at: float
-    silent_s: float
-    is_ended: bool
-    is_shared: bool
-    start: str
+    member: str = ""
+    group: str = ""
+    url: str = ""
+    machine: str = ""
+    spool: str = ""
+    calls: int = 0
+    size: int = 0
+    is_ended: bool = False
+    is_shared: bool = False
+    start: str = ""
+    seen_at: float = 0.0
+    silent_s: float = 0.0
 
     @property
     def is_gone(self) -> bool:
@@ -87,8 +76,10 @@ async def gateways_of(store: Store, *, now: float = 0.0) -> list[GatewayRecord]:
             that announces itself, whatever its own clock says.
     """
     found = await store.presences(GATEWAYS)
-    newest = max((presence.seen_at for presence in found), default=0.0)
-    return [_record(presence, max(now, newest)) for presence in found]
+    now = max((now, *(one.seen_at for one in found)))
+    given = [{**one.details, "member": one.member, "seen_at": one.seen_at} for one in found]
+    records = [msgspec.convert(details, GatewayRecord) for details in given]
+    return [replace(record, silent_s=now - record.seen_at) for record in records]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -142,26 +133,26 @@ class GatewayPresence:
         spool = self.recorder.spool
         assert spool is not None  # noqa: S101  # callers look
         self._beat += 1
-        details: dict[str, Json] = {
-            "url": self.url(),
-            "machine": socket.gethostname(),
-            "pid": os.getpid(),
-            "spool": str(spool.file.path),
-            "calls": self.recorder.pending,
-            "bytes": self.recorder.pending_bytes,
-            "is_ended": is_ended,
-            "is_shared": self.is_shared,
-            "group": self.group,
-            "start": self.start(),
-        }
+        own = GatewayRecord(
+            member=spool.gateway_id,
+            group=self.group or spool.gateway_id,
+            url=self.url(),
+            machine=socket.gethostname(),
+            spool=str(spool.file.path),
+            calls=self.recorder.pending,
+            size=self.recorder.pending_bytes,
+            is_ended=is_ended,
+            is_shared=self.is_shared,
+            start=self.start(),
+        )
         await self.store.announce(
             Presence(
                 experiment=GATEWAYS,
-                member=spool.gateway_id,
+                member=own.member,
                 session=self._session,
                 since=self._since,
                 beat=self._beat,
-                details=details,
+                details=to_builtins(own),
             )
         )
 
@@ -170,28 +161,3 @@ async def gone_gateways(store: Store, *, own: str = "", now: float = 0.0) -> lis
     """Return the gateways that are gone with calls in their spools, but not ``own``; see :func:`gateways_of`."""
     found = await gateways_of(store, now=now)
     return [each for each in found if each.is_gone and each.calls and each.member != own]
-
-
-def _record(presence: Presence, now: float) -> GatewayRecord:
-    details = presence.details
-
-    def text(key: str) -> str:
-        return str(details.get(key, ""))
-
-    def number(key: str) -> int:
-        return found if isinstance(found := details.get(key), int) else 0
-
-    return GatewayRecord(
-        member=presence.member,
-        group=text("group") or presence.member,
-        url=text("url"),
-        machine=text("machine"),
-        spool=text("spool"),
-        calls=number("calls"),
-        size=number("bytes"),
-        seen_at=presence.seen_at,
-        silent_s=now - presence.seen_at,
-        is_ended=details.get("is_ended") is True,
-        is_shared=details.get("is_shared") is True,
-        start=text("start"),
-    )

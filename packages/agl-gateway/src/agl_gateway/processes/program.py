@@ -12,7 +12,7 @@ from agl.errors import AglError
 from agl.owned_process import Owner, run_owned
 from agl_gateway.access.certificate import certificate_of
 from agl_gateway.processes.gateway_process import Beginning, GateState, Note, Order
-from agl_gateway.record.spools import left_text, spools_for
+from agl_gateway.record.spool_file import left_text, spools_for
 from agl_gateway.service import GatewayService
 from agl_gateway.store_api.contract import Fault, fault_of
 from agl_inspect.stores import build_store
@@ -96,8 +96,8 @@ class _Program:
             upstreams=given.upstreams,
             tokens=AttemptTokens(lambda: self._keys),
             settings=given.settings,
-            certificate=certificate_of(given.tls_cert, given.tls_key),
-            spools=await spools_for(store, given.spool, shown=repr(store)),
+            certificate=certificate_of(given.settings),
+            spools=await spools_for(store, given.settings.spool, shown=repr(store)),
             listener=self._listener,
         )
         for name, gate in given.gates.items():

@@ -25,7 +25,7 @@ from typing import Any
 from agl.errors import AglError, ConfigError
 from agl.owned_process import Restarts
 from agl.schemas import new_trace_id
-from agl_gateway.processes.siblings import UNKNOWN, Board, Group
+from agl_gateway.processes.peers import UNKNOWN, Board, Group
 
 _MAX_PATH = 100
 """Bytes of a socket's path that every system takes."""

@@ -4,22 +4,39 @@ An exchange becomes one ``chat`` span per sampled choice, by the GenAI conventio
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from agl import semconv
 from agl.contracts import Upstream
-from agl.dialects import Exchange, Request, calls_of
-from agl.schemas import Json, Span, new_trace_id
-from agl.tracing import WHO_HEADER, chat_spans, decode_names
-from agl_gateway.recent import Recent
-from agl_gateway.relay.callers import HelperRules, Origin
+from agl.dialects import Exchange, calls_of
+from agl.schemas import Json, Span
+from agl.tracing import chat_spans
 from agl_gateway.traffic.arms import CallRoute, policy_of
 from agl_gateway.wire.translation import Outgoing
 
-_RETRY_MEMORY = 20_000
-_MAX_CLIENT = 200
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The program that made a call, as far as the call says.
+
+    Attributes:
+        agent: The coding agent's name, with that of its sub-agent behind a slash; ``""`` if unknown.
+        agent_id: The id of its sub-agent.
+        session: The id of its session.
+        role: The call's role: :data:`agl.semconv.HELPER` for a helper call, ``compaction`` for one that makes the
+            conversation shorter, which trains; ``""`` for a turn.
+    """
+
+    agent: str = ""
+    agent_id: str = ""
+    session: str = ""
+    role: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which policies select their callers, innermost first."""
+        return tuple(name for name in (self.role, self.agent) if name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,104 +127,6 @@ class CallRecord:
 
 
 _NO_UPSTREAM = Upstream(name="", base_url="")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestKey:
-    """What tells a repeated request from others: its attempt, and the size and digest of its body."""
-
-    attempt_id: str
-    size: int
-    digest: str
-
-
-@dataclass
-class RequestIds:
-    """Assigns one id to a request and all of its retries.
-
-    A retry carries the same ``x-agl-request-id``, or the same body with a retry count above zero.
-    """
-
-    _recent: Recent[RequestKey, tuple[float, str]] = field(default_factory=lambda: Recent(_RETRY_MEMORY))
-
-    def of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
-        """Return the request's id and the client's retry count."""
-        retries = _count(headers.get("x-stainless-retry-count", "0"))
-        if given := headers.get("x-agl-request-id", ""):
-            return given[:128], retries
-        key = _key(attempt_id, body)
-        if retries and (known := self._recent.get(key)) is not None:
-            return known[1], retries
-        request_id = new_trace_id()
-        self.learn(key, time.time(), request_id)
-        return request_id, retries
-
-    def retry_of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> RequestKey | None:
-        """Return the key of a repeated request, whose first try others may have got; ``None`` for any other."""
-        if headers.get("x-stainless-retry-count", "0") == "0" or headers.get("x-agl-request-id", ""):
-            return None
-        return _key(attempt_id, body)
-
-    def known(self, key: RequestKey) -> tuple[float, str]:
-        """Return the Unix seconds and the id of the newest request with this key; 0 and ``""`` if there is none."""
-        return self._recent.get(key, (0.0, ""))
-
-    def learn(self, key: RequestKey, at: float, request_id: str) -> None:
-        """Remember the id of a request that came at ``at`` Unix seconds."""
-        self._recent[key] = (at, request_id)
-
-
-def _key(attempt_id: str, body: bytes) -> RequestKey:
-    return RequestKey(attempt_id=attempt_id, size=len(body), digest=blake2b(body, digest_size=8).hexdigest())
-
-
-def _count(text: str) -> int:
-    return int(text) if text.isdecimal() and len(text) < 6 else 0
-
-
-def trace_of(headers: Mapping[str, str]) -> tuple[str, str]:
-    """Return trace id and span id of a W3C ``traceparent`` header; both empty without a valid one."""
-    parts = headers.get("traceparent", "").split("-")
-    is_valid = len(parts) >= 4 and _is_hex(parts[1], 32) and _is_hex(parts[2], 16)
-    return (parts[1], parts[2]) if is_valid else ("", "")
-
-
-def _is_hex(text: str, size: int) -> bool:
-    return len(text) == size and bool(text.strip("0")) and all(letter in "0123456789abcdef" for letter in text)
-
-
-def span_id_of(headers: Mapping[str, str]) -> str:
-    """Return the framework span's id from ``x-agl-span-id``; ``""`` unless it is 16 hex digits."""
-    text = headers.get("x-agl-span-id", "").lower()
-    return text if _is_hex(text, 16) else ""
-
-
-def context_of(
-    rollout_id: str,
-    attempt_id: str,
-    headers: Mapping[str, str],
-    asked: Request,
-    *,
-    request_ids: RequestIds,
-    helpers: HelperRules,
-) -> CallContext:
-    """Build the context of a request from its headers, and from its body where these show a coding agent."""
-    request_id, retries = request_ids.of(attempt_id, headers, asked.body)
-    trace_id, trace_parent = trace_of(headers)
-    framework_span_id = span_id_of(headers)
-    names = decode_names(headers.get(WHO_HEADER, ""))
-    return CallContext(
-        rollout_id=rollout_id,
-        attempt_id=attempt_id,
-        request_id=request_id,
-        retry_count=retries,
-        trace_id=trace_id,
-        parent_id=framework_span_id or trace_parent or None,
-        framework_span_id=framework_span_id,
-        names=names,
-        client=headers.get("user-agent", "")[:_MAX_CLIENT],
-        origin=helpers.origin_of(headers, asked, has_tracer=bool(names or framework_span_id)),
-    )
 
 
 def spans_of(record: CallRecord) -> list[Span]:

@@ -22,10 +22,9 @@ from agl.errors import CaptureError, StoreError
 from agl.schemas import Span
 from agl_gateway.record.exchanges import CallRecord, spans_of
 from agl_gateway.record.outage import FINAL, Outage
-from agl_gateway.record.spool import Spool, appended, message_of
+from agl_gateway.record.spool import SpanCount, Spool, appended, message_of
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
 from agl_gateway.record.storable import storable
-from agl_gateway.status.metrics import SpanRate
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +50,13 @@ class Recorder:
         spools: The gateway's own spool, and those of gateways that are gone; none to go without.
         spool_after_s: Seconds that the store may take for a batch before its calls go to the spool.
         on_held: Takes the number of calls that are not in the store, and of open streams, whenever it changes.
+        stored: Counts the spans that were written to the store, by whatever part of the gateway.
         lost: Number of spans that could not be written.
         spool: Calls that are durable and not in the store; ``None`` without one.
     """
 
     store: Store
     _: KW_ONLY
-    rate: SpanRate
     outage: Outage
     spools: Sequence[SpoolFile] = ()
     spool_after_s: float = 0.05
@@ -65,7 +64,8 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._held = 0
-        self._writer = AttemptWriter(self.store, rate=self.rate, on_failure=self._fail)
+        self.stored = SpanCount()
+        self._writer = AttemptWriter(self.store, stored=self.stored, on_failure=self._fail)
         self._queue: deque[CallRecord] = deque()
         self._bytes = 0
         self._pending: Counter[str] = Counter()
@@ -83,7 +83,7 @@ class Recorder:
         self._is_stopping = False
         self._oldest_at = 0.0
         self.lost = 0
-        self.spool = self._new_spool(self.spools, self.rate) if self.spools else None
+        self.spool = self._new_spool(self.spools) if self.spools else None
 
     @property
     def pending(self) -> int:
@@ -305,7 +305,7 @@ class Recorder:
 
     async def _append(self, spans: list[Span]) -> bool:
         """Write spans of several attempts at once; returns false if the store refuses."""
-        return not spans or await appended(self.store, spans, self.rate) is None
+        return not spans or await appended(self.store, spans, self.stored) is None
 
     async def _finish(self, batch: Sequence[CallRecord]) -> None:
         """Record that exchanges are in the store, or never will be."""
@@ -338,13 +338,13 @@ class Recorder:
         if self.on_held is not None:
             self.on_held(self._held)
 
-    def _new_spool(self, spools: Sequence[SpoolFile], rate: SpanRate) -> Spool:
+    def _new_spool(self, spools: Sequence[SpoolFile]) -> Spool:
         return Spool(
             spools[0],
             leftovers=spools[1:],
             store=self.store,
             outage=self.outage,
-            rate=rate,
+            stored=self.stored,
             on_stored=self._stored,
             on_failure=self._fail,
         )
@@ -379,9 +379,9 @@ class AttemptWriter:
         on_failure: Takes attempt, message and number of spans that could not be written.
     """
 
-    def __init__(self, store: Store, *, rate: SpanRate, on_failure: Callable[[str, str, int], None]) -> None:
+    def __init__(self, store: Store, *, stored: SpanCount, on_failure: Callable[[str, str, int], None]) -> None:
         self._store = store
-        self._rate = rate
+        self._stored = stored
         self._on_failure = on_failure
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -423,7 +423,7 @@ class AttemptWriter:
         found: Exception | None = None
         for delay_s in (0.0, *_RETRY_DELAYS_S):
             await asyncio.sleep(delay_s)
-            found = await appended(self._store, spans, self._rate)
+            found = await appended(self._store, spans, self._stored)
             if found is None or isinstance(found, FINAL):
                 break
         return found

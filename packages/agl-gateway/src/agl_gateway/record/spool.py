@@ -20,7 +20,6 @@ from agl.errors import StoreError
 from agl.schemas import Span
 from agl_gateway.record.outage import FINAL, Outage
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
-from agl_gateway.status.metrics import SpanRate
 from agl_gateway.wire.problems import Problem
 
 T = TypeVar("T")
@@ -49,6 +48,13 @@ _RETRY_AFTER_S = 5
 
 
 @dataclass(eq=False)
+class SpanCount:
+    """The number of spans that one gateway has written to its store."""
+
+    total: int = 0
+
+
+@dataclass(eq=False)
 class Spool:
     """Calls on their way to the store. Used in one event loop only.
 
@@ -65,7 +71,7 @@ class Spool:
     _: KW_ONLY
     store: Store
     outage: Outage
-    rate: SpanRate
+    stored: SpanCount
     on_stored: Callable[[Sequence[str]], Awaitable[None]]
     on_failure: Callable[[str, str, int], None]
     leftovers: Sequence[SpoolFile] = ()
@@ -260,7 +266,7 @@ class Spool:
                 await self._defer_or_refuse(file, own, error)
 
     async def _append(self, calls: Sequence[SpooledCall]) -> Exception | None:
-        return await appended(self.store, [span for call in calls for span in call.spans], self.rate)
+        return await appended(self.store, [span for call in calls for span in call.spans], self.stored)
 
     async def _defer_or_refuse(self, file: SpoolFile, calls: Sequence[SpooledCall], error: Exception) -> None:
         """Try an attempt again later, for ever; set it aside only where the store will never take it."""
@@ -322,13 +328,13 @@ class Spool:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-async def appended(store: Store, spans: Sequence[Span], rate: SpanRate) -> Exception | None:
+async def appended(store: Store, spans: Sequence[Span], stored: SpanCount) -> Exception | None:
     """Write spans to the store and count them; returns the error instead where it refuses."""
     try:
         await store.append_spans(spans)
     except Exception as error:  # noqa: BLE001  # isolation: repeated, or reported by the caller
         return error
-    rate.add(len(spans))
+    stored.total += len(spans)
     return None
 
 

@@ -5,6 +5,7 @@ open holds it alone, and its end, however it comes, lets it go. A file belongs t
 the store itself, so that it is never written to another one whatever its address is called.
 """
 
+import asyncio
 import socket
 import sqlite3
 import time
@@ -15,9 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from agl.errors import ConfigError, StoreError
+from agl.contracts import Store
+from agl.errors import ConfigError, FencedError, StoreError
 from agl.schemas import Span, decode, encode, new_trace_id
+from agl.stores import MemoryStore
 from agl_gateway.record.storable import storable
+from agl_inspect.keys import state_dir
+from agl_store_sqlite import SQLiteStore
 
 _FORMAT = "1"
 _SUFFIX = ".spool"
@@ -310,4 +315,63 @@ def _failure(path: Path, error: Exception) -> str:
         f"the spool {path} cannot be written ({error}); "
         + ("make room on its disk" if is_full else "check its disk and rights")
         + ", or start the gateway with --spool FOLDER on another one"
+    )
+
+
+STORE_ID_KEY = "gateway/store-id"
+OFF = "off"
+
+
+def default_folder() -> Path:
+    """Return the folder for spools below the folder of this user's state."""
+    return state_dir() / "spool"
+
+
+def folder_of(choice: str, store: Store) -> Path | None:
+    """Return the folder for the spool of a gateway; ``None`` to go without.
+
+    Args:
+        choice: A folder, ``off``, or ``""`` for a folder of this user's state where the store is not in this process:
+            a SQLite file or memory here takes a call as fast as a spool does, and is not gone while this process runs.
+    """
+    if choice == OFF or (not choice and isinstance(store, MemoryStore | SQLiteStore)):
+        return None
+    return Path(choice).expanduser() if choice else default_folder()
+
+
+async def store_identity(store: Store) -> str:
+    """Return the identity that lies in a store, made on the first call; equal for all who use the store."""
+    while True:
+        if known := (await store.load_state(STORE_ID_KEY)).get(STORE_ID_KEY):
+            return known.decode()
+        try:
+            await store.save_state({STORE_ID_KEY: new_trace_id()[:16].encode()}, expected={STORE_ID_KEY: b""})
+        except FencedError:  # another gateway was first
+            continue
+
+
+async def spools_for(store: Store, choice: str, *, shown: str, without: Collection[Path] = ()) -> list[SpoolFile]:
+    """Open the spools of a store that no other process uses, the gateway's own first; none where it goes without.
+
+    Args:
+        choice: See :func:`folder_of`.
+        shown: The store's address without credentials.
+        without: See :func:`open_spools`.
+
+    Raises:
+        ConfigError: The folder cannot be used.
+        StoreError: The store does not answer, and its identity is not known.
+    """
+    folder = folder_of(choice, store)
+    if folder is None:
+        return []
+    store_id = await store_identity(store)
+    return await asyncio.to_thread(open_spools, folder, store_id=store_id, store_url=shown, without=without)
+
+
+def left_text(calls: int, path: Path | None) -> str:
+    """Return the last words of a gateway whose store did not take all calls."""
+    return (
+        f"{calls} calls stay in the spool {path}, because the store does not answer; the next gateway that starts on "
+        "this machine with the same store and spool brings them there"
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 from aiohttp import web
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -22,11 +23,9 @@ from agl import semconv
 from agl.contracts import Store
 from agl.errors import NotFoundError
 from agl.schemas import Json, Reward, Span, SpanEvent, SpanStatus
-from agl_gateway.access.admission import Admission
-from agl_gateway.access.identity import RunningAttempts
+from agl_gateway.access.identity import Admission, RunningAttempts
 from agl_gateway.access.quotas import Quotas
-from agl_gateway.record.agent_spans import as_said_by_agent
-from agl_gateway.status.metrics import SpanRate
+from agl_gateway.record.spool import SpanCount
 from agl_gateway.wire.problems import Problem
 from agl_run.access import AttemptToken
 
@@ -169,7 +168,7 @@ class TracesApi:
 
     store: Store
     admission: Admission
-    rate: SpanRate
+    stored: SpanCount
     attempts: RunningAttempts
     quotas: Quotas
 
@@ -207,7 +206,7 @@ class TracesApi:
             own = [span for span in found.spans if span.attempt_id == attempt_id]
             try:
                 await self.store.append_spans(own)
-                self.rate.add(len(own))
+                self.stored.total += len(own)
             except NotFoundError as error:
                 found.reject(str(error), len(own))
 
@@ -217,3 +216,29 @@ def _answer(found: IngestResult) -> bytes:
         return ExportTraceServiceResponse().SerializeToString()
     partial = ExportTracePartialSuccess(rejected_spans=found.rejected, error_message=found.reason)
     return ExportTraceServiceResponse(partial_success=partial).SerializeToString()
+
+
+def spans_of_agent(claim: AttemptToken, spans: Sequence[Span]) -> list[Span]:
+    """Return ``spans`` in the form that an attempt's own token may append.
+
+    Raises:
+        Problem: 403 for a span of another attempt.
+    """
+    own = (claim.rollout_id, claim.attempt_id)
+    for span in spans:
+        if (span.rollout_id, span.attempt_id) != own:
+            raise Problem(
+                403,
+                f"span {span.span_id!r} belongs to attempt {span.attempt_id!r} and the token to another one; "
+                "append to your own attempt",
+            )
+    return [as_said_by_agent(span) for span in spans]
+
+
+def as_said_by_agent(span: Span) -> Span:
+    """Return a span without what an agent cannot know of its own attempt."""
+    replace = msgspec.structs.replace
+    reward = replace(span.reward, source="agent") if span.reward else None
+    call = replace(span.call, policy="") if span.call else None
+    attributes = {name: value for name, value in span.attributes.items() if name not in semconv.RUNNER_ATTRIBUTES}
+    return replace(span, reward=reward, call=call, attributes=attributes, sequence=0, is_late=False)

@@ -6,20 +6,29 @@ titles, summaries and memories. These helper calls get the role :data:`agl.semco
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import cast
+
+from aiohttp import web
 
 from agl import semconv
 from agl.dialects import Request
 from agl.errors import ConfigError
-from agl_gateway.traffic.conversation_ids import opening_of
+from agl.tracing import WHO_HEADER, decode_names
+from agl_gateway.processes.attempt_facts import AttemptFacts, RequestIds
+from agl_gateway.record.exchanges import CallContext, Origin
+from agl_gateway.traffic.conversations import Conversations, conversation_of, opening_of, rollout_id_of
+from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
 from agl_gateway.wire.translation import as_object, object_of, text_in
+from agl_run.access import AttemptToken
 
 ROLE_HEADER = "x-agl-role"
 """Request header that names the role of a call; ``helper`` marks a helper call."""
 
 _MAX_NAME = 80
+_MAX_CLIENT = 200
 _MAX_SESSION = 200
 _MAX_METADATA = 16_384
 _MAX_OPENING = 4_000
@@ -28,29 +37,6 @@ _MAX_ARGUMENTS = 256 * 1024
 
 _SMALL = 1024
 """Tokens up to which an answer to a coding agent without tools is a helper's, whatever came before it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """The program that made a call, as far as the call says.
-
-    Attributes:
-        agent: The coding agent's name, with that of its sub-agent behind a slash; ``""`` if unknown.
-        agent_id: The id of its sub-agent.
-        session: The id of its session.
-        role: The call's role: :data:`agl.semconv.HELPER` for a helper call, ``compaction`` for one that makes the
-            conversation shorter, which trains; ``""`` for a turn.
-    """
-
-    agent: str = ""
-    agent_id: str = ""
-    session: str = ""
-    role: str = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names by which policies select their callers, innermost first."""
-        return tuple(name for name in (self.role, self.agent) if name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,3 +229,129 @@ def _text_of(value: object) -> str:
         elif isinstance(item, dict):
             waiting += reversed([*cast("dict[str, object]", item).values()])
     return "\n".join(found)[:_MAX_OPENING]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The attempt or the conversation that a call belongs to.
+
+    Attributes:
+        headers: Headers of the answer that name a conversation's rollout, or the reason why it is not recorded.
+        is_conversation: Its calls are in the store before their answers end, because no end of an attempt waits for
+            them later.
+        is_recorded: False for a conversation outside the share to record.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    is_conversation: bool = False
+    is_recorded: bool = True
+
+
+def trace_of(headers: Mapping[str, str]) -> tuple[str, str]:
+    """Return trace id and span id of a W3C ``traceparent`` header; both empty without a valid one."""
+    parts = headers.get("traceparent", "").split("-")
+    is_valid = len(parts) >= 4 and _is_hex(parts[1], 32) and _is_hex(parts[2], 16)
+    return (parts[1], parts[2]) if is_valid else ("", "")
+
+
+def _is_hex(text: str, size: int) -> bool:
+    return len(text) == size and bool(text.strip("0")) and all(letter in "0123456789abcdef" for letter in text)
+
+
+def span_id_of(headers: Mapping[str, str]) -> str:
+    """Return the framework span's id from ``x-agl-span-id``; ``""`` unless it is 16 hex digits."""
+    text = headers.get("x-agl-span-id", "").lower()
+    return text if _is_hex(text, 16) else ""
+
+
+def context_of(
+    rollout_id: str,
+    attempt_id: str,
+    headers: Mapping[str, str],
+    asked: Request,
+    *,
+    request_ids: RequestIds,
+    helpers: HelperRules,
+) -> CallContext:
+    """Build the context of a request from its headers, and from its body where these show a coding agent."""
+    request_id, retries = request_ids.of(attempt_id, headers, asked.body)
+    trace_id, trace_parent = trace_of(headers)
+    framework_span_id = span_id_of(headers)
+    names = decode_names(headers.get(WHO_HEADER, ""))
+    return CallContext(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        request_id=request_id,
+        retry_count=retries,
+        trace_id=trace_id,
+        parent_id=framework_span_id or trace_parent or None,
+        framework_span_id=framework_span_id,
+        names=names,
+        client=headers.get("user-agent", "")[:_MAX_CLIENT],
+        origin=helpers.origin_of(headers, asked, has_tracer=bool(names or framework_span_id)),
+    )
+
+
+@dataclass(eq=False, kw_only=True)
+class Owners:
+    """Finds the owners of calls. Used in one event loop only.
+
+    Attributes:
+        conversations: Records calls without an attempt's token; ``None`` where these are refused.
+        helper_calls: Number of calls that coding agents made besides the turns of their tasks.
+    """
+
+    facts: AttemptFacts
+    helpers: HelperRules
+    conversations: Conversations | None = None
+    traffic: KeptTraffic | None = None
+    helper_calls: int = field(default=0, init=False)
+
+    @asynccontextmanager
+    async def owner_of(self, request: web.BaseRequest, asked: Request, claim: AttemptToken) -> AsyncGenerator[Owner]:
+        """Yield the owner of a call with this token; a conversation does not become idle meanwhile.
+
+        Raises:
+            Problem: 400 for a call of a conversation that names none.
+        """
+        if claim.scope == "attempt" or self.conversations is None:
+            yield Owner(rollout_id=claim.rollout_id, attempt_id=claim.attempt_id)
+            return
+        conversation = conversation_of(request.headers, asked, session=session_of(request.headers))
+        if self.traffic is not None:
+            left_out_by = await self.conversations.left_out_by(conversation, self.traffic)
+            self.traffic.count(is_recorded=not left_out_by)
+            if left_out_by:
+                headers = {NOT_RECORDED: left_out_by}
+                yield Owner(rollout_id=rollout_id_of(conversation), attempt_id="", headers=headers, is_recorded=False)
+                return
+        async with self.conversations.hold_open(conversation) as found:
+            yield Owner(
+                rollout_id=found.rollout_id,
+                attempt_id=found.attempt_id,
+                headers=found.headers(),
+                is_conversation=True,
+            )
+
+    async def context_of(self, request: web.BaseRequest, asked: Request, owner: Owner) -> CallContext:
+        """Return what a call's headers say of it; asks other processes for the first try of a repeated request."""
+        requests = self.facts.requests
+        if (key := requests.retry_of(owner.attempt_id, request.headers, asked.body)) is not None:
+            await self.facts.find_request(key)
+        context = context_of(
+            owner.rollout_id,
+            owner.attempt_id,
+            request.headers,
+            asked,
+            request_ids=requests,
+            helpers=self.helpers,
+        )
+        self.helper_calls += context.origin.role == semconv.HELPER
+        return context
+
+    def forget(self, owner: Owner) -> None:
+        """Drop a conversation from the cache; its next call reads it from the store."""
+        if self.conversations is not None:
+            self.conversations.forget(owner.rollout_id)

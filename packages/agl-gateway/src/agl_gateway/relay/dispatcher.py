@@ -12,8 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from agl.dialects import dialect_of
 from agl.errors import NotFoundError, StoreError
-from agl_gateway.access.admission import Admission
-from agl_gateway.access.identity import RunningAttempts, key_of, require_scope
+from agl_gateway.access.identity import Admission, RunningAttempts, key_of, require_scope
 from agl_gateway.access.quotas import Quotas
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.side_calls import COMPACT, SIDE_CALLS, SideCalls

@@ -10,25 +10,19 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 from multidict import CIMultiDict
 
-from agl.contracts import Upstream
 from agl.dialects import Request, dialect_of
 from agl.errors import CaptureError
-from agl.schemas import Dialect
 from agl_gateway.record.exchanges import CallRecord
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.relay.bodies import BodyReader, check_values, plain_bytes
-from agl_gateway.relay.callers import clean
-from agl_gateway.relay.owners import Owner, Owners
+from agl_gateway.relay.callers import Owner, Owners, clean
 from agl_gateway.relay.routing import Router
 from agl_gateway.relay.sampling import SamplingRules
-from agl_gateway.relay.sender import Answer, Sender, reply_headers, request_headers
-from agl_gateway.relay.streams import Pump
+from agl_gateway.relay.sender import FIRST_ERROR, Answer, NotSpokenError, Pump, Sender, reply_headers, request_headers
 from agl_gateway.traffic.arms import ArmRoutes, CallRoute
-from agl_gateway.wire.client_apis import FIRST_ERROR, NotSpokenError
-from agl_gateway.wire.compaction import CompactionTranslation
 from agl_gateway.wire.problems import Problem, problem_body, problem_response
 from agl_gateway.wire.thoughts import restored, thoughts_of
-from agl_gateway.wire.translation import CHAT, Outgoing, Translation
+from agl_gateway.wire.translation import Outgoing, Translation
 from agl_run.access import AttemptToken
 
 DROPPED_HEADER = "x-agl-dropped"
@@ -60,20 +54,10 @@ class Relay:
         await self.recorder.admit()
         outgoing = await self._read(request, endpoint, translation)
         async with self.owners.owner_of(request, outgoing.request, claim) as owner:
-            return await self._relay(request, outgoing, owner)
+            return await self.relayed(request, outgoing, owner)
 
-    async def compact(self, request: web.BaseRequest, asked: Request, claim: AttemptToken) -> web.StreamResponse:
-        """Answer an attempt's request for a compaction with a summary by the policy, as a call of the attempt."""
-        await self.recorder.admit()
-        outgoing = Outgoing(request=asked, endpoint=CHAT).translated(CompactionTranslation())
-        owner = Owner(rollout_id=claim.rollout_id, attempt_id=claim.attempt_id)
-        return await self._relay(request, outgoing, owner)
-
-    def speaks(self, upstream: Upstream, dialect: Dialect) -> bool:
-        """Return true if a policy's server is asked in this API."""
-        return not self.sender.apis.is_translated(upstream, dialect)
-
-    async def _relay(self, request: web.BaseRequest, outgoing: Outgoing, owner: Owner) -> web.StreamResponse:
+    async def relayed(self, request: web.BaseRequest, outgoing: Outgoing, owner: Owner) -> web.StreamResponse:
+        """Answer a call that was read, for the owner that it is recorded for."""
         context = await self.owners.context_of(request, outgoing.request, owner)
         record = CallRecord(context=context, outgoing=outgoing)
         try:

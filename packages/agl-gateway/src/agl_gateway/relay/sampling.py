@@ -26,7 +26,7 @@ from agl.errors import NotFoundError
 from agl.schemas import Json, Rollout
 from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
-from agl_gateway.traffic.conversation_ids import opening_of
+from agl_gateway.traffic.conversations import opening_of
 from agl_gateway.wire.problems import Problem
 from agl_run import greedy_policies
 

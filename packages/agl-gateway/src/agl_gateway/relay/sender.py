@@ -3,19 +3,26 @@
 import asyncio
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
+from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from agl.contracts import Upstream
+from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import Dialect
+from agl_gateway.relay.callers import clean
 from agl_gateway.relay.routing import UpstreamTarget
-from agl_gateway.wire.client_apis import ClientApis
+from agl_gateway.wire.messages import MessagesTranslation
 from agl_gateway.wire.problems import Problem
+from agl_gateway.wire.responses import ResponsesTranslation
+from agl_gateway.wire.translation import Outgoing, StreamTranslation, Translation
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +102,74 @@ class Answer:
     def encoding(self) -> str:
         """The encoding of its body; ``""`` for none."""
         return self.response.headers.get("content-encoding", "")
+
+
+ABSENT = (404, 405, 501)
+"""Answers of servers that do not have an endpoint."""
+
+FIRST_ERROR = 400
+_MAX_WARNED = 1000
+_MAX_NAME = 200
+
+_TRANSLATED: dict[Dialect, type[Translation]] = {"messages": MessagesTranslation, "responses": ResponsesTranslation}
+
+
+class NotSpokenError(Exception):
+    """The policy's server does not have the API of a call, which sampled nothing."""
+
+
+class ClientApis:
+    """The rule for one gateway. Used in one event loop only.
+
+    Args:
+        native: APIs in which the servers of policies in training give the ids of all tokens.
+
+    Raises:
+        ConfigError: An API in ``native`` is none of ``messages`` and ``responses``.
+    """
+
+    def __init__(self, native: Collection[str] = ()) -> None:
+        unknown = sorted(set(native) - _TRANSLATED.keys())
+        if unknown:
+            hint = did_you_mean(unknown[0], _TRANSLATED, otherwise=f"known are {' and '.join(_TRANSLATED)}")
+            raise ConfigError(f"native_apis names {unknown[0]!r}, which is never translated; {hint}")
+        self._native = frozenset(native)
+        self._absent: set[tuple[str, Dialect]] = set()
+        self._warned: set[tuple[str, str]] = set()
+
+    def is_translated(self, upstream: Upstream, dialect: Dialect) -> bool:
+        """Return true if calls of this API go to the policy's server as chat completions."""
+        is_absent = (upstream.name, dialect) in self._absent
+        return dialect in _TRANSLATED and (is_absent or (upstream.is_trained and dialect not in self._native))
+
+    def translated(self, call: Outgoing, upstream: Upstream) -> Outgoing:
+        """Return a call as a chat completion; logs once per policy what is dropped for it.
+
+        Raises:
+            Problem: 400 for a call that no chat completion can express.
+        """
+        translated = call.translated(_TRANSLATED[call.request.dialect]())
+        for name in translated.dropped:
+            warning = (upstream.name, name)
+            if warning not in self._warned and len(self._warned) < _MAX_WARNED:
+                self._warned.add(warning)
+                _log.warning(
+                    "a request offers the tool %r to policy %r, whose server cannot run it; the policy does not see "
+                    "it. Switch it off in the client, or let the client run it",
+                    clean(name, _MAX_NAME),
+                    upstream.name,
+                )
+        return translated
+
+    def check(self, dialect: Dialect, status: int) -> None:
+        """Raise :class:`NotSpokenError` if the status of an answer says that the server lacks this API."""
+        if status in ABSENT and dialect in _TRANSLATED:
+            raise NotSpokenError
+
+    def learn(self, upstream: Upstream, dialect: Dialect, status: int) -> None:
+        """Remember that a server lacks an API, once it has answered a chat completion instead."""
+        if status < FIRST_ERROR:
+            self._absent.add((upstream.name, dialect))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -191,3 +266,120 @@ def _problem_of(error: Exception, url: str) -> Problem:
         return Problem(504, f"the backend at {where} {text}", code="upstream_timeout", is_retryable=True)
     text = f"ended the connection before its answer did ({error or type(error).__name__})"
     return Problem(502, f"the backend at {where} {text}", code="upstream_failed", is_retryable=True)
+
+
+_END_OF_BODY_S = 1.0
+"""Seconds in which the body of a stream ends after its last event."""
+
+_DONE = b"[DONE]"
+_LAST_TYPES = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+_MARKS = (_DONE, *_LAST_TYPES)
+
+
+class _Event(msgspec.Struct):
+    type: str = ""
+
+
+_EVENT: msgspec.json.Decoder[_Event] = msgspec.json.Decoder(_Event)
+
+
+class StreamEnd:
+    """Reads a stream whose bytes arrive in any pieces; costs a search for each mark where none is found.
+
+    Attributes:
+        has_begun: A line that only the last event has is here; a client that reads line by line may stop there.
+        is_here: The last event is here as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self.is_here = False
+        self._open: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes."""
+        ended = chunk.rfind(b"\n") + 1
+        if not ended:
+            self._open.append(chunk)
+            return
+        text = b"".join((*self._open, chunk[:ended])) if self._open else chunk[:ended]
+        self._open = [chunk[ended:]] if ended < len(chunk) else []
+        if self.has_begun or _is_marked(text):
+            for line in text.splitlines():
+                self._read(line)
+
+    def _read(self, line: bytes) -> None:
+        field, _, value = line.partition(b":")
+        value = value.strip()
+        if not line:  # it ends the event
+            self.is_here = self.has_begun
+        elif field == b"event":
+            self.has_begun |= value in _LAST_TYPES
+        elif field == b"data":
+            self.has_begun |= value == _DONE or _type_of(value) in _LAST_TYPES
+
+
+def _is_marked(text: bytes) -> bool:
+    return any(mark in text for mark in _MARKS)
+
+
+def _type_of(data: bytes) -> bytes:
+    """Return the type of an event with a mark anywhere in its JSON; ``b""`` for any other."""
+    if not _is_marked(data):
+        return b""
+    try:
+        return _EVENT.decode(data).type.encode()
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return b""
+
+
+@dataclass(eq=False, kw_only=True)
+class Pump:
+    """Passes a body on as it arrives.
+
+    Attributes:
+        translation: Translates the body for the client; ``None`` where the client speaks the backend's API.
+        holds_end: Keep the last event back, for the caller to send once the call is durable: clients take it for the
+            end, and an answer whose end they have seen must not get lost.
+        chunks: The backend's bytes.
+        held: The client's bytes that were kept back.
+    """
+
+    response: aiohttp.ClientResponse
+    reply: web.StreamResponse
+    translation: StreamTranslation | None
+    holds_end: bool
+    chunks: list[bytes] = field(default_factory=list[bytes], init=False)
+    held: bytes = field(default=b"", init=False)
+    _end: StreamEnd = field(default_factory=StreamEnd, init=False)
+
+    async def run(self) -> str:
+        """Return the error that cut the body short, ``""`` if it is complete.
+
+        Raises :class:`ConnectionError` when the client is gone.
+        """
+        body = self.response.content
+        while True:
+            try:
+                if self._end.is_here:
+                    async with asyncio.timeout(_END_OF_BODY_S):
+                        chunk = await body.readany()
+                else:
+                    chunk = await body.readany()
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                if not self._end.is_here:
+                    return f"the backend's stream broke off: {error or type(error).__name__}"
+                chunk = b""  # the last event is here, whatever becomes of the connection
+            if not chunk:
+                await self._pass(b"" if self.translation is None else self.translation.end())
+                return ""
+            self.chunks.append(chunk)
+            if self.holds_end:
+                self._end.feed(chunk)
+            await self._pass(chunk if self.translation is None else self.translation.feed(chunk))
+
+    async def _pass(self, passed: bytes) -> None:
+        if self._end.has_begun:
+            self.held += passed
+        elif passed:
+            await self.reply.write(passed)

@@ -5,19 +5,24 @@ coding agents ask before every turn how much room is left, and stop or fill thei
 Where it cannot make a conversation shorter, the policy is asked for a summary, by a call that is recorded.
 """
 
+import time
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+import msgspec
 from aiohttp import web
 
 from agl.dialects import Request
 from agl.schemas import Dialect, Json
+from agl_gateway.relay.callers import Owner
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.routing import UpstreamTarget
-from agl_gateway.relay.sender import reply_headers, request_headers
-from agl_gateway.wire.client_apis import ABSENT
+from agl_gateway.relay.sender import ABSENT, reply_headers, request_headers
+from agl_gateway.wire.chat import first_choice, pieces_of, usage_of
 from agl_gateway.wire.problems import Problem
-from agl_gateway.wire.thoughts import restored
+from agl_gateway.wire.responses import ResponsesTranslation, usage_of_response
+from agl_gateway.wire.thoughts import restored, seal
+from agl_gateway.wire.translation import CHAT, Outgoing, as_object, object_of, objects_in, text_in
 from agl_run.access import AttemptToken
 
 COMPACT = "/responses/compact"
@@ -59,8 +64,8 @@ class SideCalls:
         asked = restored(await self._read(request, SIDE_CALLS[endpoint]))
         target = self.relay.router.choose(asked.model, dialect=asked.dialect)
         is_count, is_attempt = endpoint != COMPACT, bool(claim.attempt_id)
-        if not is_count and is_attempt and not self.relay.speaks(target.upstream, asked.dialect):
-            return await self.relay.compact(request, asked, claim)
+        if not is_count and is_attempt and self.relay.sender.apis.is_translated(target.upstream, asked.dialect):
+            return await self._summary(request, asked, claim)
         try:
             reply = await self._ask(request, asked, endpoint, target, rollout_id=claim.rollout_id)
         except Problem:
@@ -69,7 +74,7 @@ class SideCalls:
             return _estimated(asked)
         if reply.status not in ABSENT or not (is_count or is_attempt):
             return reply
-        return _estimated(asked) if is_count else await self.relay.compact(request, asked, claim)
+        return _estimated(asked) if is_count else await self._summary(request, asked, claim)
 
     async def count_google(self, request: web.BaseRequest) -> web.Response:
         """Answer Google's ``countTokens`` with an estimate; the caller has verified its token.
@@ -79,6 +84,14 @@ class SideCalls:
         """
         asked = await self._read(request, "chat")
         return web.json_response({"totalTokens": estimate(asked)}, headers={ESTIMATED_HEADER: "true"})
+
+    async def _summary(self, request: web.BaseRequest, asked: Request, claim: AttemptToken) -> web.StreamResponse:
+        """Answer an attempt's request for a compaction with a summary by the policy, as a call of the attempt."""
+        await self.relay.recorder.admit()
+        outgoing = Outgoing(request=asked, endpoint=CHAT).translated(CompactionTranslation())
+        return await self.relay.relayed(
+            request, outgoing, Owner(rollout_id=claim.rollout_id, attempt_id=claim.attempt_id)
+        )
 
     async def _read(self, request: web.BaseRequest, dialect: Dialect) -> Request:
         asked = Request(dialect, await self.relay.bodies.read_call(request))
@@ -129,3 +142,69 @@ def _size(value: object) -> int:
         elif item is not None:
             size += len(str(item))
     return size
+
+
+_ASKED = (
+    "Summarize this conversation so that you can go on from the summary alone: the task, what was done and found, what "
+    "was decided and why, names of files and exact values that are still needed, and what is left to do. Answer with "
+    "the summary only, and call no tool."
+)
+
+
+class CompactionTranslation(ResponsesTranslation):
+    """Translates a request for a compaction to a chat completion that asks for a summary, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[dict[str, Any]] = []
+
+    def asked(self, request: Request) -> Request:
+        """Return the conversation with one more message, which asks for its summary.
+
+        The tools stay, because they belong to the prompt's beginning, which servers keep ready.
+        """
+        given = request.get("input")
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else objects_in(given)
+        self._kept = [item for item in items if item.get("role") == "user"]
+        if not items:
+            raise Problem(400, "there is nothing to compact; send the conversation as input", code="invalid_request")
+        body = object_of(super().asked(request).body)
+        messages = [*objects_in(body.get("messages")), {"role": "user", "content": _ASKED}]
+        if body.get("tools"):
+            body["tool_choice"] = "none"
+        return Request("chat", msgspec.json.encode({**body, "messages": messages}))
+
+    def answer(self, body: bytes) -> bytes:
+        """Return the user's messages and the summary; raises a 502 :class:`Problem` without one."""
+        given = object_of(body)
+        choice = first_choice(given)
+        pieces = pieces_of(as_object(choice.get("message")))
+        summary = "".join(piece.text for piece in pieces if piece.kind == "text").strip()
+        if not summary:
+            reason = text_in(choice.get("finish_reason"))
+            raise Problem(
+                502,
+                f"the policy wrote no summary of the conversation, and its answer ended by {reason!r}; compact while "
+                "its context has room for thoughts and a summary",
+                code="no_summary",
+            )
+        name, created = text_in(given.get("id")), given.get("created")
+        kept: list[Json] = [
+            {"id": f"msg_{name}_{index}", "status": "completed", **item, "type": "message", "content": _parts(item)}
+            for index, item in enumerate(self._kept)
+        ]
+        sealed: Json = {"id": f"cmp_{name}", "type": "compaction", "encrypted_content": seal({"summary": summary})}
+        return msgspec.json.encode(
+            {
+                "id": f"resp_{name}",
+                "object": "response.compaction",
+                "created_at": created if isinstance(created, int) else int(time.time()),
+                "output": [*kept, sealed],
+                "usage": usage_of_response(usage_of(given)),
+            }
+        )
+
+
+def _parts(item: dict[str, Any]) -> Json:
+    content = item.get("content")
+    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content

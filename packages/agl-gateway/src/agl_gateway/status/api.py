@@ -7,7 +7,7 @@ of a name, and it has no token.
 
 import asyncio
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -17,16 +17,18 @@ from aiohttp import web
 
 from agl.contracts import Store
 from agl.errors import StoreError
-from agl_gateway.access.admission import Admission
-from agl_gateway.access.identity import Identities, key_of, require_scope
-from agl_gateway.processes.siblings import Siblings
+from agl_gateway.access.identity import Admission, Identities, key_of, require_scope
+from agl_gateway.processes.peers import Siblings
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.routing import Gate
-from agl_gateway.status.metrics import Family, SpanRate, labelled, render
 from agl_gateway.status.openapi import openapi_document
 from agl_gateway.store_api.feed import QueueLength
 from agl_gateway.wire.problems import Problem
+
+Family = tuple[str, str, str, Mapping[str, float] | float]
+"""A metric: its name, type and help, and one number, or numbers by policy."""
+
 
 OWN_METRICS = "/peers/metrics"
 """The path at which a process gives its own metrics to its siblings."""
@@ -81,7 +83,6 @@ class StatusApi:
     relay: Relay
     recorder: Recorder
     queue: QueueLength
-    rate: SpanRate
     siblings: Siblings
 
     async def root(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -135,8 +136,7 @@ class StatusApi:
                 "Conversations removed because their reward did not reach the threshold.",
                 traffic.removed if traffic else 0,
             ),
-            _counter("agl_spans_total", "Spans written to the store.", self.rate.total),
-            _gauge("agl_spans_per_second", "Spans written, over ten seconds.", self.rate.per_second()),
+            _counter("agl_spans_total", "Spans written to the store.", recorder.stored.total),
             _counter("agl_spans_lost_total", "Spans that the store refused.", recorder.lost),
             _gauge("agl_span_queue_length", "Calls that are not in the store yet.", recorder.pending),
             _gauge("agl_span_queue_bytes", "Bytes of those calls.", recorder.pending_bytes),
@@ -194,3 +194,41 @@ def _counter(name: str, text: str, values: Mapping[str, float] | float) -> Famil
 def _each(gates: Mapping[str, Gate], name: str) -> dict[str, float]:
     """Return a number of every gate."""
     return {policy: getattr(gate, name) for policy, gate in gates.items()}
+
+
+def render(families: Iterable[Family], *, label: str = "policy") -> str:
+    """Render metrics as text.
+
+    Args:
+        families: The metrics.
+        label: The label of numbers in a mapping.
+    """
+    out: list[str] = []
+    for name, kind, text, values in families:
+        out += [*_head(name, kind, text), *_lines(name, values, label=label)]
+    return "\n".join(out) + "\n"
+
+
+def labelled(processes: Mapping[int, Sequence[Family]]) -> str:
+    """Render the metrics of several processes, each metric once, with the label ``process`` at every number."""
+    families: dict[str, list[str]] = {}
+    for number, found in sorted(processes.items()):
+        for name, kind, text, values in found:
+            lines = families.setdefault(name, _head(name, kind, text))
+            lines += _lines(name, values, label="policy", more=f'process="{number}"')
+    return "\n".join(line for lines in families.values() for line in lines) + "\n"
+
+
+def _head(name: str, kind: str, text: str) -> list[str]:
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+
+
+def _lines(name: str, values: Mapping[str, float] | float, *, label: str, more: str = "") -> list[str]:
+    if not isinstance(values, Mapping):
+        return [f"{name}{{{more}}} {values:.12g}" if more else f"{name} {values:.12g}"]
+    rest = f",{more}" if more else ""
+    return [f'{name}{{{label}="{_escaped(key)}"{rest}}} {value:.12g}' for key, value in values.items()]
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -9,7 +9,7 @@ import agl
 from agl_gateway.access.tokens import WORKER_TOKENS, IssuedToken, TokenRequest
 from agl_gateway.store_api.contract import METHODS, Fault, Method
 from agl_gateway.store_api.worker_reach import WORKER_METHODS
-from agl_gateway.traffic.conversation_ids import HEADER
+from agl_gateway.traffic.conversations import HEADER
 
 _TOKENS = {
     "admin": "The token that `agl serve` wrote to a file.",

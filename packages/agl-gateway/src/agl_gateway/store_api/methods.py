@@ -1,7 +1,7 @@
 """The store over HTTP: ``POST /store/<method>``, msgpack or JSON, for runners and trainers on other machines.
 
 An admin token allows everything, a worker's the work of its experiment (see :mod:`agl_gateway.store_api.worker_reach`).
-An attempt's token allows only to append spans to its own attempt (see :mod:`agl_gateway.record.agent_spans`).
+An attempt's token allows only to append spans to its own attempt (see :mod:`agl_gateway.record.traces`).
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,12 +13,11 @@ from aiohttp import web
 
 from agl.contracts import Store
 from agl.errors import AglError
-from agl_gateway.access.admission import Admission
 from agl_gateway.access.audit import Deed, deed_of
-from agl_gateway.access.identity import RunningAttempts, key_of, require_scope
+from agl_gateway.access.identity import Admission, RunningAttempts, key_of, require_scope
 from agl_gateway.access.quotas import Quotas
-from agl_gateway.record.agent_spans import spans_of_agent
-from agl_gateway.status.metrics import SpanRate
+from agl_gateway.record.spool import SpanCount
+from agl_gateway.record.traces import spans_of_agent
 from agl_gateway.store_api.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
 from agl_gateway.store_api.worker_reach import WORKER_METHODS, WorkerReach
 from agl_gateway.traffic.splits import Splitter
@@ -52,7 +51,7 @@ class StoreApi:
 
     store: Store
     admission: Admission
-    rate: SpanRate
+    stored: SpanCount
     settle: Callable[[str], Awaitable[None]]
     attempts: RunningAttempts
     quotas: Quotas
@@ -102,7 +101,7 @@ class StoreApi:
             result = await self._done(method, params)
         if name == "claim" and claim.scope == "worker":
             result = self.reach.issued(claim, result)
-        self.rate.add(spans)
+        self.stored.total += spans
         return codec.encode(result)
 
     async def _done(self, method: Method, params: dict[str, Any]) -> Any:

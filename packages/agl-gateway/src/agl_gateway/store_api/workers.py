@@ -16,9 +16,8 @@ from aiohttp import web
 
 from agl.errors import CaptureError, NotFoundError, StoreError
 from agl.schemas import rollout_id_of
-from agl_gateway.access.admission import Admission
-from agl_gateway.processes.peers import Peers
-from agl_gateway.processes.siblings import PEER_HEADER, SIBLING
+from agl_gateway.access.identity import Admission
+from agl_gateway.processes.peers import PEER_HEADER, SIBLING, Peers
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.store_api.worker_reach import WorkerReach
 from agl_gateway.wire.problems import Problem

@@ -11,13 +11,11 @@ from aiohttp import web
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Rollout
-from agl_gateway.access.admission import Admission
 from agl_gateway.access.audit import Deed
-from agl_gateway.traffic.conversation_ids import HEADER, conversation_id
-from agl_gateway.traffic.conversations import Conversation, Conversations
+from agl_gateway.access.identity import Admission
+from agl_gateway.traffic.conversations import HEADER, Conversation, Conversations, conversation_id
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
-from agl_gateway.traffic.split_report import split_report
-from agl_gateway.traffic.splits import Split, arm_of
+from agl_gateway.traffic.splits import Split, arm_of, split_report
 from agl_gateway.wire.problems import Problem
 
 END = "/conversations/end"

@@ -10,13 +10,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from hashlib import blake2b
 
 from agl.contracts import RolloutQuery, Store
-from agl.errors import ConfigError, NotFoundError, StoreError
+from agl.errors import NotFoundError, StoreError
 from agl.schemas import Rollout
 from agl_gateway.recent import Recent
+from agl_gateway.settings import Share
 from agl_inspect.retention import delete_finished, needed_experiments
 from agl_inspect.terminal.query import CONVERSATIONS, rewards_of
 
@@ -33,41 +32,6 @@ _REMEMBERED = 10_000
 _PAGE = 500
 _SWEEPS = 4
 """Looks for conversations to remove per ``reward_wait_s``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """The part of the conversations that is kept.
-
-    Attributes:
-        base_rate: Share of them, from 0 to 1, that is kept whatever becomes of it.
-        reward_threshold: Reward from which any other is kept too; ``None`` if none is.
-        reward_wait_s: Seconds after the end of a conversation in which its reward may arrive.
-        max_spans_per_minute: Calls of one minute after which no further conversation is recorded; 0 for no limit.
-    """
-
-    base_rate: float = 1.0
-    reward_threshold: float | None = None
-    reward_wait_s: float = 3600.0
-    max_spans_per_minute: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.base_rate <= 1.0:
-            raise ConfigError(f"--base-rate is {self.base_rate:g}; it is a share from 0 to 1, such as 0.05")
-        if self.max_spans_per_minute < 0:
-            raise ConfigError(f"--max-spans-per-minute is {self.max_spans_per_minute}; write 0 for no limit")
-        if self.reward_threshold is not None and self.reward_threshold != self.reward_threshold:
-            raise ConfigError("--reward-threshold is not a number; write one such as 0.8")
-
-    @property
-    def is_all(self) -> bool:
-        """True if every conversation is kept."""
-        return self.base_rate == 1.0 and not self.max_spans_per_minute
-
-    def holds(self, rollout_id: str) -> bool:
-        """Return true for the conversations of the base rate; the same in every process."""
-        drawn = blake2b(rollout_id.encode(), digest_size=8, person=b"agl-share").digest()
-        return int.from_bytes(drawn) < self.base_rate * 2**64
 
 
 class KeptTraffic:

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from agl.dialects import Request
-from agl.schemas import Json
+from agl.dialects import Request, StreamedCalls
+from agl.schemas import Json, Usage
 from agl_gateway.wire.problems import Problem
 from agl_gateway.wire.translation import EventSplitter, as_object, data_of, objects_in, text_in
 
@@ -136,29 +136,25 @@ class Pieces:
 
     def __init__(self) -> None:
         self._open: Piece | None = None
-        self._calls: dict[int, Piece] = {}
+        self._calls = StreamedCalls()
 
     def add(self, delta: dict[str, Any]) -> Iterator[Change]:
         """Yield the changes by a message or a delta of one."""
         yield from self._grow("thought", text_in(delta.get("reasoning_content")) or text_in(delta.get("reasoning")))
         yield from self._grow("text", text_in(delta.get("content")) or text_in(delta.get("refusal")))
-        for place, part in enumerate(objects_in(delta.get("tool_calls"))):
-            at = part.get("index")
-            call = self._calls.setdefault(at if isinstance(at, int) else place, Piece("call"))
-            function = as_object(part.get("function"))
-            call.id = text_in(part.get("id")) or call.id
-            call.name += text_in(function.get("name"))
-            call.text += text_in(function.get("arguments"))
+        self._calls.add(delta.get("tool_calls"))
 
     def end(self) -> Iterator[Change]:
         """Yield the end of the open piece, and the calls."""
         yield from self._close()
-        for _, call in sorted(self._calls.items()):
+        for given in self._calls.whole():
+            function = given["function"]
+            call = Piece("call", text=function["arguments"], id=text_in(given.get("id")), name=function["name"])
             yield "opened", call, ""
             if call.text:
                 yield "grown", call, call.text
             yield "closed", call, ""
-        self._calls = {}
+        self._calls = StreamedCalls()
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Change]:
         if not text:
@@ -182,35 +178,9 @@ def pieces_of(message: dict[str, Any]) -> list[Piece]:
     return [piece for step, piece, _ in (*building.add(message), *building.end()) if step == "closed"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """The tokens of a call.
-
-    Attributes:
-        cached: Those of the prompt that were not computed again.
-        thoughts: Those of the answer that are thoughts, where the server counts them.
-    """
-
-    prompt: int = 0
-    answer: int = 0
-    cached: int = 0
-    thoughts: int = 0
-
-
 def usage_of(given: dict[str, Any]) -> Usage:
     """Return the usage in an answer or a chunk, zeros where there is none."""
-    usage = as_object(given.get("usage"))
-    asked, answered = (as_object(usage.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion"))
-    return Usage(
-        prompt=_count(usage.get("prompt_tokens")),
-        answer=_count(usage.get("completion_tokens")),
-        cached=_count(asked.get("cached_tokens")),
-        thoughts=_count(answered.get("reasoning_tokens")) or _count(usage.get("reasoning_tokens")),
-    )
-
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) else 0
+    return Usage.read(given.get("usage"))
 
 
 def first_choice(given: dict[str, Any]) -> dict[str, Any]:

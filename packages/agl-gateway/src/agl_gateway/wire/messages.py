@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 
 from agl.dialects import Request
-from agl.schemas import Json
+from agl.schemas import Json, Usage
 from agl_gateway.wire.chat import (
     ChatEvents,
     ChatMessage,
     Piece,
-    Usage,
     answer_format,
     assistant_message,
     chat_completion,
@@ -224,8 +223,8 @@ def _ending(reason: str, stop: str, *, has_calls: bool) -> dict[str, Json]:
 def _usage(usage: Usage) -> dict[str, Json]:
     """Return the usage, whose input excludes what was cached."""
     return {
-        "input_tokens": usage.prompt - usage.cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt - usage.cached - usage.written,
+        "cache_creation_input_tokens": usage.written,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.answer,
     }

@@ -15,12 +15,11 @@ from typing import Any
 import msgspec
 
 from agl.dialects import Request
-from agl.schemas import Json
+from agl.schemas import Json, Usage
 from agl_gateway.wire.chat import (
     ChatEvents,
     ChatMessage,
     Piece,
-    Usage,
     answer_format,
     assistant_message,
     audio_part,

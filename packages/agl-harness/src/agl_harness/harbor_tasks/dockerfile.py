@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+from msgspec.structs import replace
+
 from agl.errors import ConfigError
 from agl.schemas import Record
 
@@ -50,8 +52,8 @@ class Image(Record, frozen=True, kw_only=True):
     base: str = ""
     workdir: str = ""
     variables: dict[str, str] = {}
-    copies: tuple[Copying, ...] = ()
-    lacks: tuple[str, ...] = ()
+    copies: list[Copying] = []
+    lacks: list[str] = []
     user: str = ""
 
 
@@ -71,7 +73,7 @@ def read_dockerfile(text: str, *, name: str) -> Image:
         word, _, rest = line.partition(" ")
         word, rest = word.upper(), rest.strip()
         if word == "FROM":
-            stage, started = _Stage(base=_image_of(rest), arguments=dict(stage.arguments)), True
+            stage, started = _Stage(base=_image_of(rest), arguments=stage.arguments), True
         elif word == "ARG" and not started:
             stage.argue(rest)
         elif not started:
@@ -83,28 +85,13 @@ def read_dockerfile(text: str, *, name: str) -> Image:
                 raise ConfigError(f"{name}, line {number}: {line[:80]!r}: {error}; correct that line") from None
     if not started:
         raise ConfigError(f"{name} has no FROM; begin it with FROM IMAGE")
-    return stage.image()
+    return stage.image
 
 
 class _Stage:
     def __init__(self, *, base: str = "", arguments: dict[str, str] | None = None) -> None:
-        self._base = base
-        self.arguments = arguments or {}
-        self._variables: dict[str, str] = {}
-        self._workdir = ""
-        self._user = ""
-        self._copies: list[Copying] = []
-        self._lacks: list[str] = []
-
-    def image(self) -> Image:
-        return Image(
-            base=self._base,
-            workdir=self._workdir,
-            variables=self._variables,
-            copies=tuple(self._copies),
-            lacks=tuple(self._lacks),
-            user=self._user,
-        )
+        self.image = Image(base=base)
+        self.arguments = dict(arguments or {})
 
     def argue(self, rest: str) -> None:
         key, _, value = rest.partition("=")
@@ -113,17 +100,18 @@ class _Stage:
     def follow(self, word: str, rest: str, line: str) -> None:
         """Follow an instruction; raises :class:`ValueError` for one that does not exist or lacks something."""
         if word == "WORKDIR":
-            self._workdir = _joined(self._workdir or "/", self._filled(rest.strip("\"'")))
+            folder = _joined(self.image.workdir or "/", self._filled(rest.strip("\"'")))
+            self.image = replace(self.image, workdir=folder)
         elif word == "ENV":
             self._set(rest)
         elif word == "ARG":
             self.argue(rest)
         elif word == "USER":
-            self._user = self._filled(rest)
+            self.image = replace(self.image, user=self._filled(rest))
         elif word in ("COPY", "ADD"):
             self._copy(word, rest, line)
         elif word == "RUN":
-            self._lacks.append(line)
+            self.image.lacks.append(line)
         elif word not in _SILENT:
             raise ValueError(f"there is no instruction {word[:20]}")
 
@@ -131,11 +119,11 @@ class _Stage:
         words = shlex.split(rest)
         if words and "=" not in words[0]:
             key, _, value = rest.partition(" ")
-            self._variables[key] = self._filled(value.strip())
+            self.image.variables[key] = self._filled(value.strip())
             return
         for item in words:
             key, _, value = item.partition("=")
-            self._variables[key] = self._filled(value)
+            self.image.variables[key] = self._filled(value)
 
     def _copy(self, word: str, rest: str, line: str) -> None:
         options: list[str] = []
@@ -149,21 +137,21 @@ class _Stage:
             raise ValueError("it needs a source and a target")
         is_from_elsewhere = any(option.startswith(("--from", "--parents")) for option in options)
         if is_from_elsewhere or any("://" in item or item.startswith(("<<", "git@")) for item in sources):
-            self._lacks.append(line)
+            self.image.lacks.append(line)
             return
         if word == "ADD" and any(re.search(r"\.(tar|tgz|tbz2?|txz)(\.\w+)?$", item) for item in sources):
-            self._lacks.append(line)  # which Docker would unpack
+            self.image.lacks.append(line)  # which Docker would unpack
             return
         is_folder = len(sources) > 1 or target.endswith("/") or PurePosixPath(target).name in ("", ".", "..")
-        place = _joined(self._workdir or "/", target)
-        self._copies += [Copying(source=item, target=place, is_folder=is_folder) for item in sources]
+        place = _joined(self.image.workdir or "/", target)
+        self.image.copies.extend(Copying(source=item, target=place, is_folder=is_folder) for item in sources)
 
     def _filled(self, text: str) -> str:
         def value(match: re.Match[str]) -> str:
             name = match[1] or match[2]
             if name is None:
                 return "$"
-            found = self._variables.get(name, self.arguments.get(name, ""))
+            found = self.image.variables.get(name, self.arguments.get(name, ""))
             if match[3] == "-":
                 return found or match[4]
             return (match[4] if found else "") if match[3] == "+" else found

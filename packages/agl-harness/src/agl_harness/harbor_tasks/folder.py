@@ -16,6 +16,7 @@ import msgspec
 from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_harness.harbor_tasks.dockerfile import Image, read_dockerfile
+from agl_harness.sandboxes.contract import bytes_of
 
 PREFIX = "harbor:"
 """Begins the name of a task folder, in ``train``, ``val`` and ``workspace``."""
@@ -283,12 +284,10 @@ def _image(folder: Path) -> Image:
 def _memory(environment: _Section, folder: Path) -> int:
     if environment.memory_mb is not None:
         return int(environment.memory_mb * (1 << 20))
-    if environment.memory is None:
-        return 0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG])", environment.memory.strip().upper())
-    if match is None:
-        raise ConfigError(f"{folder / CONFIG}: memory is {environment.memory!r}; write memory_mb = 2048")
-    return int(float(match[1]) * (1 << {"K": 10, "M": 20, "G": 30}[match[2]]))
+    try:
+        return bytes_of(environment.memory or "")
+    except ConfigError as error:
+        raise ConfigError(f"{folder / CONFIG}: {error}") from None
 
 
 def _artifacts(entries: Sequence[Any]) -> list[str]:

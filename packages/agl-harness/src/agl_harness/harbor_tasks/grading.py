@@ -21,7 +21,7 @@ from agl.schemas import Reward, Rollout, Span, new_span_id
 from agl_harness.harbor_tasks.folder import TaskFolder, filled_variables, load_task
 from agl_harness.harbor_tasks.layout import LOGS, TESTS, Layout, fill, layout_of, layout_of_tests
 from agl_harness.runner import base_environment, with_image
-from agl_harness.sandboxes.backends import RewardBackend
+from agl_harness.sandboxes.backends import attach
 from agl_harness.sandboxes.contract import (
     CopyableSandbox,
     Finished,
@@ -30,9 +30,8 @@ from agl_harness.sandboxes.contract import (
     Sandbox,
     Sandboxes,
     TaskSandboxes,
+    bytes_of,
 )
-from agl_harness.sandboxes.isolation import Kind
-from agl_harness.settings import bytes_of
 from agl_harness.workspace import task_folder_of
 
 _PROGRAM = "chmod +x /tests/test.sh && exec /tests/test.sh"
@@ -60,29 +59,17 @@ class HarborTests:
         memory: Memory that the tests may use, where the task names none.
         processes: Number of processes that they may start.
         variables: Names of variables of this process that a task's tests may ask for, such as the key of a judge.
-        sandbox: The backend of the harness's sandbox; by default the one that it ran in.
-        isolation: As for the harness.
-        params: Parameters of the backend.
 
     Raises:
-        ConfigError: A parameter is wrong.
+        ConfigError: ``memory`` is not a size.
     """
 
     def __init__(
-        self,
-        *,
-        setup: RewardSetup,
-        memory: str = "8GB",
-        processes: int = 512,
-        variables: Sequence[str] = (),
-        sandbox: str = "",
-        isolation: Kind = "auto",
-        params: Mapping[str, Any] | None = None,
+        self, *, setup: RewardSetup, memory: str = "8GB", processes: int = 512, variables: Sequence[str] = ()
     ) -> None:
         self._folder = setup.folder.absolute()
         self._limits = Limits(memory=bytes_of(memory), processes=processes)
         self._variables = tuple(variables)
-        self._backend = RewardBackend("harbor", folder=self._folder, named=sandbox, isolation=isolation, params=params)
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
         """Run the tests.
@@ -91,7 +78,7 @@ class HarborTests:
             SandboxError: The sandbox went away.
             ConfigError: The task is not one of Harbor's.
         """
-        found = await self._backend.attach(spans)
+        found = await attach(spans, reward="harbor", folder=self._folder)
         folder = task_folder_of("", rollout.task, folder=self._folder) or found.record.get(semconv.TASK_FOLDER)
         if folder is None:
             raise ConfigError(

@@ -12,9 +12,9 @@ from agl_harness.harbor_tasks.grading import grade
 from agl_harness.harbor_tasks.layout import SOLUTION, fill, layout_of
 from agl_harness.runner import base_environment, with_image
 from agl_harness.sandboxes.backends import private_folders
-from agl_harness.sandboxes.contract import Limits
+from agl_harness.sandboxes.contract import Limits, bytes_of
 from agl_harness.sandboxes.local import LocalSandboxes
-from agl_harness.settings import HarnessSettings, bytes_of
+from agl_harness.settings import HarnessSettings
 
 _PROGRAM = f"chmod +x /solution/{SOLUTION_SCRIPT} && exec /solution/{SOLUTION_SCRIPT}"
 _SHOWN = 500

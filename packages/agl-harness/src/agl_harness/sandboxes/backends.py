@@ -33,7 +33,7 @@ def build_sandboxes(
     *,
     base: Path,
     hidden: Sequence[Path],
-    isolation: Kind,
+    isolation: Kind = "auto",
     readable: Sequence[Path] = (),
     params: Mapping[str, Any] | None = None,
 ) -> Sandboxes:
@@ -86,50 +86,27 @@ class Attached(Record, frozen=True, kw_only=True):
     record: Mapping[str, Any]
 
 
-class RewardBackend:
-    """Finds the sandboxes of attempts for a reward.
+async def attach(spans: Sequence[Span], *, reward: str, folder: Path) -> Attached:
+    """Return the sandbox that an attempt left, for a reward; new ones of its backend stand next to it.
 
     Args:
+        spans: The spans of the attempt.
         reward: The reward's name.
         folder: The experiment's folder, which nothing in a sandbox sees.
-        named: The backend's name; by default that of the sandbox.
-        isolation: For ``local``.
-        params: Further arguments of the backend.
 
     Raises:
-        ConfigError: A backend is named that cannot be built.
+        ConfigError: No harness ran in the attempt.
+        SandboxError: The sandbox is gone.
     """
-
-    def __init__(
-        self, reward: str, *, folder: Path, named: str, isolation: Kind, params: Mapping[str, Any] | None
-    ) -> None:
-        self._reward, self._folder, self._named = reward, folder, named
-        self._isolation: Kind = isolation
-        self._params = dict(params or {})
-        if named:
-            build_sandboxes(named, base=folder, hidden=[], isolation=isolation, params=self._params)
-
-    async def attach(self, spans: Sequence[Span]) -> Attached:
-        """Return the sandbox that an attempt left; new ones of its backend stand next to it.
-
-        Raises:
-            ConfigError: No harness ran in the attempt.
-            SandboxError: The sandbox is gone.
-        """
-        own = (span for span in reversed(spans) if not span.is_late)
-        found = next((span.attributes for span in own if isinstance(span.attributes.get(semconv.WORKSPACE), str)), None)
-        if found is None:
-            raise ConfigError(
-                f'the reward "{self._reward}" found no workspace, because no coding harness ran; it is for experiments '
-                'with [experiment] harness = "NAME"'
-            )
-        name = self._named or str(found.get(semconv.SANDBOX) or "local")
-        sandboxes = build_sandboxes(
-            name,
-            base=Path(found[semconv.WORKSPACE]).parent if name == "local" else self._folder / "runs" / "workspaces",
-            hidden=[self._folder, *private_folders()],
-            isolation=self._isolation,
-            params=self._params,
+    own = (span for span in reversed(spans) if not span.is_late)
+    found = next((span.attributes for span in own if isinstance(span.attributes.get(semconv.WORKSPACE), str)), None)
+    if found is None:
+        raise ConfigError(
+            f'the reward "{reward}" found no workspace, because no coding harness ran; it is for experiments with '
+            '[experiment] harness = "NAME"'
         )
-        sandbox = await sandboxes.attach(found[semconv.WORKSPACE])
-        return Attached(sandbox=sandbox, sandboxes=sandboxes, record=found)
+    name = str(found.get(semconv.SANDBOX) or "local")
+    base = Path(found[semconv.WORKSPACE]).parent if name == "local" else folder / "runs" / "workspaces"
+    sandboxes = build_sandboxes(name, base=base, hidden=[folder, *private_folders()])
+    sandbox = await sandboxes.attach(found[semconv.WORKSPACE])
+    return Attached(sandbox=sandbox, sandboxes=sandboxes, record=found)

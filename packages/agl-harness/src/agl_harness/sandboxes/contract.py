@@ -6,17 +6,22 @@ repeated.
 """
 
 import asyncio
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol, runtime_checkable
 
-from agl.errors import RunError
+from agl.errors import ConfigError, RunError
 from agl.schemas import Record
 from agl_run.programs import LostError
 
 WORKSPACE, HOME, TEMPORARY = "workspace", "home", "tmp"
 """The folders of a sandbox."""
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 class SandboxError(LostError):
@@ -208,3 +213,17 @@ def checked_path(path: str) -> PurePosixPath:
     if "\0" in path or found.is_absolute() or ".." in found.parts:
         raise PathError(f"the path {path!r} leads out of the sandbox; write one relative to its root")
     return found
+
+
+def bytes_of(size: str) -> int:
+    """Return the bytes of a size such as ``8GB`` (1 GB is 2**30 bytes); 0 for ``""``.
+
+    Raises:
+        ConfigError: The text is not a size.
+    """
+    if not size:
+        return 0
+    found = _SIZE.fullmatch(size.strip())
+    if found is None:
+        raise ConfigError(f"memory is {size!r}; write a size such as 512MB or 8GB")
+    return int(float(found[1]) * (1 << _POWERS[found[2].upper()]))

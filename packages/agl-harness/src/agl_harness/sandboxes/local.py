@@ -36,7 +36,7 @@ from agl_harness.sandboxes.contract import (
     checked_path,
 )
 from agl_harness.sandboxes.isolation import Isolation, Kind, View, find_isolation
-from agl_harness.sandboxes.usage import IS_KNOWN, exact_memory, file_memory, usage_below
+from agl_harness.sandboxes.usage import exact_memory, file_memory, usage_below
 from agl_run.programs import BoundProcess, PrintedText
 
 _LOG = logging.getLogger("agl_harness")
@@ -230,13 +230,13 @@ class LocalSandbox:
 
     async def upload(self, source: Path, path: str) -> None:
         """Copy a file or the contents of a folder into the sandbox."""
-        await self._disk(_copy, source, self._inside(path))
+        await self._disk(copy_files, source, self._inside(path))
 
     async def download(self, path: str, target: Path) -> None:
         """Copy a file or the contents of a folder out of the sandbox."""
         source = self._content(path)
         await asyncio.to_thread(_make_readable, source)
-        await self._disk(_copy, source, target)
+        await self._disk(copy_files, source, target)
 
     async def snapshot(self) -> Sandbox:
         """Return a sandbox with a copy of the workspace, in a folder next to this one's."""
@@ -312,7 +312,7 @@ class LocalSandbox:
         return self._root / checked_path(path)
 
     def _content(self, path: str) -> Path:
-        """Return the place of what is read, which is no pipe: those may block for ever."""
+        """Return the place of a file or folder to read; a pipe, which may block for ever, counts as missing."""
         place = self._inside(path)
         if place.exists() and not place.is_file() and not place.is_dir():
             raise FileNotFoundError(f"there is no file {path!r}, but a pipe, a socket or a device")
@@ -328,7 +328,7 @@ class LocalSandbox:
 
 def _on_cpus(number: float) -> list[str]:
     """Return the words before a command that keep it on some of this machine's CPUs, chosen at random."""
-    if not number or not hasattr(os, "sched_getaffinity"):
+    if not number:
         return []
     known = sorted(os.sched_getaffinity(0))
     program = shutil.which("taskset", path=os.defpath)
@@ -398,7 +398,7 @@ def _system_limits(limits: Limits, *, is_apart: bool) -> str:
     The number of processes is only limited where it counts within the sandbox, and not all of this user's.
     """
     lines: list[str] = []
-    if limits.memory and IS_KNOWN:
+    if limits.memory:
         lines.append(f"ulimit -d {limits.memory >> 10} 2>/dev/null; ")
     if limits.processes and is_apart:
         lines.append(f"ulimit -u {limits.processes * _THREADS} 2>/dev/null; ")
@@ -434,7 +434,8 @@ def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def _copy(source: Path, target: Path) -> None:
+def copy_files(source: Path, target: Path) -> None:
+    """Copy a file or the contents of a folder, but for sockets, pipes and devices; links stay links."""
     if source.is_dir():
         shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=_special)
     else:

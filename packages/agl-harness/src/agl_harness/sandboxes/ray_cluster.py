@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import io
 import os
-import shutil
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,12 +27,12 @@ from agl_harness.sandboxes.contract import (
     Purpose,
     Sandbox,
     SandboxError,
+    bytes_of,
     checked_path,
     write_by_upload,
 )
 from agl_harness.sandboxes.isolation import Kind
-from agl_harness.sandboxes.local import LocalSandbox, LocalSandboxes
-from agl_harness.settings import bytes_of
+from agl_harness.sandboxes.local import LocalSandbox, LocalSandboxes, copy_files
 
 _NAMESPACE = "agl-sandboxes"
 _AT_ONCE = 64
@@ -211,7 +210,7 @@ class RaySandbox:
         packed = await _ask(self._handle.take.remote(self._inner, path))
         with tempfile.TemporaryDirectory(prefix="agl-ray-") as folder:
             found = await asyncio.to_thread(_unpack, packed, Path(folder))
-            await asyncio.to_thread(_move, found, target)
+            await asyncio.to_thread(copy_files, found, target)
 
     async def snapshot(self) -> Sandbox:
         """Return a sandbox of its own with the same workspace, on the same node."""
@@ -329,11 +328,3 @@ def _unpack(packed: bytes, folder: Path) -> Path:
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder, filter="tar")
     return folder / _ITEM
-
-
-def _move(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if source.is_dir() and not source.is_symlink():
-        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-    else:
-        shutil.copy2(source, target, follow_symlinks=False)

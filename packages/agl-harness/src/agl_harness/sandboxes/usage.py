@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
-IS_KNOWN = (_PROC / "self" / "stat").exists()
-"""True where it can be read."""
-
 _KILOBYTE = 1024
 
 

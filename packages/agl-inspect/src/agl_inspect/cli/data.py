@@ -10,4 +10,4 @@ from agl_inspect.terminal.program import OpenGroup
 
 @click.group(cls=OpenGroup)
 def data() -> None:
-    """Import, export, archive and copy recorded runs."""
+    """Import, export, archive and copy records."""

@@ -24,10 +24,10 @@ from agl_inspect.terminal.output import echo, print_json, print_table
 from agl_inspect.terminal.program import Modes
 
 _run_option = click.option(
-    "--run", type=RUN, metavar="N|all", help="Only this run, from 1, or all of them; by default the newest."
+    "--run", type=RUN, metavar="N|all", help="Only this run, counted from 1, or all; the newest by default."
 )
-_algorithm_option = click.option("--algorithm", help="Only numbers of this algorithm; validate has the validations.")
-_name_option = click.option("--name", "names", multiple=True, help="Only these metrics; repeatable, may hold * and ?.")
+_algorithm_option = click.option("--algorithm", help="Only metrics of this algorithm; validate has the validations.")
+_name_option = click.option("--name", "names", multiple=True, help="Only these metrics, with * and ?; repeatable.")
 
 
 @click.command("plot")
@@ -36,7 +36,7 @@ _name_option = click.option("--name", "names", multiple=True, help="Only these m
 @_run_option
 @_algorithm_option
 @_name_option
-@click.option("--over", default=STEP, show_default=True, help="Metric on the axis below, such as spent_rollouts.")
+@click.option("--over", default=STEP, show_default=True, help="Metric for the horizontal axis, such as spent_rollouts.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write a picture, such as curves.png, instead.")
 @pass_manager
 def plot(
@@ -49,12 +49,12 @@ def plot(
     over: str,
     output: Path | None,
 ) -> None:
-    """Draw the metrics of EXPERIMENT over its steps; without --name the rewards.
+    """Draw the metrics of EXPERIMENT over its steps; without --name, the rewards.
 
     The steps are those of all its algorithms together, so that a validation stands above the step it follows. Several
-    experiments, or several runs with --run all, are drawn one over the other, a colour for each. The interval between
-    NAME_low and NAME_high is shaded where both are logged, and published versions are marked. The score of a prompt
-    search over its rollouts: --name best_val_score --over spent_rollouts.
+    experiments, or several runs with --run all, are drawn together in different colours. The interval between NAME_low
+    and NAME_high is shaded where both are logged, and published versions are marked. The score of a prompt search over
+    its rollouts: --name best_val_score --over spent_rollouts.
     """
     wanted = names or ("reward",)
 
@@ -94,9 +94,9 @@ def metrics(
     names: tuple[str, ...],
     last: int | None,
 ) -> None:
-    """Print the metrics of EXPERIMENT, a line for each step; the only experiment of the store by default.
+    """Print the metrics of EXPERIMENT, one line per step; by default of the store's only experiment.
 
-    A step is the algorithm's own. Where several algorithms train, a second column counts the steps of all together.
+    Steps are counted per algorithm. With several algorithms, a second column counts the steps of all together.
     """
     wanted = (experiment,) if experiment else ()
     runs = store.read(lambda opened: read_runs(opened, wanted, run, algorithm, names))

@@ -59,17 +59,17 @@ def resources() -> None:
 
 @resources.command("list")
 @click.argument("name", required=False)
-@click.option("--candidates", is_flag=True, help="Also versions that an algorithm only tried.")
-@click.option("--why", is_flag=True, help="The candidates of NAME's searches, with the decisions and their costs.")
+@click.option("--candidates", is_flag=True, help="Also list versions that an algorithm only tried.")
+@click.option("--why", is_flag=True, help="List the candidates of NAME's searches, with decisions and costs.")
 @reads_store
 def list_(store: Reading, name: str | None, candidates: bool, why: bool) -> None:
     """List the newest version of every resource, or all versions of NAME, oldest first.
 
-    Weights that were served from memory and never written are "not saved".
+    Weights that were only served from memory are marked "not saved".
 
-    With --why every candidate that a prompt search made for NAME, also those that were refused before they ran: its
-    parents, how it was made, the decision and its reason, the rollouts of the agent for it with their tokens, and the
-    questions to the optimiser's model with theirs.
+    With --why, list every candidate that a prompt search made for NAME, including candidates refused before they ran:
+    its parents, its origin, the decision and its reason, and the rollouts and questions to the optimiser's model that
+    it cost, each with their tokens.
     """
     if why:
         _list_candidates(store, name)
@@ -101,8 +101,8 @@ def _list_candidates(store: Reading, name: str | None) -> None:
 def show_(store: Reading, name: str, version: str | None) -> None:
     """Show VERSION of NAME (a version, a label or a candidate; by default the newest) with its lineage and labels.
 
-    Of a version that a prompt search made also the candidate: the critique that led to it, the rollouts that its
-    critic was shown, every gate with its numbers, the decision, and the costs.
+    For a version that a prompt search made, also show the candidate: the critique behind it, the rollouts that its
+    critic saw, every gate with its numbers, the decision, and the costs.
     """
 
     async def work(opened: Store) -> ShownVersion | Candidate:
@@ -117,11 +117,11 @@ def show_(store: Reading, name: str, version: str | None) -> None:
 
 @resources.command("report")
 @click.argument("name")
-@click.option("--experiment", help="The experiment whose search is meant, where several tuned NAME.")
+@click.option("--experiment", help="The experiment of the search, if several experiments tuned NAME.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File to write, such as report.md, by default stdout.",
+    help="File to write, such as report.md; standard output by default.",
 )
 @store_option
 @pass_manager
@@ -168,21 +168,21 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
 @click.argument("name")
 @click.argument("version")
 @_label_option
-@click.option("--if-better", is_flag=True, help="Only if its rewards are better than those of the label's version.")
+@click.option("--if-better", is_flag=True, help="Only if VERSION's rewards are better than the label's.")
 @click.option(
     "--confidence",
     type=_confidence,
     default=0.95,
     show_default=True,
-    help="Of the interval that must lie above --min-gain.",
+    help="Confidence of the interval that must lie above --min-gain.",
 )
-@click.option("--min-gain", default=0.0, show_default=True, help="Least difference of the mean rewards.")
-@click.option("--min-rollouts", default=20, show_default=True, help="Least number of rewards of either version.")
-@click.option("--split", "is_split", is_flag=True, help="With --if-better: VERSION and the label as arms of a split.")
+@click.option("--min-gain", default=0.0, show_default=True, help="Smallest difference of the mean rewards.")
+@click.option("--min-rollouts", default=20, show_default=True, help="Smallest number of rewards of each version.")
+@click.option("--split", "is_split", is_flag=True, help="With --if-better: compare VERSION and the label as arms.")
 @click.option(
     "--experiment", shell_complete=complete_experiment, help="With --if-better: only rollouts of this experiment."
 )
-@click.option("--reason", default="", help="Why, for the history.")
+@click.option("--reason", default="", help="Reason to record in the history.")
 @reads_store
 def promote(
     store: Reading,
@@ -197,10 +197,10 @@ def promote(
 ) -> None:
     """Point a label at VERSION of NAME (a version or another label).
 
-    With --if-better the rewards of all finished rollouts that ran with either version are compared (Welch's interval
-    of the difference of means), and the label stays where it is unless there are --min-rollouts of each and the
-    interval's lower end is above --min-gain. With --split only rollouts count that a serving split gave to the arms
-    VERSION, a label then, and --label.
+    With --if-better, compares the rewards of all finished rollouts that ran with either version (Welch's interval of
+    the difference of means), and moves the label only if there are --min-rollouts of each and the interval's lower end
+    is above --min-gain. With --split, VERSION is a label, and only rollouts that a serving split gave to the arms
+    VERSION and --label count.
     """
     ctx = click.get_current_context()
     if is_split and not if_better:
@@ -255,13 +255,13 @@ def rollback(store: Reading, name: str, label: str) -> None:
 @click.argument("old")
 @click.argument("new")
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
-@click.option("--confidence", type=_confidence, default=0.95, show_default=True, help="Of the interval.")
+@click.option("--confidence", type=_confidence, default=0.95, show_default=True, help="Confidence of the interval.")
 @reads_store
 def compare_(store: Reading, name: str, old: str, new: str, experiment: str | None, confidence: float) -> None:
     """Compare the rewards of rollouts that ran with the versions or labels OLD and NEW of NAME.
 
-    Where both were validated on the same tasks, these validations are paired by task: Student's interval of the
-    differences. Otherwise all rollouts count, by Welch's interval of the difference of means; the answer says which.
+    If both were validated on the same tasks, the validations are paired by task, with Student's interval of the
+    differences. Otherwise all rollouts count, with Welch's interval of the difference of means; the output says which.
     """
 
     async def work(opened: Store) -> Sequence[Arm]:

@@ -74,18 +74,18 @@ class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
     type=click.IntRange(min=1),
     default=50,
     show_default=True,
-    help="Rollouts at most.",
+    help="Largest number of rollouts to list.",
 )
-@click.option("--contains", default="", metavar="TEXT", help="Only rollouts with this in their id or task.")
+@click.option("--contains", default="", metavar="TEXT", help="Only rollouts whose id or task contains TEXT.")
 @click.option(
     "--sort",
     type=click.Choice((*_SORTS, _REWARD)),
     default="id",
     show_default=True,
-    help="Sort by this, in descending order. By reward, all matching rollouts are read.",
+    help="Sort by this, in descending order. Sorting by reward reads all matching rollouts.",
 )
 @click.option("--ascending", is_flag=True, help="Sort in ascending order.")
-@click.option("--count", "counts", is_flag=True, help="Only print how many there are.")
+@click.option("--count", "counts", is_flag=True, help="Only print the number of rollouts.")
 @reads_store
 def runs(
     store: Reading,
@@ -98,7 +98,7 @@ def runs(
     ascending: bool,
     counts: bool,
 ) -> None:
-    """List recorded rollouts, by default in descending order of id: within an experiment the newest first."""
+    """List recorded rollouts, by default in descending order of id, so that the newest of an experiment come first."""
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
@@ -138,10 +138,10 @@ def _refuse_options(ctx: click.Context) -> None:
 @runs.command("rm")
 @click.argument("rollout_ids", nargs=-1, required=True, shell_complete=complete_rollout)
 @store_option
-@click.option("--force", is_flag=True, help="Also rollouts of an experiment that could still be resumed.")
+@click.option("--force", is_flag=True, help="Also remove rollouts of an experiment that could still be resumed.")
 @pass_manager
 def remove(manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str | None, force: bool) -> None:
-    """Remove finished rollouts with their attempts and spans; the beginning of an id suffices where it is unique."""
+    """Remove finished rollouts with their attempts and spans; a unique beginning of an id is enough."""
     count = with_store(manager, store_url, lambda store: _remove(store, rollout_ids, force=force))
     click.echo(f"removed {count} rollouts")
 
@@ -152,7 +152,7 @@ def remove(manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str 
 )
 @click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts.")
 @click.option(
-    "--max-size", type=_bytes_of, metavar="SIZE", help="Only until the store's data take less than this, such as 10GB."
+    "--max-size", type=_bytes_of, metavar="SIZE", help="Remove only until the store's data fit, such as 10GB."
 )
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
@@ -194,7 +194,7 @@ def collect_garbage(
 @runs.command("vacuum")
 @reads_store
 def vacuum(store: Reading) -> None:
-    """Return all space of removed rollouts to the file system, including the space that gc leaves for new ones.
+    """Return all space of removed rollouts to the file system, including the space that gc leaves for new rollouts.
 
     Nothing else can use the store meanwhile, so the command is refused while rollouts or an experiment run.
     """

@@ -181,13 +181,13 @@ class ShownTraining(Record, frozen=True, kw_only=True):
 
 @click.command()
 @click.argument("rollout_id", shell_complete=complete_rollout)
-@click.option("--agents", help="Regular expression: which agents' calls an algorithm would train.")
-@click.option("--policy", help="Which policy's calls an algorithm would train.")
+@click.option("--agents", help="Regular expression: agents whose calls an algorithm would train.")
+@click.option("--policy", help="Policy whose calls an algorithm would train.")
 @reads_store
 def why(store: Reading, rollout_id: str, agents: str | None, policy: str | None) -> None:
     """Explain the outcome of every model call of ROLLOUT_ID, and what each step of an algorithm did with it.
 
-    The beginning of an id suffices where it is unique; "latest" is the newest rollout.
+    A unique beginning of an id is enough; "latest" is the newest rollout.
     """
 
     async def load(store: Store) -> tuple[Episode, list[Span], list[ShownTraining], ScoreOptions]:
@@ -225,10 +225,10 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 
 @click.command(cls=Modes, modes={"--why": why})
 @click.argument("rollout_id", required=False, shell_complete=_complete)
-@click.option("--steps", "has_steps", is_flag=True, help="Show the steps of an experiment's run, one line each.")
-@click.option("--run", type=RUN, metavar="N|all", help="With --steps: the run, from 1, or all; by default the newest.")
-@click.option("--attempt", "number", type=click.IntRange(min=1), help="Which attempt; by default the deciding one.")
-@click.option("--full", "is_full", is_flag=True, help="Show every text and traceback whole.")
+@click.option("--steps", "has_steps", is_flag=True, help="Show the steps of an experiment's run, one per line.")
+@click.option("--run", type=RUN, metavar="N|all", help="With --steps: this run, from 1, or all; else the newest.")
+@click.option("--attempt", "number", type=click.IntRange(min=1), help="Attempt to show; by default the deciding one.")
+@click.option("--full", "is_full", is_flag=True, help="Show every text and traceback in full.")
 @span_options
 @reads_store
 def show(
@@ -242,11 +242,11 @@ def show(
 ) -> None:
     """Show ROLLOUT_ID as a tree of its spans, with messages, tool calls, results and the traceback of a failure.
 
-    The beginning of an id suffices where it is unique; "latest" is the newest rollout. The name of a resource in place
-    of the id shows its versions with their scores and why each was kept, and the changes since the first one.
+    A unique beginning of an id is enough; "latest" is the newest rollout. With the name of a resource instead of the
+    id, shows its versions with their scores and reasons, and the changes since the first one.
 
-    With --steps, the name of an experiment in place of the id shows the steps of its newest run as agl run printed
-    them; the only experiment of the store needs no name.
+    With --steps and the name of an experiment instead of the id, shows the steps of its newest run as agl run printed
+    them; the name may be left out if the store has only one experiment.
     """
     if has_steps:
         _refuse_options(number, chosen, is_full=is_full)

@@ -42,9 +42,9 @@ _Found = tuple[list[str], list[tuple[Any, ...]]]
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV for spreadsheets.")
 @reads_store
 def sql(store: Reading, query: str | None, experiment: str | None, as_csv: bool) -> None:
-    """Run QUERY, a SELECT of SQLite's, over the recorded runs; without a query, list the tables and their columns.
+    """Run QUERY, a SELECT statement in SQLite's dialect, over the records; without it, list the tables and columns.
 
-    Any store can be asked: the rows are copied into a temporary database, and only the tables that the query names.
+    It works with any store: the tables that the query names are first copied into a temporary database.
     """
     if query is None:
         for table, columns in TABLES.items():

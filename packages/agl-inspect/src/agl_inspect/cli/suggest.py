@@ -29,10 +29,10 @@ class _RunSuggestions(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @click.command("suggest")
 @click.argument("experiment", required=False, shell_complete=complete_experiment)
-@click.option("--run", type=RUN, metavar="N|all", help="Only this run, from 1, or all of them; by default the newest.")
+@click.option("--run", type=RUN, metavar="N|all", help="Only this run, counted from 1, or all; the newest by default.")
 @reads_store
 def suggest(store: Reading, experiment: str | None, run: int | None) -> None:
-    """Find out why EXPERIMENT does not learn, with the numbers that show it and the setting to change.
+    """Report what keeps EXPERIMENT from learning, with the numbers that show it and the setting to change.
 
     The only experiment of the store by default. It reads the metrics of a running or finished run, and changes
     nothing.
@@ -55,7 +55,7 @@ def suggest(store: Reading, experiment: str | None, run: int | None) -> None:
 @click.argument("experiment", required=False, shell_complete=complete_experiment)
 @reads_store
 def rank(store: Reading, experiment: str | None) -> None:
-    """Rank the parameters of the runs that compare with EXPERIMENT, and propose the next run.
+    """Rank the parameters of runs comparable with EXPERIMENT, and propose the next run.
 
     A model is fitted to eight runs at least. "agl run FILE --next" runs the proposal.
     """

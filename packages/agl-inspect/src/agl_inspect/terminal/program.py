@@ -154,7 +154,7 @@ def _plugin_command(ctx: click.Context, name: str, *, otherwise: str = "") -> cl
 @click.group(cls=PluginGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(agl.__version__, prog_name="agl")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.option("--no-plugins", is_flag=True, is_eager=True, help="Use the core's own components only.")
+@click.option("--no-plugins", is_flag=True, is_eager=True, help="Load no plugins; use only the core's components.")
 def cli(debug: bool, no_plugins: bool) -> None:
     """Train AI agents from their own runs."""
 

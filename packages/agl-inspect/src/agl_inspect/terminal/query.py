@@ -49,7 +49,7 @@ def filter_options(command: F) -> F:
     return _with_options(
         command,
         click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment."),
-        click.option("--status", type=click.Choice(STATUSES), multiple=True, help="Only these; repeatable."),
+        click.option("--status", type=click.Choice(STATUSES), multiple=True, help="Only this status; repeatable."),
         click.option("--mode", type=click.Choice(("train", "val", "test")), help="Only rollouts of this mode."),
     )
 
@@ -64,7 +64,7 @@ def span_options(command: F) -> F:
 
     return _with_options(
         cast("F", with_query),
-        click.option("--span", "span_text", default="", metavar="TEXT", help="Only spans with this in their name."),
+        click.option("--span", "span_text", default="", metavar="TEXT", help="Only spans whose name contains TEXT."),
         click.option("--agent", default="", metavar="NAME", help="Only spans of this agent, node or role."),
         click.option(
             "--kind", default="", help="Only spans of this kind: call, reward, tool, agent, node, workflow, handoff."

@@ -64,10 +64,10 @@ class ForkPoint(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @click.command("fork")
 @click.argument("rollout_id", shell_complete=complete_rollout)
-@click.option("--at", "number", type=click.IntRange(min=1), help="The call to fork at; without it, list the calls.")
+@click.option("--at", "number", type=click.IntRange(min=1), help="Call to fork at; without it, list the calls.")
 @click.option("--n", "count", type=click.IntRange(1, 1000), default=8, show_default=True, help="Number of forks.")
 @click.option(
-    "--file", type=click.Path(path_type=Path), help="The experiment; by default the one of that name in this folder."
+    "--file", type=click.Path(path_type=Path), help="The experiment file; by default found by name in this folder."
 )
 @store_option
 @json_option
@@ -81,11 +81,11 @@ def fork(
     store_url: str | None,
     as_json: bool,
 ) -> None:
-    """Run ROLLOUT_ID again as it was up to one call, and anew from there.
+    """Run ROLLOUT_ID again with its recorded answers up to one call, and with new answers from there.
 
-    The beginning of an id suffices where it is unique; "latest" is the newest rollout. Calls before --at get their
-    recorded answers, that call and later ones ask the experiment's models. A fork whose calls are not the recorded ones
-    has diverged: it fails and is not scored. The exit status is 1 when no fork got a reward.
+    A unique beginning of an id is enough; "latest" is the newest rollout. Calls before --at get their recorded answers,
+    that call and later ones ask the experiment's models. A fork whose calls are not the recorded ones has diverged: it
+    fails and is not scored. The exit status is 1 when no fork got a reward.
     """
     url = store_of(load_config(file), file) if file is not None and not store_url else resolve_url(store_url)
     recorded = with_store(manager, url, lambda store: _load(store, rollout_id))

@@ -113,7 +113,7 @@ class _ReplayedRollout:
 @click.command(cls=Modes, modes={"--fork": fork, "--score": score})
 @click.argument("rollout_id", shell_complete=complete_rollout)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--live", is_flag=True, help="Let the experiment's models answer anew.")
+@click.option("--live", is_flag=True, help="Let the experiment's models answer, instead of the recorded answers.")
 @store_option
 @json_option
 @pass_manager
@@ -122,8 +122,8 @@ def replay(
 ) -> None:
     """Run ROLLOUT_ID again with the agent of the experiment FILE.
 
-    The beginning of an id suffices where it is unique; "latest" is the newest rollout. A rollout that agl exec recorded
-    needs no FILE: its command runs again. The exit status is 1 when something changed.
+    A unique beginning of an id is enough; "latest" is the newest rollout. A rollout that agl exec recorded needs no
+    FILE: its command runs again. The exit status is 1 if something changed.
     """
     url = store_of(load_config(file), file) if file is not None and not store_url else resolve_url(store_url)
     past = with_store(manager, url, lambda store: _load(store, rollout_id))

@@ -58,7 +58,7 @@ class _Report(Record, frozen=True, kw_only=True, omit_defaults=False):
     type=click.IntRange(min=1),
     default=200,
     show_default=True,
-    help="Rollouts at most, unless they are named.",
+    help="Largest number of rollouts, unless ids are given.",
 )
 @click.option(
     "--concurrency", type=click.IntRange(min=1, max=1000), default=8, show_default=True, help="Rollouts at once."
@@ -80,7 +80,7 @@ def score(
     is_short: bool,
     as_json: bool,
 ) -> None:
-    """Score recorded rollouts again with the rewards of FILE, running no agent and writing nothing.
+    """Score recorded rollouts again with the rewards of FILE; run no agent and write nothing.
 
     ROLLOUT is an id, the beginning of one, or latest; without any, the newest rollouts of FILE's experiment that
     succeeded, or those that the filters select. The exit status is 1 when a reward raised an exception.

@@ -47,17 +47,15 @@ class _InOrder(click.Command):
 @click.option(
     "--text-file", "text_files", multiple=True, metavar="PATH", help="A file with a new text, or - for standard input."
 )
-@click.option(
-    "--edit", "is_edited", is_flag=True, help="Open $EDITOR on the candidate before it, or on the live version."
-)
-@click.option("--tasks", "path", type=click.Path(path_type=Path), help="A file of tasks, in place of the experiment's.")
+@click.option("--edit", "is_edited", is_flag=True, help="Edit the previous candidate, or the live version, in $EDITOR.")
+@click.option("--tasks", "path", type=click.Path(path_type=Path), help="A file of tasks to use instead of FILE's.")
 @click.option("--task", "given_tasks", multiple=True, metavar="JSON", help="One task; repeatable.")
 @click.option("--pick", metavar="0,3,7-9", help="Only these tasks, counted from 0.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first tasks; 20 unless --pick or --task chooses.")
 @click.option(
     "--samples", type=click.IntRange(1, 1000), default=1, show_default=True, help="Rollouts of each task per candidate."
 )
-@click.option("--full", "is_full", is_flag=True, help="Every task, and the answers.")
+@click.option("--full", "is_full", is_flag=True, help="Print every task and the answers.")
 @json_option
 @pass_manager
 @click.pass_context
@@ -74,9 +72,9 @@ def try_(
 ) -> None:
     """Run the agent of FILE with versions or new texts of RESOURCE, and compare them task by task.
 
-    RESOURCE is a prompt or another [resource.NAME], and may be left out where FILE has one only. Candidates are named
-    in any number and order; the first is the baseline, and a single one is compared with the live version. Nothing is
-    trained or promoted. The exit status is 1 when no rollout succeeded.
+    RESOURCE is a prompt or another [resource.NAME], and may be left out if FILE has only one. Give any number of
+    candidates; the first is the baseline, and a single one is compared with the live version. Nothing is trained or
+    promoted. The exit status is 1 if no rollout succeeded.
     """
     plan = make_trainer(file, settings, manager=manager).plan()
     given = _given(ctx)

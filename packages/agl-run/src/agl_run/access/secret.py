@@ -45,17 +45,9 @@ def signing_keys(path: Path | None = None) -> Keys:
     Raises:
         ConfigError: A key is too short, others can read the file, it cannot be read or made, or both variables are set.
     """
-    given, named = os.environ.get(SECRET_ENV), os.environ.get(SECRET_FILE_ENV)
-    if given is not None and named:
-        raise ConfigError(
-            f"{SECRET_ENV} and {SECRET_FILE_ENV} are both set; unset one of them: the first holds the key and stays as "
-            "it is, the second names a file that is read again when it changes"
-        )
-    if given is not None:
-        keys = joined_keys(given.encode(), source=f"the environment variable {SECRET_ENV}")
-        return lambda: keys
-    if named:
-        return _named(Path(named))
+    remedy = "write a key of 32 random characters into it"
+    if given := environment_keys(SECRET_ENV, SECRET_FILE_ENV, purpose=_PURPOSE, remedy=remedy):
+        return given
     path = path or state_dir() / "secret"
     try:
         if not path.exists():
@@ -93,11 +85,31 @@ def _publish(draft: Path, path: Path) -> None:
         place(draft, path)
 
 
-def _named(path: Path) -> Keys:
+def environment_keys(variable: str, file_variable: str, *, purpose: str, remedy: str) -> Keys | None:
+    """Return the keys that a variable holds, or a file that another one names; ``None`` if neither is set.
+
+    Args:
+        variable: Holds the keys, which stay as they are.
+        file_variable: Names a file, which is read again when it changes.
+        purpose: What the keys are, for messages.
+        remedy: What to write into a file that cannot be read.
+
+    Raises:
+        ConfigError: Both are set, a key is too short, or the file cannot be read.
+    """
+    given, named = os.environ.get(variable), os.environ.get(file_variable)
+    if given is not None and named:
+        raise ConfigError(
+            f"{variable} and {file_variable} are both set; unset one of them: the first holds the {purpose} and stays "
+            "as it is, the second names a file that is read again when it changes"
+        )
+    if given is not None:
+        keys = joined_keys(given.encode(), source=f"the environment variable {variable}")
+        return lambda: keys
     try:
-        return KeyFile(path, purpose=_PURPOSE)
+        return KeyFile(Path(named), purpose=purpose) if named else None
     except OSError as error:
         raise ConfigError(
-            f"the signing key {path}, which {SECRET_FILE_ENV} names, cannot be read ({error}); write a key of 32 "
-            "random characters into it, or correct the variable"
+            f"the {purpose} in {named}, which {file_variable} names, cannot be read ({error}); {remedy}, or correct "
+            "the variable"
         ) from error

@@ -105,10 +105,14 @@ def _with_targets(config: ExperimentConfig, manager: PluginManager) -> Experimen
 
 
 def _only_target(config: ExperimentConfig, entry: AlgorithmEntry) -> tuple[str, ...]:
-    kinds = {name: "json" if given.template is None else "prompt_template" for name, given in config.resource.items()}
-    kinds |= dict.fromkeys(config.policy, "weights")
-    found = [name for name, kind in kinds.items() if kind in entry.tunes]
+    found = [name for name, kind in _kinds(config).items() if kind in entry.tunes]
     return tuple(found) if len(found) == 1 else ()
+
+
+def _kinds(config: ExperimentConfig) -> dict[str, str]:
+    """Return what each resource is for an algorithm that tunes it, by name."""
+    kinds = {name: "json" if given.template is None else "prompt_template" for name, given in config.resource.items()}
+    return kinds | dict.fromkeys(config.policy, "weights")
 
 
 def _resource(name: str, given: ResourceConfig) -> Resource:
@@ -309,7 +313,7 @@ def _check_algorithms(plan: Plan) -> None:
     for algorithm in plan.config.algorithm:
         if algorithm.name in names:
             raise ConfigError(f'two algorithms are called {algorithm.name!r}; give one a name = "..."')
-        _check_pattern(algorithm)
+        _check_pattern(f"algorithm {algorithm.name!r}:", algorithm.agents)
         if not algorithm.tunes:
             raise ConfigError(f"algorithm {algorithm.name!r} tunes nothing; set tunes to one of {_tunable(plan)}")
         _check_sources(plan, algorithm, earlier=names)
@@ -333,13 +337,12 @@ def _takes_turns(plan: Plan, algorithm: AlgorithmConfig) -> bool:
     return schedule.mode != "sequential" and algorithm.name not in schedule.first
 
 
-def _check_pattern(algorithm: AlgorithmConfig) -> None:
+def _check_pattern(owner: str, pattern: str) -> None:
     try:
-        re.compile(algorithm.agents)
+        re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"algorithm {algorithm.name!r}: agents = {algorithm.agents!r} is no regular expression: {error}; "
-            "list names as in 'write|rewrite'"
+            f"{owner} agents = {pattern!r} is no regular expression: {error}; list names as in 'write|rewrite'"
         ) from None
 
 
@@ -392,33 +395,23 @@ def _needs_no_tasks(algorithm: AlgorithmConfig) -> bool:
 
 
 def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
-    kinds = plan.entry(algorithm).tunes
-    policy = plan.config.policy.get(name)
-    if policy is not None:
-        if "weights" not in kinds:
-            raise ConfigError(_wrong_kind(plan, algorithm, name, "policy"))
-        if not plan.manager.policy(policy.use).trains:
-            raise ConfigError(
-                f"algorithm {algorithm.name!r} tunes the weights of {name!r}, and a policy of use = {policy.use!r} "
-                'takes none; use a policy that trains, such as "torch"'
-            )
-    elif name in plan.resources:
-        kind = "prompt_template" if isinstance(plan.resources[name], PromptTemplate) else "json"
-        if kind not in kinds:
-            raise ConfigError(_wrong_kind(plan, algorithm, name, kind))
-    else:
+    wanted, found = plan.entry(algorithm).tunes, _kinds(plan.config)
+    if name not in found:
         hint = did_you_mean(name, _tunable(plan), otherwise=f"there are {_tunable(plan)}")
         raise ConfigError(f"algorithm {algorithm.name!r} tunes {name!r}, which is no policy or resource; {hint}")
-
-
-def _wrong_kind(plan: Plan, algorithm: AlgorithmConfig, name: str, kind: str) -> str:
-    """Word the error for a target that an algorithm cannot tune."""
-    kinds = plan.entry(algorithm).tunes
-    found = dict.fromkeys(plan.config.policy, "weights")
-    found |= {n: "prompt_template" if isinstance(r, PromptTemplate) else "json" for n, r in plan.resources.items()}
-    fitting = sorted(other for other, its in found.items() if its in kinds)
-    remedy = f"set tunes to one of {fitting}" if fitting else "add one of that kind, or use another algorithm"
-    return f"algorithm {algorithm.name!r} tunes {' or '.join(kinds)}, and {name!r} is a {kind}; {remedy}"
+    if found[name] not in wanted:
+        fitting = sorted(other for other, kind in found.items() if kind in wanted)
+        remedy = f"set tunes to one of {fitting}" if fitting else "add one of that kind, or use another algorithm"
+        kind = found[name].replace("weights", "policy")
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} tunes {' or '.join(wanted)}, and {name!r} is a {kind}; {remedy}"
+        )
+    policy = plan.config.policy.get(name)
+    if policy is not None and not plan.manager.policy(policy.use).trains:
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} tunes the weights of {name!r}, and a policy of use = {policy.use!r} "
+            'takes none; use a policy that trains, such as "torch"'
+        )
 
 
 def _tunable(plan: Plan) -> list[str]:
@@ -457,13 +450,7 @@ def check_patterns(patterns: Mapping[str, str]) -> None:
         ConfigError: A pattern is wrong; names the policies and the agent that both claim.
     """
     for policy, pattern in patterns.items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"[policy.{policy}] agents = {pattern!r} is no regular expression: {error}; list names as in "
-                "'write|rewrite'"
-            ) from None
+        _check_pattern(f"[policy.{policy}]", pattern)
     upstreams = [Upstream(name=policy, base_url="", agents=pattern) for policy, pattern in patterns.items()]
     for name in (name for pattern in patterns.values() for name in pattern.split("|")):
         claimed = [upstream.name for upstream in upstreams_for(upstreams, names=[name])]

@@ -17,7 +17,7 @@ from agl_inspect.terminal.output import echo, json_option, print_json
 from agl_inspect.terminal.program import Modes
 from agl_inspect.text import visible
 from agl_run.checks.frameworks import unlisted_tracers
-from agl_run.checks.notices import crowded_loop, served_from_disk, unused_credits
+from agl_run.checks.notices import crowded_loop, unused_credits
 from agl_run.cli.run import run_again
 from agl_run.config.dataset import unkeyed_tasks
 from agl_run.display.progress import Quiet, default_progress
@@ -41,13 +41,13 @@ from agl_run.terminal import experiment_argument, make_trainer, ray_option
     "--run/--no-run",
     "runs",
     default=None,
-    help="Always run a trial, or never; by default where too little is recorded.",
+    help="Always or never run a trial; by default, run one if too little is recorded.",
 )
 @click.option(
     "-n",
     "--tasks",
     type=click.IntRange(min=1),
-    help="Tasks of the trial; by default 8, and more until the tokens of a step are sure.",
+    help="Tasks of the trial; by default 8, and more until the tokens of a step are known well enough.",
 )
 @click.option(
     "--samples", type=click.IntRange(min=1), default=2, show_default=True, help="Rollouts of each task in the trial."
@@ -57,7 +57,7 @@ from agl_run.terminal import experiment_argument, make_trainer, ray_option
     type=click.FloatRange(min=0),
     default=35.0,
     show_default=True,
-    help="Time in which a trial goes on to further tasks.",
+    help="Time after which a trial starts no further task.",
 )
 @click.option("--device", help="Compute memory and time for this device, such as h100, a100-80, l40s or cpu.")
 @click.option(
@@ -78,7 +78,7 @@ def forecast(
     model: str | None,
     as_json: bool,
 ) -> None:
-    """Forecast what a run of FILE costs, and find faults that it would pay for.
+    """Forecast the costs of a run of FILE, and find faults before it pays for them.
 
     Tokens, rows, contexts and time of a rollout and of a step, the share of groups that will teach nothing by group
     size, the slowest part, and faults of the recordings. It reads the newest training rollouts that the experiment has
@@ -147,7 +147,8 @@ async def _recorded(plan: Plan) -> Material | None:
 def check(manager: PluginManager, file: Path, settings: tuple[str, ...], ray_address: str | None) -> None:
     """Check the experiment in FILE: datasets, plugins, parameters, prompts, keys of providers, frameworks, models.
 
-    Also adds up what it asks of a cluster. Starts nothing, and says on standard error what takes longer than a second.
+    Also add up the resources that it needs from a cluster. Start nothing, and report checks that take longer than a
+    second on standard error.
     """
     with waiting_for(f"reading {file.name}, its tasks and its agent", say=_say):
         plan = make_trainer(file, settings, manager=manager, ray_address=ray_address).plan()
@@ -156,7 +157,7 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...], ray_add
     if plan.fleet is None:
         warnings += crowded_loop(plan.config.runner.use, plan.config.runner.concurrency, key="runner.concurrency")
     asyncio.run(check_components(plan, say=_say))
-    notes = [*asyncio.run(_layout(plan)), *served_from_disk(plan)]
+    notes = asyncio.run(_layout(plan))
     again = run_again(file, settings, *(["--ray", ray_address] if ray_address else []))
     click.echo(_summary(plan, warnings, notes=notes, again=again))
 
@@ -195,7 +196,7 @@ def _summary(plan: Plan, warnings: Sequence[str], *, notes: Sequence[str], again
 def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: int, as_json: bool) -> None:
     """Run the agent of FILE on a few training tasks and show its calls.
 
-    The exit status is 1 when no rollout succeeded.
+    The exit status is 1 if no rollout succeeded.
     """
     trainer = make_trainer(file, settings, manager=manager)
     plan = trainer.plan()

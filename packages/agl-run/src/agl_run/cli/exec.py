@@ -30,16 +30,14 @@ _RECORDED = (
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True})
-@click.option(
-    "--store", "url", default=None, envvar="AGL_STORE", help="Where to keep the record.  [sqlite:///runs/agl.db]"
-)
-@click.option("--upstream", default=None, envvar="OPENAI_BASE_URL", help="Where the program's model calls go.")
+@click.option("--store", "url", default=None, envvar="AGL_STORE", help="Store for the record.  [sqlite:///runs/agl.db]")
+@click.option("--upstream", default=None, envvar="OPENAI_BASE_URL", help="Address for the program's model calls.")
 @click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
     default=None,
-    help="Seconds after which the program is stopped.",
+    help="Stop the program after this many seconds.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @pass_manager
@@ -48,7 +46,7 @@ def exec_(
 ) -> None:
     """Run COMMAND once and record its model calls; its output and exit status pass through.
 
-    Ctrl-C and SIGTERM end COMMAND with all that it started, and keep its record; the exit status is 130 or 143.
+    Ctrl-C and SIGTERM stop COMMAND with all its programs, and keep the record; the exit status is 130 or 143.
     """
     exec_program(manager, command, url=url, upstream=upstream, timeout_s=timeout_s)
 

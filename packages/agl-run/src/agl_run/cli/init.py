@@ -48,7 +48,7 @@ TEMPLATES = {
 @click.command(epilog="; ".join(f"{name}: {template.summary}" for name, template in TEMPLATES.items()))
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
 @click.option(
-    "-t", "--template", type=click.Choice(list(TEMPLATES)), default="measure", show_default=True, help="What to write."
+    "-t", "--template", type=click.Choice(list(TEMPLATES)), default="measure", show_default=True, help="The template."
 )
 def init(folder: Path, template: str) -> None:
     """Write an agent, its tasks and an experiment file into FOLDER, the current one by default."""

@@ -46,9 +46,9 @@ from agl_run.terminal import experiment_argument, make_trainer, ray_option, stor
 @click.option("--run", type=click.IntRange(min=1), metavar="N", help="The run, from 1; by default the newest.")
 @pass_manager
 def sync(manager: PluginManager, file: Path, settings: tuple[str, ...], run: int | None) -> None:
-    """Write what the systems that FILE names as exporters, such as W&B, lack of a run; the store has all of it.
+    """Send a run's missing data from the store to the exporters in FILE, such as W&B.
 
-    A running experiment does that itself.
+    A running experiment does this itself.
     """
     plan = make_trainer(file, settings, manager=manager).plan()
     run_blocking(lambda: sync_plan(plan, run=run, say=echo))
@@ -102,11 +102,11 @@ async def _end(store: Store, source: SinkSource, record: ExperimentRecord) -> Si
 
 @click.command(cls=Modes, modes={"--sync": sync})
 @experiment_argument
-@click.option("--resume", is_flag=True, help="Continue an experiment that was stopped, or was given more steps.")
-@click.option("--fresh", is_flag=True, help="Start again an experiment that ran before.")
-@click.option("--next", "is_next", is_flag=True, help="Run with the parameters that comparable runs propose.")
+@click.option("--resume", is_flag=True, help="Continue an experiment that was stopped or has more steps now.")
+@click.option("--fresh", is_flag=True, help="Start an experiment again from its beginning.")
+@click.option("--next", "is_next", is_flag=True, help="Use the parameters that agl metrics --rank proposes.")
 @ray_option
-@click.option("--console", "has_console", is_flag=True, help="Show the runs in a browser while this one lasts.")
+@click.option("--console", "has_console", is_flag=True, help="Show the runs in a browser during this run.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @json_option
 @pass_manager

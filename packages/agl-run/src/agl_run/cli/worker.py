@@ -33,10 +33,10 @@ _SQLITE = "sqlite:///"
 
 @click.command()
 @experiment_argument
-@click.option("--store", "store_url", metavar="URL", help="The experiment's store, as this machine reaches it.")
-@click.option("--gateway", "gateway_url", default="", metavar="URL", help="Its gateway, as this machine reaches it.")
-@click.option("--concurrency", type=click.IntRange(min=1), help="Attempts at once; by default what FILE says.")
-@click.option("--stay", "stays", is_flag=True, help="Wait for the next run when the experiment is finished.")
+@click.option("--store", "store_url", metavar="URL", help="The store's address from this machine.")
+@click.option("--gateway", "gateway_url", default="", metavar="URL", help="The gateway's address from this machine.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Attempts at once; by default the number in FILE.")
+@click.option("--stay", "stays", is_flag=True, help="When the experiment is finished, wait for its next run.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @json_option
 @pass_manager

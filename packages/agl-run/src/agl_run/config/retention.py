@@ -15,14 +15,13 @@ def limits_of(config: RetentionConfig) -> RetentionLimits | None:
     Raises:
         ConfigError: A value cannot be used; names it.
     """
+    key = "older_than"
     try:
         older_than = parse_duration(config.older_than) if config.older_than else None
-    except ValueError as error:
-        raise ConfigError(f"retention.older_than: {error}") from None
-    try:
+        key = "max_size"
         max_bytes = parse_size(config.max_size) if config.max_size else None
     except ValueError as error:
-        raise ConfigError(f"retention.max_size: {error}") from None
+        raise ConfigError(f"retention.{key}: {error}") from None
     limits = RetentionLimits.of(older_than, config.keep, max_bytes)
     if limits is None and config != RetentionConfig():
         raise ConfigError('[retention] needs a limit: write older_than = "30d", keep = 1000, or max_size = "10GB"')

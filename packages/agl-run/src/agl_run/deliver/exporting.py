@@ -132,7 +132,8 @@ class Exporting:
         ends = [change for change in changes if self._is_end(change)]
         for start in range(0, len(ends), BATCH):
             batch = ends[start : start + BATCH]
-            await self._send([change.key for change in batch])
+            if recordings := await self._read([change.key for change in batch]):
+                await self._deliver(recordings)
             self._cursor = batch[-1].cursor
             await self._save()
         self._cursor = changes[-1].cursor
@@ -140,10 +141,6 @@ class Exporting:
     def _is_end(self, change: Change) -> bool:
         is_own = change.kind == "rollout" and change.experiment == self._experiment
         return is_own and change.status in TERMINAL_ROLLOUT
-
-    async def _send(self, rollout_ids: Sequence[str]) -> None:
-        if recordings := await self._read(rollout_ids):
-            await self._deliver(recordings)
 
     async def _deliver(self, recordings: Sequence[Recording]) -> None:
         """Send recordings again and again until they are taken or refused; where the exporter breaks, one by one."""
@@ -187,8 +184,9 @@ class Exporting:
 
     async def _read(self, rollout_ids: Sequence[str]) -> list[Recording]:
         """Read rollouts with all of their spans; leaves out those that were removed meanwhile."""
+        query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
         try:
-            return [each async for each in read_recordings(self._store, _query(rollout_ids), spans="all")]
+            return [each async for each in read_recordings(self._store, query, spans="all")]
         except NotFoundError:
             one_by_one = [await self._read([each]) for each in rollout_ids] if len(rollout_ids) > 1 else []
             return [recording for found in one_by_one for recording in found]
@@ -227,7 +225,3 @@ class Exporting:
                 "runs again",
                 *(self._name, left, self._exporter.destination, self._flush_s),
             )
-
-
-def _query(rollout_ids: Sequence[str]) -> RolloutQuery:
-    return RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))

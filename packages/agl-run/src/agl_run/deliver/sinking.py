@@ -8,10 +8,12 @@ comes again, as a row of that number alone.
 import asyncio
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,9 +28,6 @@ from agl_run.plan import Plan
 
 if TYPE_CHECKING:
     from agl.schemas import Json
-
-import threading
-from queue import SimpleQueue
 
 _LOG = logging.getLogger("agl_run.run")
 

@@ -227,19 +227,9 @@ async def _measured(
 
 
 def _size(rollouts: Sequence[Observed]) -> RolloutSize:
-    return RolloutSize(
-        calls=spread_of(one.calls for one in rollouts),
-        rows=spread_of(one.rows for one in rollouts),
-        prompt_tokens=spread_of(one.prompt_tokens for one in rollouts),
-        response_tokens=spread_of(one.response_tokens for one in rollouts),
-        row_tokens=spread_of(one.row_tokens for one in rollouts),
-        trained_tokens=spread_of(one.trained_tokens for one in rollouts),
-        context=spread_of(one.context for one in rollouts),
-        seconds=spread_of(one.seconds for one in rollouts),
-        model_s=spread_of(one.model_s for one in rollouts),
-        tool_s=spread_of(one.tool_s for one in rollouts),
-        rest_s=spread_of(max(0.0, one.seconds - one.model_s - one.tool_s) for one in rollouts),
-    )
+    rest = spread_of(max(0.0, one.seconds - one.model_s - one.tool_s) for one in rollouts)
+    names = [name for name in RolloutSize.__struct_fields__ if name != "rest_s"]
+    return RolloutSize(rest_s=rest, **{name: spread_of(getattr(one, name) for one in rollouts) for name in names})
 
 
 def _group(share: SilentShare, shape: StepShape | None) -> GroupSize:

@@ -2,27 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
-from inspect import Parameter, signature
 from typing import Any, Protocol, runtime_checkable
 
 from agl.algorithms import AlgorithmConfig
 from agl.errors import AglError
 from agl.schemas import Weights
 from agl_inspect.forecast.costs import StepShape, Training
-from agl_run.parts.waiting import steps_in_all
+from agl_run.parts.waiting import parameter, steps_in_all
 from agl_run.plan import Plan
-
-
-@runtime_checkable
-class SizedAlgorithm(Protocol):
-    """An algorithm whose class says how many rollouts a step runs; a plugin needs nothing of this package for it."""
-
-    def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many tasks a step draws of so many, and how many times it runs each.
-
-        Called on an object that is not set up and is closed afterwards.
-        """
-        ...
 
 
 @runtime_checkable
@@ -48,8 +35,9 @@ class MeasuredAlgorithm(Protocol):
 async def shape_of(plan: Plan, config: AlgorithmConfig) -> StepShape | None:
     """Return the size of an algorithm's step; ``None`` for one that does not say, or collects nothing itself.
 
-    It is what the method ``step_size`` returns where the algorithm has one, and otherwise the parameters
-    ``tasks_per_step`` and ``group_size``.
+    An algorithm may have a method ``step_size(tasks)``, which returns how many of so many tasks a step draws, and how
+    many times it runs each; it is called on an object that is not set up and is closed afterwards. Otherwise the
+    parameters ``tasks_per_step`` and ``group_size`` count.
 
     Raises:
         ConfigError: A parameter is unknown or has the wrong type.
@@ -58,8 +46,8 @@ async def shape_of(plan: Plan, config: AlgorithmConfig) -> StepShape | None:
     if config.source:
         return None
     entry = plan.entry(config)
-    built = plan.manager.build(entry, **config.params)
-    size = _own_size(built, len(plan.train))
+    built: Any = plan.manager.build(entry, **config.params)
+    size = built.step_size(len(plan.train)) if hasattr(built, "step_size") else None
     await built.close()
     factory = plan.manager.resolve(entry)
     tasks, samples = size or (_number(factory, config, "tasks_per_step"), _number(factory, config, "group_size"))
@@ -99,37 +87,24 @@ def training_of(plan: Plan, config: AlgorithmConfig) -> Training:
     rank = _number(factory, config, "lora.rank")
     updates = max(1, _number(factory, config, "updates_per_step"))
     epochs = max(1, _number(factory, config, "epochs"))
-    compares = bool(_value(factory, config, "objective.kl_coef")) or _value(factory, config, "reference") == "start"
+    compares = (
+        bool(parameter(factory, config.params, "objective.kl_coef"))
+        or parameter(factory, config.params, "reference") == "start"
+    )
     return Training(
-        dtype=str(_value(factory, config, "compute.dtype") or Training().dtype),
+        dtype=str(parameter(factory, config.params, "compute.dtype") or Training().dtype),
         lora_rank=rank,
-        gradient_checkpointing=bool(_value(factory, config, "compute.gradient_checkpointing")),
+        gradient_checkpointing=bool(parameter(factory, config.params, "compute.gradient_checkpointing")),
         token_budget=_number(factory, config, "compute.token_budget"),
         passes=epochs,
         other_passes=int(updates * epochs > 1) + (epochs if compares else 0),
         updates=updates * epochs,
         has_reference=compares and not rank,
-        has_critic=_value(factory, config, "critic") is not None,
+        has_critic=parameter(factory, config.params, "critic") is not None,
     )
-
-
-def _own_size(built: object, tasks: int) -> tuple[int, int] | None:
-    return built.step_size(tasks) if isinstance(built, SizedAlgorithm) else None
 
 
 def _number(factory: Any, config: AlgorithmConfig, name: str) -> int:
     """Return an integer parameter or its default; 0 without one."""
-    found = _value(factory, config, name)
+    found = parameter(factory, config.params, name)
     return found if isinstance(found, int) else 0
-
-
-def _value(factory: Any, config: AlgorithmConfig, name: str) -> Any:
-    """Return a parameter or its default, such as ``lora.rank`` in a table; ``None`` if the algorithm has none."""
-    name, _, key = name.partition(".")
-    try:
-        default = signature(factory).parameters[name].default
-    except (KeyError, TypeError, ValueError):
-        return None
-    if key:
-        return config.params.get(name, {}).get(key, getattr(default, key, None))
-    return config.params.get(name, None if default is Parameter.empty else default)

@@ -1,6 +1,6 @@
 """Writes the plan of a run for people, in lines of at most 80 columns but for commands, which stay whole."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from textwrap import wrap
 
@@ -10,7 +10,7 @@ from agl_inspect.forecast.queueing import Spread
 from agl_inspect.forecast.silence import NEARLY
 from agl_inspect.stores import MEMORY, command
 from agl_inspect.text import visible
-from agl_run.forecast.report import AlgorithmPlan, GroupSize, RolloutSize, RunPlan
+from agl_run.forecast.report import AlgorithmPlan, RolloutSize, RunPlan
 
 _WIDTH = 80
 _SURE = 0.1
@@ -54,8 +54,8 @@ def _rollout(plan: AlgorithmPlan, algorithms: Sequence[str]) -> list[str]:
     whose = f"a rollout, as {' and '.join(algorithms)} would train on it" if plan.algorithm else "a rollout"
     lines = ["", whose, _row("", ("mean", "median", "90 %", "most"))]
     size = plan.rollout
-    lines += [_counted(name, spread) for name, spread in _sizes(size)]
-    lines += [_timed(name, spread) for name, spread in _times(size)]
+    lines += [_spread(name, spread, _number) for name, spread in _sizes(size)]
+    lines += [_spread(name, spread, _short) for name, spread in _times(size)]
     reward = "no reward" if plan.reward is None else f"mean reward {plan.reward:.3g}"
     return [*lines, f"  {plan.trained_share:.0%} can be trained on, {reward}"]
 
@@ -71,12 +71,8 @@ def _times(size: RolloutSize) -> list[tuple[str, Spread]]:
     return [("seconds", size.seconds), ("  in model calls", size.model_s), *tools, ("  in the rest", size.rest_s)]
 
 
-def _counted(name: str, spread: Spread) -> str:
-    return _row(name, (_number(spread.mean), _number(spread.median), _number(spread.p90), _number(spread.most)))
-
-
-def _timed(name: str, spread: Spread) -> str:
-    return _row(name, (_short(spread.mean), _short(spread.median), _short(spread.p90), _short(spread.most)))
+def _spread(name: str, spread: Spread, text: Callable[[float], str]) -> str:
+    return _row(name, list(map(text, (spread.mean, spread.median, spread.p90, spread.most))))
 
 
 def _row(name: str, cells: Sequence[str]) -> str:
@@ -95,7 +91,9 @@ def _step(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
     tokens = [("trained tokens", step.trained_tokens), ("row tokens", step.row_tokens), ("rows", step.rows)]
     seen = [("prompt tokens", step.prompt_tokens), ("answer tokens", step.response_tokens)]
     for name, spread in [*(tokens if step.rows.most else []), *seen]:
-        lines.append(f"  {name:<{_LABEL}}{_number(spread.mean):>{_COLUMN}}{_range(spread)}")
+        lines.append(
+            f"  {name:<{_LABEL}}{_number(spread.mean):>{_COLUMN}}  from {_number(spread.p10)} to {_number(spread.p90)}"
+        )
     if plan.gradient_share is not None and step.rows.most:
         tokens = plan.gradient_share * step.trained_tokens.mean
         lines.insert(3, f"  {'with a gradient':<{_LABEL}}{_number(tokens):>{_COLUMN}}  in groups that are not silent")
@@ -123,7 +121,7 @@ def _slowest(plan: AlgorithmPlan) -> list[str]:
 def _few_tasks(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
     if plan.uncertainty is None:
         return []
-    sure = f"the tokens are sure to within {_percent(plan.uncertainty)}"
+    sure = f"the tokens are sure to within {plan.uncertainty:.{0 if plan.uncertainty >= 0.095 else 1}%}"
     if plan.uncertainty < _SURE:
         return _wrapped(f"{sure} (95 % interval over the tasks)", indent="  ")
     return _wrapped(
@@ -149,10 +147,11 @@ def _groups(plan: AlgorithmPlan) -> list[str]:
         return []
     lines = ["", "groups whose rollouts all get one reward teach nothing; to expect:"]
     lines.append(_row("group size", [str(one.size) for one in plan.silent]))
-    lines.append(_row("silent groups", [f"{one.silent_share:.0%}{_mark(one)}" for one in plan.silent]))
+    lines.append(
+        _row("silent groups", [f"{g.silent_share:.0%}{'*' if g.basis == 'model' else ''}" for g in plan.silent])
+    )
     if plan.shape is not None:
-        gradient = [_groups_text(one) for one in plan.silent]
-        lines.append(_row("with a gradient", gradient))
+        lines.append(_row("with a gradient", ["" if g.groups is None else f"{g.groups:.1f}" for g in plan.silent]))
         lines.append(f"  of the groups that {plan.shape.rollouts} rollouts make")
     if any(one.basis == "model" for one in plan.silent):
         lines += _wrapped(
@@ -173,14 +172,6 @@ def _advice(plan: AlgorithmPlan) -> list[str]:
     return _wrapped(f"proposed for as many rollouts: group size {plan.best_size}, {kept}; {own}", indent="  ")
 
 
-def _groups_text(one: GroupSize) -> str:
-    return "" if one.groups is None else f"{one.groups:.1f}"
-
-
-def _mark(one: GroupSize) -> str:
-    return "*" if one.basis == "model" else ""
-
-
 def _fault(fault: Fault, store_url: str) -> list[str]:
     is_kept = bool(fault.example) and not store_url.startswith(MEMORY)
     shown = command("show", fault.example, store_url=store_url) if is_kept else ""
@@ -190,14 +181,6 @@ def _fault(fault: Fault, store_url: str) -> list[str]:
 
 def _wrapped(text: str, *, indent: str = "") -> list[str]:
     return wrap(visible(text), _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def _range(spread: Spread) -> str:
-    return f"  from {_number(spread.p10)} to {_number(spread.p90)}"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
 
 
 def _number(value: float) -> str:

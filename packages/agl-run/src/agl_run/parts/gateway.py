@@ -29,24 +29,6 @@ class SeparableGateway(Protocol):
         ...
 
 
-@runtime_checkable
-class SizedFleet(Protocol):
-    """A fleet that knows how many attempts its workers run at once, at most."""
-
-    @property
-    def most_attempts(self) -> int:
-        """Attempts at once in all workers."""
-        ...
-
-
-def attempts_at_once(plan: Plan) -> int:
-    """Return how many attempts the experiment's own settings allow at once, in all workers that it starts.
-
-    0 where it starts none, and leaves all of them to ``agl worker``.
-    """
-    return plan.fleet.most_attempts if isinstance(plan.fleet, SizedFleet) else plan.config.runner.concurrency
-
-
 def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, str]:
     """Return the gateway to start, and the line that says where it runs.
 
@@ -58,7 +40,8 @@ def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, st
     Raises:
         ConfigError: ``[gateway] process`` is true, and it cannot have a process of its own.
     """
-    config, load = plan.config.gateway, attempts_at_once(plan)
+    config = plan.config.gateway
+    load = plan.config.runner.concurrency if plan.fleet is None else plan.fleet.most_attempts
     if config.process is False:
         return gateway, "the gateway runs in this process, as [gateway] process = false says"
     count = f"{load} attempt{'' if load == 1 else 's'} at once" if load else "workers elsewhere run the attempts"

@@ -68,13 +68,21 @@ def loading(name: str, use: str, params: Mapping[str, Any], *, folder: Path) -> 
     return f"policy {name!r}: {shown}{f' at {url}' if isinstance(url, str) and url else ''} with {use}"
 
 
+def parameter(factory: Any, params: Mapping[str, Any], name: str) -> Any:
+    """Return a parameter or its default, such as ``lora.rank`` in a table; ``None`` if the algorithm has none."""
+    name, _, key = name.partition(".")
+    try:
+        default = signature(factory).parameters[name].default
+    except (KeyError, TypeError, ValueError):
+        return None
+    if key:
+        return params.get(name, {}).get(key, getattr(default, key, None))
+    return params.get(name, None if default is Parameter.empty else default)
+
+
 def steps_in_all(factory: Any, params: Mapping[str, Any]) -> int:
     """Return the number of steps that an algorithm takes, its parameter ``steps``; 0 if it sets no limit."""
-    try:
-        default = signature(factory).parameters["steps"].default
-    except (KeyError, TypeError, ValueError):
-        return 0
-    found = params.get("steps", None if default is Parameter.empty else default)
+    found = parameter(factory, params, "steps")
     return found if isinstance(found, int) else 0
 
 

@@ -30,7 +30,7 @@ from agl_run.run.finalists import Choice, choose
 from agl_run.run.resume import Beginning, begin
 from agl_run.run.schedule import run_schedule
 from agl_run.run.session import Session
-from agl_run.run.trial import run_tasks, trial
+from agl_run.run.trial import Tasks, trial
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -210,7 +210,7 @@ async def dev_plan(
 ) -> DevResult:
     """Run the agent on a few tasks, as the experiment ``record_as`` or ``NAME-dev``."""
     async with trial(plan, record_as=record_as or f"{plan.name}{TRIAL}", progress=progress) as driver:
-        episodes = await run_tasks(driver, list(plan.train or plan.val)[:tasks], mode=mode)
+        episodes = await Tasks(driver).run(list(plan.train or plan.val)[:tasks], mode=mode)
         return DevResult(episodes=tuple(episodes))
 
 

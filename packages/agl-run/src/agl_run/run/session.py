@@ -257,8 +257,7 @@ class Session:
     async def _start_gateway(self, upstreams: list[Upstream]) -> None:
         config, manager = self.plan.config.gateway, self.plan.manager
         if config.use == "none" or not upstreams:
-            _require_no_replicas(upstreams)
-            _require_no_refusals(upstreams)
+            _require_no_gateway(upstreams)
             return
         try:
             entry = manager.gateway("gateway" if config.use == "auto" else config.use)
@@ -377,22 +376,18 @@ async def _load_between_calls(gateway: Gateway, name: str, policy: Policy, versi
     return served
 
 
-def _require_no_replicas(upstreams: list[Upstream]) -> None:
-    spread = [upstream.name for upstream in upstreams if upstream.replicas]
-    if spread:
-        raise ConfigError(
-            f"the policies {spread} have several servers, and only the gateway spreads calls over them; remove "
-            '[gateway] use = "none", or give each policy one server'
-        )
-
-
-def _require_no_refusals(upstreams: list[Upstream]) -> None:
-    refusing = [upstream.name for upstream in upstreams if upstream.sampling == "refuse"]
-    if refusing:
-        raise ConfigError(
-            f'policy.{refusing[0]}.sampling is "refuse", and only the gateway can refuse calls; remove [gateway] use = '
-            '"none", or set sampling to "override" or "keep"'
-        )
+def _require_no_gateway(upstreams: list[Upstream]) -> None:
+    for upstream in upstreams:
+        if upstream.replicas:
+            raise ConfigError(
+                f"the policy {upstream.name!r} has several servers, and only the gateway spreads calls over them; "
+                'remove [gateway] use = "none", or give the policy one server'
+            )
+        if upstream.sampling == "refuse":
+            raise ConfigError(
+                f'policy.{upstream.name}.sampling is "refuse", and only the gateway can refuse calls; remove [gateway] '
+                'use = "none", or set sampling to "override" or "keep"'
+            )
 
 
 def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> None:

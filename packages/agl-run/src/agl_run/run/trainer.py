@@ -32,7 +32,7 @@ from agl_run.config.records import (
 from agl_run.display.progress import Progress, default_progress, run_progress
 from agl_run.parts.rewards import given_rewards, name_of
 from agl_run.plan import Plan
-from agl_run.run.blocking import require_blocking, run_beside, run_blocking
+from agl_run.run.blocking import Work, require_blocking, run_beside, run_blocking
 from agl_run.run.fit import DevResult, FitResult, dev_plan, fit_plan
 from agl_run.run.session import store_url_of
 from agl_run.watch.failures import warn_of_failures
@@ -207,10 +207,7 @@ class Trainer:
                 :meth:`fit_async` there.
         """
         require_blocking("fit")
-        plan = self.plan(agent, train_dataset, val_dataset)
-        return run_blocking(
-            lambda: fit_plan(plan, progress=self._progress or run_progress(), resume=resume, fresh=fresh)
-        )
+        return run_blocking(self._fit(self.plan(agent, train_dataset, val_dataset), resume=resume, fresh=fresh))
 
     async def fit_async(
         self,
@@ -226,10 +223,10 @@ class Trainer:
         The agent runs on another loop in another thread. Cancelling this abandons the step in flight and stops
         the experiment, which can be resumed.
         """
-        plan = self.plan(agent, train_dataset, val_dataset)
-        return await run_beside(
-            lambda: fit_plan(plan, progress=self._progress or run_progress(), resume=resume, fresh=fresh)
-        )
+        return await run_beside(self._fit(self.plan(agent, train_dataset, val_dataset), resume=resume, fresh=fresh))
+
+    def _fit(self, plan: Plan, *, resume: bool, fresh: bool) -> Work[FitResult]:
+        return lambda: fit_plan(plan, progress=self._progress or run_progress(), resume=resume, fresh=fresh)
 
     def dev(
         self,
@@ -258,14 +255,7 @@ class Trainer:
                 :meth:`dev_async` there.
         """
         require_blocking("dev")
-        plan = self.plan(agent, train_dataset)
-        result = run_blocking(
-            lambda: dev_plan(
-                plan, progress=self._progress or default_progress(), tasks=tasks, record_as=record_as, mode=mode
-            )
-        )
-        warn_of_failures(result.episodes, store_url=store_url_of(plan))
-        return result
+        return run_blocking(self._dev(self.plan(agent, train_dataset), tasks, record_as, mode))
 
     async def dev_async(
         self,
@@ -277,14 +267,16 @@ class Trainer:
         mode: Mode = "test",
     ) -> DevResult:
         """Run the agent on a few tasks like :meth:`dev`, beside the event loop of an async program."""
-        plan = self.plan(agent, train_dataset)
-        result = await run_beside(
-            lambda: dev_plan(
-                plan, progress=self._progress or default_progress(), tasks=tasks, record_as=record_as, mode=mode
-            )
-        )
-        warn_of_failures(result.episodes, store_url=store_url_of(plan))
-        return result
+        return await run_beside(self._dev(self.plan(agent, train_dataset), tasks, record_as, mode))
+
+    def _dev(self, plan: Plan, tasks: int, record_as: str, mode: Mode) -> Work[DevResult]:
+        async def work() -> DevResult:
+            progress = self._progress or default_progress()
+            result = await dev_plan(plan, progress=progress, tasks=tasks, record_as=record_as, mode=mode)
+            warn_of_failures(result.episodes, store_url=store_url_of(plan))
+            return result
+
+        return work
 
 
 def _section(settings: dict[str, Any], *, name: str, store: str) -> ExperimentSection:

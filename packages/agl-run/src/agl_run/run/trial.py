@@ -74,11 +74,6 @@ class Tasks:
         return collected.episodes
 
 
-async def run_tasks(driver: Driver, tasks: Sequence[Json], *, samples: int = 1, mode: Mode) -> Sequence[Episode]:
-    """Run the agent on tasks, ``samples`` times each, as the experiment's first algorithm reads them."""
-    return await Tasks(driver).run(tasks, samples=samples, mode=mode)
-
-
 def _other_text(name: str, version: str) -> str:
     return (
         f"{name}: the trial uses the version {version}, which the experiment has reached or a label points at, and not "

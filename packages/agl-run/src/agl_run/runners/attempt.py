@@ -9,9 +9,9 @@ import ctypes
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -23,6 +23,7 @@ from agl.schemas import (
     LLM,
     AttemptStatus,
     ErrorInfo,
+    Json,
     NamedResources,
     Outcome,
     Reward,
@@ -70,13 +71,13 @@ async def run_attempt(
     status, error = _checked(active, status, error)
     for tracer in active.tracers:
         tracer.flush(1.0)
-    status, error, extra = _read(status, refused.explained(error), value, active)
-    root = _root_span(active, started, status, error, extra.attributes)
+    status, error, output, rewards = _read(status, refused.explained(error), value, active)
+    root = _root_span(active, started, status, error, output)
     return Outcome(
         attempt_id=active.attempt_id,
         status=status,
         error=error,
-        spans=(root, *recorder.drain(), *extra.rewards),
+        spans=(root, *recorder.drain(), *rewards),
     )
 
 
@@ -110,13 +111,11 @@ def new_attempt(
 def bind_resources(resources: NamedResources, *, token: str) -> NamedResources:
     """Add the attempt's token to every LLM that has no key of its own."""
     return {
-        name: _with_token(value, token) if isinstance(value, LLM) and token else value
+        name: msgspec.structs.replace(value, api_key=token)
+        if isinstance(value, LLM) and token and not value.api_key_env
+        else value
         for name, value in resources.items()
     }
-
-
-def _with_token(llm: LLM, token: str) -> LLM:
-    return llm if llm.api_key_env else msgspec.structs.replace(llm, api_key=token)
 
 
 def _checked(
@@ -231,24 +230,18 @@ def _timeout_error(timeout_s: float | None, *, stopped: bool) -> ErrorInfo:
     return ErrorInfo(type="TimeoutError", message=text)
 
 
-@dataclass(frozen=True)
-class _ResultSpans:
-    attributes: dict[str, Any]
-    rewards: tuple[Span, ...]
-
-
 def _read(
     status: AttemptStatus, error: ErrorInfo | None, value: Any, active: ActiveAttempt
-) -> tuple[AttemptStatus, ErrorInfo | None, _ResultSpans]:
+) -> tuple[AttemptStatus, ErrorInfo | None, Json, tuple[Span, ...]]:
+    """Return the outcome with the output and the rewards that the agent returned; a bad value fails the attempt."""
     if status != "succeeded":
-        return status, error, _ResultSpans({}, ())
+        return status, error, None, ()
     try:
         result = read_result(value)
         rewards = () if result.reward is None else (reward_span(active, result.reward),)
     except (CaptureError, RunError) as wrong:
-        return "failed", describe_error(wrong), _ResultSpans({}, ())
-    attributes = {} if result.output is None else {semconv.OUTPUT: result.output}
-    return status, error, _ResultSpans(attributes, rewards)
+        return "failed", describe_error(wrong), None, ()
+    return status, error, result.output, rewards
 
 
 def reward_span(active: ActiveAttempt, reward: Reward) -> Span:
@@ -259,9 +252,9 @@ def reward_span(active: ActiveAttempt, reward: Reward) -> Span:
 
 
 def _root_span(
-    active: ActiveAttempt, started: int, status: AttemptStatus, error: ErrorInfo | None, attributes: Mapping[str, Any]
+    active: ActiveAttempt, started: int, status: AttemptStatus, error: ErrorInfo | None, output: Json
 ) -> Span:
-    values = dict(attributes)
+    values: dict[str, Any] = {} if output is None else {semconv.OUTPUT: output}
     if error is not None:
         values[semconv.ERROR_TYPE] = error.type
     return Span(

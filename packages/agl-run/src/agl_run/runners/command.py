@@ -24,8 +24,6 @@ from agl.schemas import (
     ErrorInfo,
     Outcome,
     Span,
-    new_span_id,
-    new_trace_id,
     to_json,
 )
 from agl.tracing import make_reward_span, redact
@@ -34,7 +32,7 @@ from agl_run.runners.bound_process import BoundProcess
 from agl_run.runners.folders import own_folder, remove_abandoned
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunContext, environment_for_agents
-from agl_run.runners.spool import Spool
+from agl_run.runners.spool import Spool, root_of
 
 HEAD = 16_000
 """Bytes kept of the beginning."""
@@ -127,14 +125,7 @@ class CommandRunner:
         rollout, attempt = claim.rollout, claim.attempt
         task = to_json(rollout.visible_task)
         (folder / "task.json").write_bytes(task)
-        root = Span(
-            rollout_id=rollout.rollout_id,
-            attempt_id=attempt.attempt_id,
-            span_id=new_span_id(),
-            trace_id=new_trace_id(),
-            name=semconv.ROOT_SPAN_NAME,
-            start_ns=time.time_ns(),
-        )
+        root = root_of(claim)
         spool = Spool(folder / "spool", root)
         environment = self._environment(claim, folder, root, spool)
         try:

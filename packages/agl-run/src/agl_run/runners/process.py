@@ -91,11 +91,11 @@ class ProcessRunner:
         except TimeoutError:
             if limit is None:
                 raise
-            await child.kill()
+            await child.kept.kill()
             text = f"the agent ran longer than {limit:g} s and its process was killed"
             return Outcome(attempt_id=attempt_id, status="timeout", error=ErrorInfo(type="TimeoutError", message=text))
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await child.wait()
+            code = await child.kept.wait()
             text = f"the agent's process ended with {_describe_exit(code)} in the middle of the attempt"
             return Outcome(attempt_id=attempt_id, status="failed", error=ErrorInfo(type="ProcessExit", message=text))
 
@@ -119,7 +119,7 @@ class ProcessRunner:
 
     async def _discard(self, child: "_Child") -> None:
         self._all.discard(child)
-        await child.kill()
+        await child.kept.kill()
 
     async def stop(self) -> None:
         """Kill every child."""
@@ -135,7 +135,7 @@ class _Child:
     """One child process and its pipes."""
 
     def __init__(self, kept: BoundProcess) -> None:
-        self._kept = kept
+        self.kept = kept
         self._process = kept.process
 
     @classmethod
@@ -168,7 +168,7 @@ class _Child:
                 f"a worker process did not start within {START_S:g} s; is the agent's import slow?"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await self.wait()
+            code = await self.kept.wait()
             kind = RunError if code >= 0 else _KilledAtStartError
             raise kind(f"a worker process ended with {_describe_exit(code)} while it imported the agent") from None
         if isinstance(message, ChildReady) and message.error:
@@ -186,12 +186,6 @@ class _Child:
 
     async def receive(self) -> ChildReady | ChildSpans | ChildDone:
         return await read_from_child(self._process.stdout)
-
-    async def wait(self) -> int:
-        return await self._process.wait()
-
-    async def kill(self) -> None:
-        await self._kept.kill()
 
 
 def _describe_exit(code: int) -> str:

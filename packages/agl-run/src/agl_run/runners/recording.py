@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from agl import PluginManager, semconv
+from agl import PluginManager
 from agl.contracts import Gateway, Store, Upstream
 from agl.episodes import Agreement, find_disagreement
 from agl.errors import RunError, StoreError, UnknownComponentError
@@ -26,10 +26,7 @@ from agl.schemas import (
     Record,
     RetryPolicy,
     Rollout,
-    Span,
     new_rollout_id,
-    new_span_id,
-    new_trace_id,
 )
 from agl.stores import all_spans
 from agl_inspect.records.workers import worker_name
@@ -39,7 +36,7 @@ from agl_run.access.tokens import AttemptTokens, issue_token
 from agl_run.runners.bound_process import BoundProcess
 from agl_run.runners.folders import own_folder, remove_abandoned
 from agl_run.runners.setup import client_environment
-from agl_run.runners.spool import Spool
+from agl_run.runners.spool import Spool, root_of
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -130,7 +127,7 @@ async def record_command(
         claim = await _claim(store, command, timeout_s)
         remove_abandoned()
         folder = stack.enter_context(own_folder())
-        root = _root(claim)
+        root = root_of(claim)
         spool = Spool(folder / "spool", root)
         try:
             gateway, environment = await _capture(stack, manager, store, claim, upstream, spool)
@@ -197,17 +194,6 @@ async def _renew(store: Store, attempt_id: str) -> None:
             await store.renew([attempt_id], lease_s=LEASE_S)
         except StoreError as error:  # the next try comes before the lease lapses
             _LOG.warning("the store could not record that the program still runs: %s", error)
-
-
-def _root(claim: Claim) -> Span:
-    return Span(
-        rollout_id=claim.rollout.rollout_id,
-        attempt_id=claim.attempt.attempt_id,
-        span_id=new_span_id(),
-        trace_id=new_trace_id(),
-        name=semconv.ROOT_SPAN_NAME,
-        start_ns=time.time_ns(),
-    )
 
 
 async def _capture(

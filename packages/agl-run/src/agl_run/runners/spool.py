@@ -7,11 +7,13 @@ and appends every span to a file as it ends, so that a killed program loses at m
 import os
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from agl import semconv
 from agl.contracts import Upstream
-from agl.schemas import Record, Span, decode, encode, from_json, to_json
+from agl.schemas import Claim, Record, Span, decode, encode, from_json, new_span_id, new_trace_id, to_json
 
 VARIABLE = "AGL_SPOOL"
 """Environment variable with the settings as JSON."""
@@ -30,6 +32,18 @@ class SpoolSettings(Record, frozen=True, kw_only=True):
     upstreams: tuple[Upstream, ...] = ()
     gateway_url: str = ""
     token: str = ""
+
+
+def root_of(claim: Claim) -> Span:
+    """Make the root span of a program that starts now."""
+    return Span(
+        rollout_id=claim.rollout.rollout_id,
+        attempt_id=claim.attempt.attempt_id,
+        span_id=new_span_id(),
+        trace_id=new_trace_id(),
+        name=semconv.ROOT_SPAN_NAME,
+        start_ns=time.time_ns(),
+    )
 
 
 class Spool:

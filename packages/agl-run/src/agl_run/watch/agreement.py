@@ -32,7 +32,9 @@ _REMEDIES = {
     UNATTRIBUTED: ATTRIBUTE,
 }
 
-_FATE = {"drop": "training leaves such rollouts out", "error": "such a rollout ends a run", "accept": ""}
+_MEANINGS = {"drop": "training leaves such rollouts out", "error": "such a rollout ends a run", "accept": ""}
+_TRAINED = "they train with the calls that were recorded"
+_FATES = {"drop": "they are left out of training", "error": _TRAINED, "accept": _TRAINED}
 
 
 def settings_by_kind(section: ExperimentSection) -> dict[str, Verdict | Literal["error"]]:
@@ -98,7 +100,8 @@ class AgreementReport(Observer):
         if self._is_new(kind, trains=trains):
             if not any(_counts(episode, kind) for episode in concerned):
                 setting = "accept"
-            fate = _fate_in_training(setting) if trains else _fate(kind, setting)
+            lacks = "their records are incomplete" if kind == UNSEEN else "no agent is recorded for these calls"
+            fate = _FATES[setting] if trains else " and ".join(filter(None, (lacks, _MEANINGS[setting])))
             _LOG.warning("%s; %s.%s", text, fate, self._see("why", concerned[0]))
 
     def _see(self, name: str, episode: Episode) -> str:
@@ -140,13 +143,3 @@ def _counts(episode: Episode, kind: str) -> bool:
 def _has_no_call(episode: Episode) -> bool:
     """Return true if a rollout succeeded with neither a recorded call nor one that was only seen."""
     return episode.rollout.status == "succeeded" and not (episode.transitions or episode.unseen)
-
-
-def _fate_in_training(setting: str) -> str:
-    return "they are left out of training" if setting == "drop" else "they train with the calls that were recorded"
-
-
-def _fate(kind: str, setting: str) -> str:
-    """Return the meaning of such calls for rollouts that no algorithm trains on."""
-    lacks = "their records are incomplete" if kind == UNSEEN else "no agent is recorded for these calls"
-    return " and ".join(filter(None, (lacks, _FATE[setting])))

@@ -89,24 +89,22 @@ class FailureReport(Observer):
 
     Args:
         store_url: Where they are stored, for the commands in the report.
+
+    Attributes:
+        counts: The rollouts so far.
     """
 
     def __init__(self, *, store_url: str = "") -> None:
         self._store_url = store_url
-        self._all = RolloutCounts()
+        self.counts = RolloutCounts()
         self._training = RolloutCounts()
 
     def batch(self, batch: Batch) -> None:
         """Count the rollouts of one request."""
         if batch.is_own:
             ended = [(episode.rollout, episode.attempt) for episode in batch.episodes]
-            self._all.add(ended)
+            self.counts.add(ended)
             self._training.add(ended if batch.mode != "val" else ())
-
-    @property
-    def counts(self) -> RolloutCounts:
-        """The rollouts so far."""
-        return self._all
 
     def end(self) -> None:
         """Log a warning if some rollouts failed.
@@ -114,13 +112,13 @@ class FailureReport(Observer):
         Raises:
             RunError: All failed, or all on training tasks; names the most frequent errors, an example, the next step.
         """
-        for counts, where in ((self._all, ""), (self._training, " on training tasks")):
+        for counts, where in ((self.counts, ""), (self._training, " on training tasks")):
             if counts.all_failed:
                 raise RunError(
                     f"none of {counts.total} rollouts{where} succeeded: {counts.errors}. Correct the agent or the "
                     f"reward, then run it again with --fresh (fresh=True).{counts.look_at(self._store_url)}"
                 )
-        self._all.warn(self._store_url)
+        self.counts.warn(self._store_url)
 
 
 def warn_of_failures(episodes: Iterable[Episode], *, store_url: str) -> None:

@@ -114,7 +114,7 @@ class OrderedWorker:
                 await reclaim_lost(store, plan.name)
             at_once = plan.config.runner.concurrency
             self._worker = RemoteWorker(plan, store, tell=self._tell, concurrency=at_once)
-            return (await self._worker.run()).finished
+            return await self._worker.run()
         finally:
             await store.close()
 

@@ -8,9 +8,9 @@ waits. Stores have no wake-up for presence, so it is read every two seconds; rol
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -40,23 +40,6 @@ SUMMARY_S = 10.0
 
 Tell = Callable[..., None]
 """``tell(event, text, **values)`` reports an event to a person or a program; returns at once."""
-
-
-@dataclass(kw_only=True)
-class Tally:
-    """Counts of the rollouts that this worker finished, by status."""
-
-    finished: dict[str, int] = field(default_factory=dict[str, int])
-
-    @property
-    def total(self) -> int:
-        """The number of finished rollouts of any status."""
-        return sum(self.finished.values())
-
-    def text(self) -> str:
-        """Return the counts in words."""
-        parts = ", ".join(f"{count} {status}" for status, count in sorted(self.finished.items()))
-        return f"{self.total} rollouts finished" + (f" ({parts})" if parts else "")
 
 
 class RemoteWorker:
@@ -92,15 +75,15 @@ class RemoteWorker:
         self._is_over = False
         self._said = ""
         self._worker: Worker | None = None
-        self.tally = Tally()
+        self.finished: Counter[str] = Counter()
 
     @property
     def held(self) -> int:
         """The number of attempts that it holds."""
         return self._worker.held if self._worker is not None else 0
 
-    async def run(self) -> Tally:
-        """Run attempts until the experiment is finished; returns the counts of finished rollouts.
+    async def run(self) -> dict[str, int]:
+        """Run attempts until the experiment is finished; returns the number of finished rollouts by status.
 
         Raises:
             ConfigError: The experiment runs and this machine cannot join it; names the reason and the next step.
@@ -109,9 +92,13 @@ class RemoteWorker:
             found = await self._wait()
             if found is not None:
                 await self._take_part(*found)
-        text = f"experiment {self._plan.name!r} is finished; {self.tally.text()} here"
-        self._tell("finished", text, finished=dict(self.tally.finished))
-        return self.tally
+        text = f"experiment {self._plan.name!r} is finished; {self._counts()} here"
+        self._tell("finished", text, finished=dict(self.finished))
+        return dict(self.finished)
+
+    def _counts(self) -> str:
+        parts = ", ".join(f"{count} {status}" for status, count in sorted(self.finished.items()))
+        return f"{self.finished.total()} rollouts finished" + (f" ({parts})" if parts else "")
 
     async def _wait(self) -> tuple[RunningExperiment, RemoteGateway | None] | None:
         """Wait until the experiment can be joined; returns its record and gateway, ``None`` if it is finished."""
@@ -226,7 +213,7 @@ class RemoteWorker:
         return Worker(context, runner if gateway is None else GuardedRunner(runner, gateway), finished=self._count)
 
     def _count(self, rollout: Rollout) -> None:
-        self.tally.finished[rollout.status] = self.tally.finished.get(rollout.status, 0) + 1
+        self.finished[rollout.status] += 1
 
     async def _live(self) -> Mapping[str, str]:
         serving = await load_running(self._store, self._plan.name)
@@ -238,7 +225,7 @@ class RemoteWorker:
         if worker.failure is None:
             raise RuntimeError("the worker is not running")
         lost = asyncio.ensure_future((gateway.lost if gateway is not None else asyncio.Event()).wait())
-        summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
+        summary_at, shown = time.monotonic() + SUMMARY_S, self.finished.total()
         beat_at = time.monotonic() + BEAT_S
         try:
             while not (reason := await self._end_reason(serving, gateway)):
@@ -249,9 +236,9 @@ class RemoteWorker:
                 await asyncio.wait({worker.failure, lost}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if worker.failure.done():
                     worker.failure.result()
-                if time.monotonic() >= summary_at and self.tally.total != shown:
-                    summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
-                    self._tell("progress", self.tally.text(), finished=dict(self.tally.finished))
+                if time.monotonic() >= summary_at and self.finished.total() != shown:
+                    summary_at, shown = time.monotonic() + SUMMARY_S, self.finished.total()
+                    self._tell("progress", self._counts(), finished=dict(self.finished))
         finally:
             lost.cancel()
         if not self._is_over:

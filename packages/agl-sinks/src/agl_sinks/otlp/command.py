@@ -48,7 +48,7 @@ def otlp(
     status: tuple[str, ...],
     mode: str | None,
 ) -> None:
-    """Send finished rollouts as traces: those named (whole ids, unique beginnings, latest), or all that match.
+    """Send finished rollouts as traces: the named rollouts (ids, unique beginnings, latest), or all that match.
 
     Sending a rollout again adds nothing: its trace has the same ids.
     """

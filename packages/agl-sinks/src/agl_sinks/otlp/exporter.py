@@ -1,10 +1,9 @@
-"""The exporter that an experiment file names, and the tracing backend behind one URL that it sends to."""
+"""The exporter that sends rollouts to a tracing backend at one URL."""
 
 import gzip
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from urllib.parse import unquote
 
 from google.protobuf.message import DecodeError
@@ -39,76 +38,14 @@ _VALUE = re.compile(r"[\t -~\x80-\xff]*")
 _PROTOBUF = "application/x-protobuf"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backend:
-    """A tracing backend.
-
-    Attributes:
-        url: The whole URL to which requests go.
-        headers: Further headers, such as a key.
-        timeout_s: Seconds that one request may take.
-    """
-
-    url: str
-    headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    timeout_s: float = 10.0
-
-    @classmethod
-    def from_environment(cls, endpoint: str, *, headers_env: str = "", timeout_s: float = 10.0) -> "Backend":
-        """Find what is not given in OpenTelemetry's environment variables.
-
-        Raises:
-            ConfigError: The endpoint is no URL, or the variable is not set or has another form.
-        """
-        if headers_env and not os.environ.get(headers_env):
-            raise ConfigError(
-                f"headers_env names the environment variable {headers_env}, which is not set; set it to "
-                "name=value,name=value, or leave headers_env out if the backend needs no key"
-            )
-        return cls(url=_url(endpoint), headers=_headers(headers_env), timeout_s=timeout_s)
-
-    @property
-    def shown(self) -> str:
-        """The URL for messages, without a password in it."""
-        return shown_url(self.url)
-
-    async def send(self, request: ExportTraceServiceRequest) -> None:
-        """Send one request.
-
-        Raises:
-            ExportError: It was not taken, or only in part.
-        """
-        body = gzip.compress(request.SerializeToString(), compresslevel=1)
-        answer = await in_background(lambda: self._post(body))
-        rejected = answer.partial_success.rejected_spans
-        if rejected:
-            raise ExportError(
-                f"{self.shown} rejected {rejected} of {_count(request)} spans: "
-                f"{answer.partial_success.error_message or 'it gave no reason'}"
-            )
-
-    def _post(self, body: bytes) -> ExportTraceServiceResponse:
-        headers = {"Content-Type": _PROTOBUF, "Content-Encoding": "gzip", **self.headers}
-        answer = post(
-            self.url,
-            body,
-            shown=self.shown,
-            headers=headers,
-            timeout_s=self.timeout_s,
-            passing=_PASSING,
-            advice=_ADVICE,
-        )
-        return _parsed(answer.headers.get("Content-Type", "").partition(";")[0], answer.content)
-
-
 def _url(endpoint: str) -> str:
     whole = "" if endpoint else os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
     url = whole or endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "") or DEFAULT
     parts = web_parts(url)
     if parts is None:
         raise ConfigError(
-            f"the endpoint {shown_url(url)!r} is no URL of a tracing backend; write http://HOST:PORT, and name the "
-            "port for OTLP over HTTP, which is 4318 for most collectors"
+            f"the endpoint {shown_url(url)!r} is not the URL of a tracing backend; write http://HOST:PORT, and name "
+            "the port for OTLP over HTTP, which is 4318 for most collectors"
         )
     if "@" in parts.netloc:
         raise ConfigError(
@@ -161,7 +98,7 @@ class OtlpExporter:
         timeout_s: Seconds that one request may take.
 
     Raises:
-        ConfigError: The endpoint is no URL, or the variable is not set or has another form.
+        ConfigError: The endpoint is not a URL, or the variable is not set or has another form.
     """
 
     def __init__(
@@ -173,14 +110,19 @@ class OtlpExporter:
         service: str = "",
         timeout_s: float = 10.0,
     ) -> None:
-        self._backend = Backend.from_environment(endpoint, headers_env=headers_env, timeout_s=timeout_s)
+        if headers_env and not os.environ.get(headers_env):
+            raise ConfigError(
+                f"headers_env names the environment variable {headers_env}, which is not set; set it to "
+                "name=value,name=value, or leave headers_env out if the backend needs no key"
+            )
+        self._url, self._headers, self._timeout_s = _url(endpoint), _headers(headers_env), timeout_s
         self._contents = contents
         self._service = service
 
     @property
     def destination(self) -> str:
         """The backend's URL, without a key in it."""
-        return self._backend.shown
+        return shown_url(self._url)
 
     async def export(self, recordings: Sequence[Recording]) -> None:
         """Send rollouts with all of their spans.
@@ -192,7 +134,29 @@ class OtlpExporter:
             lambda: list(requests_of(recordings, has_contents=self._contents, service=self._service))
         )
         for request in made:
-            await self._backend.send(request)
+            await self._send(request)
+
+    async def _send(self, request: ExportTraceServiceRequest) -> None:
+        body = gzip.compress(request.SerializeToString(), compresslevel=1)
+        answer = await in_background(lambda: self._post(body))
+        rejected = answer.partial_success.rejected_spans
+        if rejected:
+            raise ExportError(
+                f"{self.destination} rejected {rejected} of {_count(request)} spans: "
+                f"{answer.partial_success.error_message or 'it gave no reason'}"
+            )
+
+    def _post(self, body: bytes) -> ExportTraceServiceResponse:
+        answer = post(
+            self._url,
+            body,
+            shown=self.destination,
+            headers={"Content-Type": _PROTOBUF, "Content-Encoding": "gzip", **self._headers},
+            timeout_s=self._timeout_s,
+            passing=_PASSING,
+            advice=_ADVICE,
+        )
+        return _parsed(answer.headers.get("Content-Type", "").partition(";")[0], answer.content)
 
     async def close(self) -> None:
         """Nothing to release: every request has a connection of its own."""

@@ -122,7 +122,7 @@ def evaluate(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) ->
     if isinstance(given, int | float):
         return [Reward(value=float(given))]
     rewards = list(cast("Sequence[Any]", given))
-    assert all(isinstance(reward, Reward) for reward in rewards), f"{given!r} is no sequence of Reward"
+    assert all(isinstance(reward, Reward) for reward in rewards), f"{given!r} is not a sequence of Reward"
     return rewards
 
 

@@ -10,7 +10,7 @@ from agl_testing.model_server.codec import (
     render_prompt,
     render_turn,
 )
-from agl_testing.model_server.recording import RecordedCall
+from agl_testing.model_server.handler import RecordedCall
 from agl_testing.model_server.script import (
     Cut,
     Dialect,

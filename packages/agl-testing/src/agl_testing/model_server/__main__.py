@@ -43,7 +43,7 @@ async def _serve_canned(options: argparse.Namespace) -> None:
         )
         for seed in range(options.variants)
     ]
-    server = CannedModelServer(replies, port=options.port, write_delay=options.write_delay)
+    server = CannedModelServer(replies, port=options.port)
     started = threading.Event()
     serving = asyncio.create_task(server.serve(started))
     while not started.is_set() and not serving.done():
@@ -61,7 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--response-tokens", type=int, default=200)
     parser.add_argument("--events", type=int, default=50, help="pieces of a streamed reply")
     parser.add_argument("--variants", type=int, default=1, help="different replies, used in turn")
-    parser.add_argument("--write-delay", type=float, default=0.0, help="seconds between the pieces")
     return parser
 
 

@@ -9,6 +9,9 @@ import msgspec
 from agl_testing.model_server.codec import END, FunctionCall, decode, encode, logprob, render_call_head
 from agl_testing.model_server.script import Dialect, Flavour, Reply
 
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream of the chat and completions APIs."""
+
 PieceKind: TypeAlias = Literal["text", "call", "arguments", "end"]
 
 
@@ -136,3 +139,13 @@ def content_logprobs(ids: Sequence[int], start: int, *, with_top: bool = False) 
         entry: dict[str, Any] = {"token": text, "logprob": value, "bytes": list(text.encode())}
         entries.append({**entry, "top_logprobs": [dict(entry)] if with_top else []})
     return entries
+
+
+def data_event(value: dict[str, Any]) -> bytes:
+    """Return a server-sent event without a name, as in chat and text completions."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """Return a server-sent event named by its ``type``, as in responses and messages."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + data_event(value)

@@ -1,7 +1,7 @@
 """A model server for benchmarks, fast enough not to be measured itself: pre-encoded replies over minimal HTTP/1.1.
 
 It answers every POST with the next of its replies, looks into the body only for ``"stream":true``, and records
-nothing but a count. A call costs it about 30 microseconds. It is no general HTTP server: bodies need a
+nothing but a count. A call costs it about 30 microseconds. It is not a general HTTP server: bodies need a
 ``Content-Length``, and pipelined requests are not supported.
 """
 
@@ -18,7 +18,7 @@ from agl_testing.model_server.answer import ScriptedExchange, answer_of
 from agl_testing.model_server.codec import OFFSET
 from agl_testing.model_server.dialects import chat
 from agl_testing.model_server.script import Reply
-from agl_testing.model_server.thread import ThreadedServer
+from agl_testing.model_server.thread import HOST, ThreadedServer
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
@@ -55,22 +55,11 @@ class CannedReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CannedModelServer(ThreadedServer):
-    """Serves ``replies`` in turn from its own thread; a context manager like the scripted server.
+    """Serves ``replies`` in turn from its own thread; a context manager like the scripted server."""
 
-    ``write_delay`` is the time in seconds between the writes of a stream.
-    """
-
-    def __init__(
-        self,
-        replies: Sequence[CannedReply] | None = None,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        write_delay: float = 0.0,
-    ) -> None:
-        super().__init__(host, port)
+    def __init__(self, replies: Sequence[CannedReply] | None = None, *, port: int = 0) -> None:
+        super().__init__(port)
         self.replies = tuple(replies) if replies else (CannedReply.chat(),)
-        self.write_delay = write_delay
         self.call_count = 0
 
     def next_reply(self) -> CannedReply:
@@ -83,7 +72,7 @@ class CannedModelServer(ThreadedServer):
         """Listen with a protocol of its own, which does nothing that a benchmark does not need."""
         connections: set[_Connection] = set()
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: _Connection(self, connections), self._host, self._port)
+        server = await loop.create_server(lambda: _Connection(self, connections), HOST, self._port)
         yield int(server.sockets[0].getsockname()[1])
         server.close()
         for connection in list(connections):
@@ -137,7 +126,7 @@ class _Connection(asyncio.Protocol):
             return
         self._transport.write(writes[index])
         if index + 1 < len(writes):
-            asyncio.get_running_loop().call_later(self._server.write_delay, self._write_from, writes, index + 1)
+            asyncio.get_running_loop().call_soon(self._write_from, writes, index + 1)
 
 
 def _content_length(head: bytes) -> int:

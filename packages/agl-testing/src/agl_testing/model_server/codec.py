@@ -27,7 +27,7 @@ VOCABULARY_SIZE = OFFSET + 256
 class FunctionCall(msgspec.Struct, frozen=True):
     """A function call of the model: its name and its arguments as the JSON text that the model wrote.
 
-    ``namespace`` is the group of the function in the responses API; it is no part of the tokens.
+    ``namespace`` is the group of the function in the responses API; it is not part of the tokens.
     """
 
     name: str

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -11,7 +12,6 @@ from aiohttp import web
 from agl_testing.model_server.answer import ScriptedExchange, answer_of
 from agl_testing.model_server.codec import ConversationTurn, render_prompt
 from agl_testing.model_server.dialects import chat, completions, embeddings, messages, responses
-from agl_testing.model_server.recording import RecordedCall, Recording
 from agl_testing.model_server.script import (
     Cut,
     Dialect,
@@ -19,7 +19,7 @@ from agl_testing.model_server.script import (
     Garbage,
     ModelRequest,
     Reply,
-    Script,
+    Respond,
     Stall,
     Status,
     Step,
@@ -37,14 +37,60 @@ _BACKEND_ARGUMENTS = ("return_token_ids", "return_prompt_token_ids", "enable_res
 _FORMATS = {"chat": chat, "completions": completions, "responses": responses, "messages": messages}
 
 
+@dataclass(kw_only=True)
+class RecordedCall:
+    """One HTTP exchange; the server fills it in while it goes on.
+
+    Attributes:
+        path: Path with its query string, as the client sent it.
+        headers: The request's headers by name in lower case.
+        body: The request's bytes; ``json`` is their parsed value, ``None`` if they are not JSON.
+        status: Status of the response, 0 before it began.
+        chunks: The bytes of the response's body, without transfer framing, one entry per write or streamed event.
+        is_complete: Whether the whole response was written; false after a cut or when the client went away.
+        is_abandoned: Whether the client closed the connection before the response was complete.
+    """
+
+    path: str
+    method: str
+    headers: dict[str, str]
+    body: bytes
+    json: Any
+    dialect: Dialect
+    status: int = 0
+    chunks: list[bytes] = field(default_factory=list[bytes])
+    is_complete: bool = False
+    is_abandoned: bool = False
+
+    @property
+    def sent(self) -> bytes:
+        """Every byte of the response's body."""
+        return b"".join(self.chunks)
+
+
 class ScriptedHandler:
-    """Answers every path of the server; one instance per server, used in the server's loop only."""
+    """Answers every path of the server; one instance per server, used in the server's loop only.
+
+    Args:
+        next_step: Gives the script's step for a request.
+        record: Takes every call that arrives.
+        default: The reply of a fault that names none.
+        flavour: The server to imitate.
+        models: Names of models; the first is assumed where a request names none.
+        api_key: If given, calls without it get a 401.
+    """
 
     def __init__(
-        self, *, script: Script, recording: Recording, flavour: Flavour, models: Sequence[str], api_key: str | None
+        self,
+        *,
+        next_step: Respond,
+        record: Callable[[RecordedCall], None],
+        default: Reply | None,
+        flavour: Flavour,
+        models: Sequence[str],
+        api_key: str | None,
     ) -> None:
-        self._script = script
-        self._recording = recording
+        self._next_step, self._record, self._default = next_step, record, default
         self._flavour: Flavour = flavour
         self._models = models
         self._api_key = api_key
@@ -58,7 +104,7 @@ class ScriptedHandler:
         if dialect is None:
             return _error_response("chat", 404, f"no path {request.path!r} here; there are {sorted(PATHS)}")
         call = await _record_of(request, dialect)
-        self._recording.add(call)
+        self._record(call)
         try:
             return await self._respond(request, call)
         except (asyncio.CancelledError, ConnectionError):
@@ -103,13 +149,16 @@ class ScriptedHandler:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             message = f"the body is not what this API takes ({type(error).__name__}: {error})"
             return await _send_plain(request, call, _error_response(call.dialect, 400, message))
-        step = self._next_step(model_request)
+        try:
+            step = self._next_step(model_request)
+        except Exception as error:  # noqa: BLE001  # the test's own function
+            step = self._failed(error)
         if isinstance(step, Status):
             return await _send_plain(request, call, _status_response(call.dialect, step))
         if isinstance(step, Garbage):
             garbage = web.Response(body=step.body, headers={"content-type": step.content_type})
             return await _send_plain(request, call, garbage)
-        reply = _reply_of(step, self._script.default)
+        reply = _reply_of(step, self._default)
         try:
             exchange = self._exchange(model_request, reply if isinstance(step, Stall | Cut) else step)
         except ValueError as error:
@@ -121,12 +170,6 @@ class ScriptedHandler:
             return await _send_stream(request, call, form.events_of(exchange), step=step, reply=reply)
         response = _json_response(form.body_of(exchange), headers=reply.headers)
         return await _send_faulty(request, call, response, step)
-
-    def _next_step(self, request: ModelRequest) -> Step:
-        try:
-            return self._script.next_step(request)
-        except Exception as error:  # noqa: BLE001  # the test's own function
-            return self._failed(error)
 
     def _failed(self, error: Exception) -> Status:
         """Keep an error of the script, which the server raises at its end; returns the answer of the call."""

@@ -1,7 +1,6 @@
 """The script of a model server: its replies and the faults that it injects, call by call."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -120,33 +119,3 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 Respond: TypeAlias = Callable[[ModelRequest], Step]
 """Gives the next step of the script for a request."""
-
-
-class Script:
-    """Gives the server its next step: from a function, else from the queue, else the default.
-
-    A function that is set answers every call. Without one, queued steps are used up in order.
-    """
-
-    def __init__(self, *, respond: Respond | None, steps: Iterable[Step], default: Reply | None) -> None:
-        self._respond = respond
-        self._steps: deque[Step] = deque(steps)
-        self.default = default
-
-    def enqueue(self, *steps: Step) -> None:
-        """Add steps behind those that wait."""
-        self._steps.extend(steps)
-
-    def respond_with(self, respond: Respond | None) -> None:
-        """Answer every call from here on with ``respond``; ``None`` goes back to the queue."""
-        self._respond = respond
-
-    def next_step(self, request: ModelRequest) -> Step:
-        """Return the step for ``request``; an HTTP 500 that says so when the script has run out."""
-        if self._respond is not None:
-            return self._respond(request)
-        if self._steps:
-            return self._steps.popleft()
-        if self.default is not None:
-            return self.default
-        return Status(code=500, message=f"the script has no step for call {request.index}; enqueue one more")

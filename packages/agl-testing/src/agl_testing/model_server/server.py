@@ -1,15 +1,16 @@
 """The scripted model server: real sockets, its own thread and event loop, usable from sync and async tests."""
 
+import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 
 from aiohttp import web
 
-from agl_testing.model_server.handler import ScriptedHandler
-from agl_testing.model_server.recording import RecordedCall, Recording
-from agl_testing.model_server.script import Flavour, Reply, Respond, Script, Step
-from agl_testing.model_server.thread import ThreadedServer
+from agl_testing.model_server.handler import RecordedCall, ScriptedHandler
+from agl_testing.model_server.script import Flavour, ModelRequest, Reply, Respond, Status, Step
+from agl_testing.model_server.thread import HOST, ThreadedServer
 
 
 class ScriptedModelServer(ThreadedServer):
@@ -25,7 +26,6 @@ class ScriptedModelServer(ThreadedServer):
         flavour: The server to imitate in returning token ids.
         models: Names that ``/v1/models`` lists; the first is assumed where a request names none.
         api_key: If given, calls without it get a 401.
-        host: Address to bind.
         port: 0 for any free one.
 
     The server starts on entering the context (or by :meth:`start`) and is gone, stalled calls included, on
@@ -42,36 +42,59 @@ class ScriptedModelServer(ThreadedServer):
         flavour: Flavour = "vllm",
         models: Sequence[str] = ("scripted",),
         api_key: str | None = None,
-        host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        super().__init__(host, port)
-        self._script = Script(respond=respond, steps=steps, default=default)
-        self._recording = Recording()
+        super().__init__(port)
+        self._respond, self._steps, self._default = respond, deque(steps), default
+        self._calls: list[RecordedCall] = []
+        self._arrived = threading.Condition()
         self._handler = ScriptedHandler(
-            script=self._script, recording=self._recording, flavour=flavour, models=models, api_key=api_key
+            next_step=self._next_step,
+            record=self._record,
+            default=default,
+            flavour=flavour,
+            models=models,
+            api_key=api_key,
         )
 
     @property
     def calls(self) -> list[RecordedCall]:
         """Every call that has arrived, in order."""
-        return self._recording.snapshot()
+        return list(self._calls)
 
     def enqueue(self, *steps: Step) -> None:
         """Queue further steps."""
-        self._script.enqueue(*steps)
+        self._steps.extend(steps)
 
     def respond_with(self, respond: Respond | None) -> None:
         """Answer all later calls with ``respond``; ``None`` goes back to the queue."""
-        self._script.respond_with(respond)
+        self._respond = respond
 
     def clear_calls(self) -> None:
         """Forget the calls that were recorded."""
-        self._recording.clear()
+        self._calls.clear()
 
     def wait_for_calls(self, count: int, *, timeout: float = 10.0) -> list[RecordedCall]:
         """Block until ``count`` calls have arrived; :class:`TimeoutError` says how many did."""
-        return self._recording.wait_for(count, timeout=timeout)
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: len(self._calls) >= count, timeout):
+                raise TimeoutError(f"{len(self._calls)} of {count} calls reached the server within {timeout} s")
+            return list(self._calls)
+
+    def _record(self, call: RecordedCall) -> None:
+        with self._arrived:
+            self._calls.append(call)
+            self._arrived.notify_all()
+
+    def _next_step(self, request: ModelRequest) -> Step:
+        """Return the step for a request; an HTTP 500 that says so when the script has run out."""
+        if self._respond is not None:
+            return self._respond(request)
+        if self._steps:
+            return self._steps.popleft()
+        return self._default or Status(
+            code=500, message=f"the script has no step for call {request.index}; enqueue one more"
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -86,7 +109,7 @@ class ScriptedModelServer(ThreadedServer):
         runner = web.ServerRunner(web.Server(self._handler.handle, handler_cancellation=True), shutdown_timeout=0.05)
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._host, self._port).start()
+            await web.TCPSite(runner, HOST, self._port).start()
             yield int(runner.addresses[0][1])
         finally:
             await runner.cleanup()

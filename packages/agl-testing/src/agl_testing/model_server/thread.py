@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Self
 
+HOST = "127.0.0.1"
 _START_LIMIT_S = 10.0
 
 
@@ -13,12 +14,10 @@ class ThreadedServer:
     """Serves on a local port from :meth:`start` to :meth:`stop`, or within a ``with`` block.
 
     Args:
-        host: Address to bind.
-        port: 0 for any free one.
+        port: A port of this machine, which no other machine reaches; 0 for any free one.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host = host
+    def __init__(self, port: int) -> None:
         self._port = port
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -28,7 +27,7 @@ class ThreadedServer:
     @property
     def url(self) -> str:
         """Root of the server, which Anthropic clients take as their base URL."""
-        return f"http://{self._host}:{self._port}"
+        return f"http://{HOST}:{self._port}"
 
     @property
     def base_url(self) -> str:

@@ -56,8 +56,9 @@ def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: S
     """
     if is_below(url, attempt.gateway_url):
         return Route(target="gateway", url=url)
-    # A body that is no JSON object names no model; the server will refuse it by itself.
-    if call is None or not call.is_object:
+    # Chat services, mail and MCP have routes that end like a model's; what agents send to people is not recorded. A
+    # model call names its model, or goes to a server of a policy.
+    if call is None or not (call.model or (call.is_object and _is_served(url, attempt.upstreams))):
         return None
     # Without a gateway a call cannot be sent elsewhere, so names choose nothing.
     chosen_by = names if attempt.gateway_url else ()
@@ -69,6 +70,12 @@ def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: S
         return Route(target="gateway", url=target, upstream=upstream)
     wants_ids = upstream is not None and upstream.is_trained and is_same_host(url, upstream.base_url)
     return Route(target="record", url=url, upstream=upstream, wants_ids=wants_ids)
+
+
+def _is_served(url: str, upstreams: Sequence[Upstream]) -> bool:
+    return any(
+        is_same_host(url, server) for upstream in upstreams for server in (upstream.base_url, *upstream.replicas)
+    )
 
 
 def is_below(url: str, root: str) -> bool:

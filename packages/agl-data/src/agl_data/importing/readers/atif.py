@@ -1,7 +1,7 @@
 """ATIF, the Agent Trajectory Interchange Format of Harbor, versions 1.0 to 1.8: one trajectory is one run.
 
 A step of the agent is a model call, and what stands before it is its request. Token ids and log-probabilities are
-read where a step has them. Sub-agents are embedded, or stand in files beside the trajectory, never outside of its
+read where a step has them. Sub-agents are embedded, or stand in files next to the trajectory, never outside of its
 folder. Steps that were copied from another trajectory are part of requests only.
 """
 
@@ -14,8 +14,7 @@ import msgspec
 
 from agl.errors import DatasetError
 from agl.schemas import Json, ModelCall, pack_floats, pack_ids
-from agl_data.importing.own import own_call, own_reward
-from agl_data.importing.runs import CHANGED_TEXT, IDS_MISSING, Run
+from agl_data.importing.runs import CHANGED_TEXT, IDS_MISSING, Run, own_call, own_reward
 from agl_data.importing.source import read_lines
 from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, json_text, ns_of, number_of, whole_ns
 
@@ -181,8 +180,8 @@ class _Trajectory:
             found["logprobs"] = pack_floats(logprobs)
         except ValueError as error:
             raise DatasetError(
-                f"{self._place}: step {number + 1} has token ids or logprobs that are no numbers of 32 bits ({error}); "
-                "write them once more, or leave them out"
+                f"{self._place}: step {number + 1} has token ids or logprobs that are not numbers of 32 bits "
+                f"({error}); write them once more, or leave them out"
             ) from error
         if len(logprobs) != len(answer):
             found["ids_missing"] = f"{len(logprobs)} log-probabilities for {len(answer)} response tokens"
@@ -221,7 +220,7 @@ class _Trajectory:
             if not _is_inside(target, self._path.parent):
                 raise DatasetError(
                     f"{self._place} names the sub-agent's trajectory {path[:200]!r}, which is outside of its folder; "
-                    "nothing was imported: move that file beside this one, and name it there"
+                    "nothing was imported: move that file next to this one, and name it there"
                 )
             line = next(read_lines(target), None)
             document = as_dict(line.value) if line else {}
@@ -263,7 +262,7 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def _own(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``agl data export`` wrote beside the fields of the format."""
+    """Return what ``agl data export`` wrote in addition to the fields of the format."""
     return as_dict(as_dict(record.get("extra")).get("agl"))
 
 

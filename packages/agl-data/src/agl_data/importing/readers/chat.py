@@ -24,7 +24,7 @@ def fits(record: Json) -> bool:
 
 
 def read(path: Path) -> Iterator[Run]:
-    """Read a file's conversations; raises :class:`DatasetError` for a line that is none."""
+    """Read a file's conversations; raises :class:`DatasetError` for a line that is not a conversation."""
     for line in read_lines(path):
         yield _run(line)
 
@@ -63,7 +63,9 @@ def _checked(place: str, record: dict[str, Any]) -> list[dict[str, Any]]:
                 f"{', '.join(sorted(_ROLES))}"
             )
         if not isinstance(message.get("content"), str | list | None):
-            raise DatasetError(f"{place}: the content of message {number} is no text and no list of parts; make it one")
+            raise DatasetError(
+                f"{place}: the content of message {number} is neither a text nor a list of parts; make it one"
+            )
     return messages
 
 

@@ -22,7 +22,7 @@ def is_call(attributes: dict[str, Json]) -> bool:
 
 
 def call_of(key: str, attributes: dict[str, Json], *, error: str) -> ModelCall:
-    """Return the call that a span describes; ``error`` is its failure in words, ``""`` without one."""
+    """Return the call that a span describes; ``error`` is the text of its failure, ``""`` without one."""
     model = as_text(attributes.get(semconv.REQUEST_MODEL)) or as_text(attributes.get(semconv.RESPONSE_MODEL))
     system = _parts(decoded(attributes.get(SYSTEM)))
     messages = [{"role": "system", "content": system}] if system else []
@@ -98,7 +98,7 @@ def _tool_call(part: dict[str, Any]) -> dict[str, Json]:
 
 
 def _parts(parts: Json) -> Json:
-    """Return the text of parts, or chat's parts where some are no text."""
+    """Return the text of parts, or chat's parts where some are not text."""
     if isinstance(parts, str):
         return parts
     found = [part for part in map(_part, dicts_in(parts)) if part]

@@ -15,10 +15,9 @@ import msgspec
 
 from agl.errors import DatasetError
 from agl.schemas import Json, RewardSource, SpanStatus
-from agl_data.importing.own import own_call, own_reward
 from agl_data.importing.readers.attributes import COUNTS
 from agl_data.importing.readers.payloads import call_of, parsed, token_counts
-from agl_data.importing.runs import Run
+from agl_data.importing.runs import Run, own_call, own_reward
 from agl_data.importing.source import read_lines
 from agl_data.importing.traces import (
     KINDS,
@@ -33,7 +32,7 @@ from agl_data.importing.traces import (
 )
 from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, json_text, ns_of, number_of, whole_ns
 
-_NO_NUMBER = "scores that are no number: their words are kept as feedback, without a value"
+_NO_NUMBER = "scores that are not numbers: their text is kept as feedback, without a value"
 _NO_TRACE = "scores of sessions or of data sets, which are about no trace: left out"
 _SOURCES: dict[str, RewardSource] = {"ANNOTATION": "human", "EVAL": "evaluator", "API": "evaluator"}
 _EVENT = re.compile(r"(trace|span|generation|event|score|observation|agent|tool|chain)-(create|update)|sdk-log")
@@ -53,7 +52,7 @@ def fits(record: Json) -> bool:
 
 
 def read(path: Path) -> Iterator[Run]:
-    """Read the traces of a file; raises :class:`DatasetError` for a record that is none of Langfuse's."""
+    """Read the traces of a file; raises :class:`DatasetError` for a record that does not come from Langfuse."""
     return runs_of(path, _parts(path))
 
 
@@ -62,7 +61,7 @@ def _parts(path: Path) -> Iterator[tuple[str, Part]]:
         for line in read_lines(path):
             if not fits(line.value):
                 raise DatasetError(
-                    f"{line.place} is no trace, observation, score or batch of events of Langfuse; nothing was "
+                    f"{line.place} is not a trace, observation, score or batch of events of Langfuse; nothing was "
                     "imported: export traces with their observations as JSON or JSON lines"
                 )
             record = _camel(line.value)

@@ -17,7 +17,7 @@ from agl_data.importing.source import Line, read_lines
 from agl_data.importing.traces import Part, Scored, agent_attributes, judged, marked, runs_of, tool_attributes
 from agl_data.importing.values import as_dict, as_text, dicts_in, first, json_text, ns_of, number_of
 
-_NO_NUMBER = "feedback that is no number: its words are kept, without a value"
+_NO_NUMBER = "feedback that is not a number: its text is kept, without a value"
 _ATTACHED = "attachments of runs: left out"
 _NO_TRACE = "feedback without a run: left out"
 _COUNTS = (("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens"))

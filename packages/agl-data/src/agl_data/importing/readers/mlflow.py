@@ -1,6 +1,6 @@
 """Traces of MLflow 3, as ``Trace.to_json`` writes them: one a line, one a file, or several in an array.
 
-Feedback on a trace becomes late rewards. Expectations, which say what an answer should be, are no rewards and stay
+Feedback on a trace becomes late rewards. Expectations, which say what an answer should be, are not rewards and stay
 behind; ``--task-from`` may read those fields that the trace's ``info`` has.
 """
 
@@ -16,7 +16,7 @@ from agl_data.importing.source import read_lines
 from agl_data.importing.traces import Part, Scored, agent_attributes, judged, runs_of, tool_attributes
 from agl_data.importing.values import as_dict, as_text, dicts_in, json_text, ns_of, number_of, whole_ns
 
-_EXPECTED = "expectations of a trace, which are no rewards: left out"
+_EXPECTED = "expectations of a trace, which are not rewards: left out"
 _NO_NUMBER = "feedback that is neither a number nor yes or no: its words are kept, without a value"
 _COUNTS = (("input_tokens", "output_tokens"), ("prompt_tokens", "completion_tokens"))
 _SOURCES: dict[str, RewardSource] = {"HUMAN": "human", "LLM_JUDGE": "evaluator", "CODE": "evaluator"}
@@ -30,7 +30,7 @@ def fits(record: Json) -> bool:
 
 
 def read(path: Path) -> Iterator[Run]:
-    """Read the traces of a file; raises :class:`DatasetError` for a record that is no trace of MLflow 3."""
+    """Read the traces of a file; raises :class:`DatasetError` for a record that is not a trace of MLflow 3."""
     return runs_of(path, _parts(path))
 
 
@@ -41,7 +41,7 @@ def _parts(path: Path) -> Iterator[tuple[str, Part]]:
         trace = as_text(info.get("trace_id"))
         if not fits(record) or not trace:
             raise DatasetError(
-                f"{line.place} is no trace of MLflow 3 (it has no info with a trace_id, or no data with spans), and "
+                f"{line.place} is not a trace of MLflow 3 (it has no info with a trace_id, or no data with spans), and "
                 "nothing was imported; read it with MLflow 3, and write it with Trace.to_json()"
             )
         yield trace, Part(fields=info, lost=[CHANGED_TEXT] if line.is_changed else [])

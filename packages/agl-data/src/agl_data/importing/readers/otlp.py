@@ -14,11 +14,10 @@ from typing import Any, get_args
 from agl import semconv
 from agl.errors import DatasetError
 from agl.schemas import Json, Reward, RewardSource, SpanEvent, SpanStatus
-from agl_data.importing.own import own_call, own_reward
 from agl_data.importing.readers import genai
 from agl_data.importing.readers.attributes import LANGFUSE_CONTENT, as_genai
 from agl_data.importing.readers.payloads import parsed
-from agl_data.importing.runs import Run
+from agl_data.importing.runs import Run, own_call, own_reward
 from agl_data.importing.source import Line, read_lines
 from agl_data.importing.traces import Kind, Part, Scored, marked, runs_of
 from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, number_of, whole_ns
@@ -41,14 +40,16 @@ def fits(record: Json) -> bool:
 
 
 def read(path: Path) -> Iterator[Run]:
-    """Read the traces of a file; raises :class:`DatasetError` for a record that is no batch of spans."""
+    """Read the traces of a file; raises :class:`DatasetError` for a record that is not a batch of spans."""
     return runs_of(path, _parts(path), content=(*genai.CONTENT, *LANGFUSE_CONTENT))
 
 
 def _parts(path: Path) -> Iterator[tuple[str, Part]]:
     for line in read_batches(path) or read_lines(path):
         if not fits(line.value):
-            raise DatasetError(f"{line.place} is no batch of spans (it has no resourceSpans); write one request a line")
+            raise DatasetError(
+                f"{line.place} is not a batch of spans (it has no resourceSpans); write one request a line"
+            )
         yield from marked(line, _spans_in(line))
 
 

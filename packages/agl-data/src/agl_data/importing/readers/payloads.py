@@ -51,11 +51,11 @@ def call_of(
         key: The id of the exchange.
         asked: What went in: a request's body, messages, or a text.
         answered: What came out: a response's body, a message, or a text.
-        model: The model's name, where it is no field of the request.
-        settings: Sampling parameters, where they are no fields of the request.
+        model: The model's name, unless it is a field of the request.
+        settings: Sampling parameters, unless they are fields of the request.
         tools: Definitions of the tools, likewise.
         usage: Counts of tokens, as ``prompt_tokens`` and ``completion_tokens``.
-        error: The failure in words, ``""`` without one.
+        error: The text of the failure, ``""`` without one.
     """
     asked, answered = parsed(asked), parsed(answered)
     request, response = as_dict(asked), as_dict(answered)

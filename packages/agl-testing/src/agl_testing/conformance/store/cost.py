@@ -67,7 +67,7 @@ async def _opened(location: StoreLocation) -> AsyncGenerator[Store]:
 
 
 def _compare(times: tuple[Times, Times]) -> dict[str, str]:
-    """Return the operations that cost more in the large store, with both times in words."""
+    """Return the operations that cost more in the large store, with both times as text."""
     small, large = ({name: statistics.median(taken) for name, taken in part.items()} for part in times)
     return {
         name: f"{small[name] * 1e3:.2f} ms in a small store, {large[name] * 1e3:.2f} ms in a large one"

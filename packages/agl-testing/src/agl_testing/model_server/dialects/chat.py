@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, cast
 
-from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, content_logprobs
+from agl_testing.model_server.answer import DONE, Piece, ScriptedAnswer, ScriptedExchange, content_logprobs, data_event
 from agl_testing.model_server.codec import ConversationTurn, FunctionCall
-from agl_testing.model_server.sse import DONE, data_event
 
 
 def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, logprobs_of
+from agl_testing.model_server.answer import DONE, Piece, ScriptedAnswer, ScriptedExchange, data_event, logprobs_of
 from agl_testing.model_server.codec import ConversationTurn, decode, encode
-from agl_testing.model_server.sse import DONE, data_event
 
 
 def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:

@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import msgspec
 
-from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, logprobs_of
+from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, logprobs_of, named_event
 from agl_testing.model_server.codec import ConversationTurn, FunctionCall
-from agl_testing.model_server.sse import named_event
 
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 

@@ -3,9 +3,15 @@
 from collections.abc import Iterator
 from typing import Any, cast
 
-from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, content_logprobs, logprobs_of
+from agl_testing.model_server.answer import (
+    Piece,
+    ScriptedAnswer,
+    ScriptedExchange,
+    content_logprobs,
+    logprobs_of,
+    named_event,
+)
 from agl_testing.model_server.codec import ConversationTurn, FunctionCall, decode
-from agl_testing.model_server.sse import named_event
 
 
 def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:

@@ -1,0 +1,111 @@
+"""The settings of a gateway, each described once: the options of ``agl serve`` take their help from here."""
+
+import inspect
+import re
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+
+@dataclass(kw_only=True)
+class EmbeddedSettings:
+    """The settings of every gateway: beside an experiment, where they are its ``params``, and of ``agl serve``.
+
+    Attributes:
+        host: Address to listen on; keep it local unless the network is trusted.
+        port: Port to listen on; 0 takes any free one.
+        spool: Folder for calls that the store does not take at once, or ``off``; by default one of this user's state
+            for a store on another machine, and none for a SQLite file or memory.
+        tls_cert: Certificate's chain in PEM: listen with TLS alone. Read again when the file changes.
+        tls_key: Private key of the certificate in PEM, unless it is in the same file.
+        audit_log: File to which a line of JSON is appended for each privileged action.
+        timeout_s: Seconds that a backend may be silent.
+        max_calls: Model calls of one attempt; those of conversations are not limited.
+        max_spans: Spans that one attempt may append with its token.
+        helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls, which
+            train only where ``agents`` selects them.
+        helper_match: Mark calls as helper calls, which do not train, if their opening matches this regular expression.
+        spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
+        native_apis: Pass calls of this API to policies in training as they are, because their server returns token ids
+            in it; other calls are translated to chat completions.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    spool: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    audit_log: str = ""
+    timeout_s: float = 600.0
+    max_calls: int = 100_000
+    max_spans: int = 1_000_000
+    helpers: bool = True
+    helper_match: str = ""
+    spool_after_s: float = 0.05
+    native_apis: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of the conversations that is kept.
+
+    Attributes:
+        base_rate: Share of the conversations to record, from 0 to 1, chosen by their ids.
+        reward_threshold: Keep every other conversation whose reward reaches this.
+        reward_wait_s: Time after a conversation's end in which its reward may reach the threshold.
+        max_spans_per_minute: Recorded calls per minute beyond which no further conversation is recorded; 0 for no
+            limit.
+    """
+
+    base_rate: float = 1.0
+    reward_threshold: float | None = None
+    reward_wait_s: float = 3600.0
+    max_spans_per_minute: int = 0
+
+    @property
+    def is_all(self) -> bool:
+        """True if every conversation is kept."""
+        return self.base_rate == 1.0 and not self.max_spans_per_minute
+
+    def holds(self, rollout_id: str) -> bool:
+        """Return true for the conversations of the base rate; the same in every process."""
+        drawn = blake2b(rollout_id.encode(), digest_size=8, person=b"agl-share").digest()
+        return int.from_bytes(drawn) < self.base_rate * 2**64
+
+
+@dataclass(kw_only=True)
+class Settings(EmbeddedSettings):
+    """All settings of a gateway.
+
+    Attributes:
+        advertise: Name by which other gateways of the store reach this one; by default the host, or this machine's
+            address where the host means every address.
+        conversation_idle_s: Silence after which a conversation is over.
+        is_status_protected: Ask for the admin token at ``/metrics`` and ``/openapi.json``.
+        known_hosts: Host name for which ``/metrics`` and ``/openapi.json`` also answer without a token.
+        max_body: Largest request body in bytes.
+        max_bodies: Bytes of all request bodies above 1 MiB that are held at once.
+        bodies_wait_s: Seconds that a further large body waits for the others.
+        headers_s: Seconds that the headers of a request may take to arrive.
+        body_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
+        is_shared: Whether other gateways may answer calls of the same attempts.
+        share: The part of the conversations that is recorded.
+    """
+
+    advertise: str = ""
+    conversation_idle_s: float = 1800.0
+    is_status_protected: bool = False
+    known_hosts: tuple[str, ...] = ()
+    max_body: int = 64 * 1024 * 1024
+    max_bodies: int = 128 * 1024 * 1024
+    bodies_wait_s: float = 30.0
+    headers_s: float = 10.0
+    body_s: float = 20.0
+    is_shared: bool = False
+    share: Share = field(default_factory=Share)
+
+
+def descriptions() -> dict[str, str]:
+    """Return what each setting means, as the docstrings above say it."""
+    docs = "\n".join(inspect.getdoc(kind) or "" for kind in (EmbeddedSettings, Share, Settings))
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docs, re.MULTILINE)
+    return {name: " ".join(text.replace("``", "").split()) for name, text in found}
