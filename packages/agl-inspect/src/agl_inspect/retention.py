@@ -24,7 +24,7 @@ from agl_inspect.ownership import Ownership, is_owned
 from agl_inspect.records.sources import experiment_of
 from agl_inspect.records.state import load_experiment, load_settings, unfinished_experiments
 from agl_inspect.records.workers import worker_name
-from agl_store_sqlite.sql import Compaction
+from agl_store_sqlite.sql.compaction import Compaction
 
 FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed", "cancelled")
 

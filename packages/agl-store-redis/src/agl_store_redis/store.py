@@ -23,7 +23,8 @@ from agl_store_redis.promises import check_server
 from agl_store_redis.reader import reader_of
 from agl_store_redis.urls import ServerTarget, target_of
 from agl_store_redis.writer import BatchWriter
-from agl_store_sqlite.sql import START_WAIT_S, Batches, ServerBackend
+from agl_store_sqlite.sql.batches import Batches
+from agl_store_sqlite.sql.servers import START_WAIT_S, ServerBackend
 
 
 class RedisStore(TableStore):

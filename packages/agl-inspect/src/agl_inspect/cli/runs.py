@@ -41,7 +41,7 @@ from agl_inspect.terminal.output import print_json, print_table, when
 from agl_inspect.terminal.program import OpenGroup
 from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query, seconds_of
 from agl_inspect.text import short
-from agl_store_sqlite.sql import Compaction, Measured
+from agl_store_sqlite.sql.compaction import Compaction, Measured
 
 _PAGE = 500
 

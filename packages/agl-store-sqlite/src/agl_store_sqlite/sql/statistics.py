@@ -5,7 +5,7 @@ from typing import Any
 
 from agl.contracts import Moments, Statistics
 from agl.stores import place_of
-from agl_store_sqlite.sql._rows import Row
+from agl_store_sqlite.sql.rows import Row
 
 _KEY = ("experiment", "algorithm", "step", "mode")
 _SUMS = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens", "response_tokens")
