@@ -72,6 +72,52 @@ def test_counts_of_tokens_are_kept(imports: Imports) -> None:
     assert [11, 11] == [span.attributes["gen_ai.usage.input_tokens"] for span in calls_of(imports)]
 
 
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {
+            "generations": [
+                [
+                    {
+                        "message": {
+                            "kwargs": {
+                                "content": "Sunny.",
+                                "usage_metadata": {
+                                    **{"input_tokens": 1112, "output_tokens": 30},
+                                    "input_token_details": {"cache_read": 1000},
+                                },
+                            }
+                        }
+                    }
+                ]
+            ]
+        },
+        {
+            "generations": [[{"text": "Sunny."}]],
+            "llm_output": {
+                "token_usage": {
+                    **{"prompt_tokens": 1112, "completion_tokens": 30},
+                    "prompt_tokens_details": {"cached_tokens": 1000},
+                }
+            },
+        },
+    ],
+    ids=["usage_metadata", "llm_output"],
+)
+def test_counts_of_tokens_are_found_where_langchain_puts_them(tmp_path: Path, imports: Imports, outputs: Any) -> None:
+    lines = [json.loads(line) for line in (RECORDED / "langsmith.jsonl").read_text().splitlines()]
+    for run in lines:
+        if run.get("run_type") == "llm":
+            for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+                run.pop(name, None)
+            run["outputs"] = outputs
+            run["extra"]["metadata"].pop("usage_metadata", None)
+    imports(write_lines(tmp_path / "runs.jsonl", lines))
+
+    names = ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens", "gen_ai.usage.cache_read.input_tokens")
+    assert [(1112, 30, 1000)] * 2 == [tuple(span.attributes[name] for name in names) for span in calls_of(imports)]
+
+
 def test_folder_of_all_formats_is_imported_at_once(imports: Imports) -> None:
     done = imports(RECORDED)
 

@@ -88,6 +88,7 @@ class OpenAIPolicy:
     async def start(self) -> ServedModel:
         """Check that the key is set."""
         variable = self._served.api_key_env
+        # Other servers mostly accept calls without a key.
         if variable and not os.environ.get(variable) and "api.openai.com" in self._served.base_urls[0]:
             raise PolicyError(
                 f"policy {self._name!r} needs the environment variable {variable}, which is not set; "

@@ -65,6 +65,7 @@ class Plan:
 
         The copy runs its attempts itself, because remote workers look for the original name.
         """
+        # Workers elsewhere look for the original name, so the copy runs its attempts itself.
         concurrency = self.config.runner.concurrency or RunnerConfig().concurrency
         section = msgspec.structs.replace(self.config.experiment, name=name)
         runner = msgspec.structs.replace(self.config.runner, concurrency=concurrency)
@@ -91,6 +92,8 @@ class Plan:
 
 def placeholder_keys() -> AbstractContextManager[None]:
     """Set placeholders for API keys that are not set, for clients that a module makes when it is imported."""
+    # Clients are often made at import and refuse to be without a key; the attempt's own replaces it
+    # in every call.
     missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
     return environment(dict.fromkeys(missing, PLACEHOLDER_KEY))
 

@@ -78,6 +78,7 @@ def agl_step_finished(run: int, algorithm: str, report: StepReport, experiment_s
     place |= {"experiment_step": experiment_step}
     lines = [to_json({**place, "name": name, "value": value}) + b"\n" for name, value in report.metrics.items()]
     workdir.mkdir(parents=True, exist_ok=True)
+    # One append per step, so that a kill cuts at most the last line.
     with open(workdir / "metrics.jsonl", "ab") as file:
         file.writelines(lines)
 

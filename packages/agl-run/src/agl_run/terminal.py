@@ -70,6 +70,7 @@ def read_experiment(
             _override(data, setting)
         config = parse_config(data, source=f"{file} with --set")
     disabled = config.plugins.get("disabled", ())
+    # A file may disable plugins for its own experiment, on top of what the command line does.
     plugins = PluginManager.from_environment(disabled, environ=manager.worker_env()) if disabled else manager
     return config, plugins
 
@@ -150,6 +151,7 @@ def _entry(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
+        # The syntax of the file, so a setting means the same in both; what is no TOML is a text.
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text

@@ -11,7 +11,7 @@ from typing import Any, cast
 import agl
 from agl import semconv
 from agl.contracts import Recording
-from agl.schemas import Json, ModelCall, Span, unpack_floats, unpack_ids
+from agl.schemas import Json, ModelCall, Span, Usage, unpack_floats, unpack_ids
 from agl_data.export.about import call_about, rewards_about, rollout_about
 from agl_data.export.conversations import (
     Conversation,
@@ -250,14 +250,10 @@ def _tool_around(span: Span, spans: Mapping[tuple[str, str], Span]) -> str:
 def _counts(call: ModelCall) -> dict[str, Json]:
     """Return the numbers of tokens: those that the backend counted, else those of the ids."""
     response: Any = call.response
-    usage: Any = cast("Message", response).get("usage") if isinstance(response, dict) else None
-    given = cast("Message", usage) if isinstance(usage, dict) else {}
-    asked = given.get("prompt_tokens", given.get("input_tokens", call.prompt_len or None))
-    answered = given.get("completion_tokens", given.get("output_tokens", call.response_len or None))
-    none: Message = {}
-    details = next(objects_in([given.get("prompt_tokens_details"), given.get("input_tokens_details")]), none)
-    counts = {"prompt_tokens": asked, "completion_tokens": answered, "cached_tokens": details.get("cached_tokens")}
-    return {name: count for name, count in counts.items() if isinstance(count, int)}
+    usage = Usage.read(cast("Message", response).get("usage") if isinstance(response, dict) else None)
+    asked, answered = usage.prompt or call.prompt_len, usage.answer or call.response_len
+    counts = {"prompt_tokens": asked, "completion_tokens": answered, "cached_tokens": usage.cached}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _totals(steps: list[dict[str, Any]]) -> dict[str, Json]:

@@ -52,6 +52,8 @@ def signing_keys(path: Path | None = None) -> Keys:
     try:
         if not path.exists():
             _create(path)
+        # Our own file must not be readable by others; one that a person names may come from a
+        # secret store with a mode of its own.
         return KeyFile(path, purpose=_PURPOSE, is_own=True)
     except OSError as error:
         raise ConfigError(
@@ -67,14 +69,17 @@ def is_secret_given() -> bool:
 
 def _create(path: Path) -> None:
     """Create the key; the file is written under another name first, so that no process ever reads half of it."""
+    # The folder's mode protects the file even before its own is set.
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    # The mode is set at creation: between a write and a later chmod others could read the key.
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_hex(32).encode())
         _publish(draft, path)
     finally:
+        # After a hard link the draft is a second name of the key.
         draft.unlink(missing_ok=True)
 
 
@@ -98,6 +103,7 @@ def environment_keys(variable: str, file_variable: str, *, purpose: str, remedy:
         ConfigError: Both are set, a key is too short, or the file cannot be read.
     """
     given, named = os.environ.get(variable), os.environ.get(file_variable)
+    # Two sources would rotate apart, and tokens would fail on some machines only.
     if given is not None and named:
         raise ConfigError(
             f"{variable} and {file_variable} are both set; unset one of them: the first holds the {purpose} and stays "
@@ -105,6 +111,7 @@ def environment_keys(variable: str, file_variable: str, *, purpose: str, remedy:
         )
     if given is not None:
         keys = joined_keys(given.encode(), source=f"the environment variable {variable}")
+        # The environment of a running process never changes, so there is nothing to read again.
         return lambda: keys
     try:
         return KeyFile(Path(named), purpose=purpose) if named else None

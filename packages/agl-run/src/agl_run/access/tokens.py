@@ -83,6 +83,7 @@ class AttemptTokens:
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
         self._found: bytes | None = None
+        # Keyed once per change of the secret, and copied for each signature.
         self._keyed: list[hmac.HMAC] = []
         self._changes = 0
         self._current()
@@ -113,6 +114,7 @@ class AttemptTokens:
                 rollout_id="", attempt_id="", expires_at=expires_at, scope="worker", experiment=experiment, name=name
             )
         )
+        # Longer tokens are refused when they are read, so none is issued.
         if len(token) > _MAX_LENGTH:
             raise ConfigError(
                 f"the token would have {len(token)} characters, {_MAX_LENGTH} are allowed; take a shorter name"
@@ -126,11 +128,16 @@ class AttemptTokens:
             TokenError: It is not an agl token, was signed with another secret or changed, or has expired. The message
                 never holds the token.
         """
+        # Nothing of the payload is trusted, or even parsed, before its signature fits.
         payload, signature = _split(token)
+        # All keys are tried, so that tokens of the previous key stay good while keys rotate.
         if not any(
-            hmac.compare_digest(_signature(keyed, payload).encode(), signature.encode()) for keyed in self._current()
+            # Constant time: a comparison that stops early tells how much of a forgery is right.
+            hmac.compare_digest(_signature(keyed, payload).encode(), signature.encode())
+            for keyed in self._current()
         ):
             raise TokenError(f"the token's signature does not match: it was forged, or signed by another run. {_NEXT}")
+        # Signed by us, so what cannot be read is another release's.
         claim = _read(payload)
         if now >= claim.expires_at:
             raise TokenError(_expired(claim, late_s=now - claim.expires_at))
@@ -144,6 +151,7 @@ class AttemptTokens:
         secret = self._secret
         found = secret if isinstance(secret, bytes) else secret()
         if found != self._found:
+            # The first line signs, and every line verifies.
             keys = [found] if isinstance(secret, bytes) else found.splitlines() or [b""]
             source = "the secret given to AttemptTokens"
             self._keyed = [hmac.new(check_secret(key, source=source), digestmod="sha256") for key in keys]
@@ -168,6 +176,7 @@ class AdminKey:
     def __call__(self) -> str:
         """The key to send now."""
         now, changes = self._clock(), self._tokens.changes()
+        # Renewed at half of its life: clocks of two machines may differ by minutes.
         if changes != self._changes or now >= self._until - _ADMIN_S / 2:
             self._until, self._changes = now + _ADMIN_S, changes
             name = f"{socket.gethostname()}:{os.getpid()}"
@@ -186,6 +195,7 @@ class IssuedClaim(Claim, frozen=True, kw_only=True):
 
 def issue_token(tokens: AttemptTokens, rollout: Rollout, attempt: Attempt) -> str:
     """Issue a token for this attempt, valid for slightly longer than the attempt may take."""
+    # The token ends soon after the attempt must have ended, so a leaked one is of little use.
     limit = rollout.retry.timeout_s
     seconds = TOKEN_HOURS * 3600 if limit is None else limit + TOKEN_SLACK_S
     return tokens.issue(rollout.rollout_id, attempt.attempt_id, expires_at=time.time() + seconds)

@@ -43,6 +43,7 @@ def client_context(given: str | Path | None = None) -> ssl.SSLContext:
     if path is None:
         return ssl.create_default_context()
     try:
+        # The file alone: an authority of one's own is meant to be the only one that counts here.
         return ssl.create_default_context(cafile=str(path))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
@@ -58,6 +59,7 @@ def refusal_of(error: BaseException, given: str | Path | None = None) -> str:
         error: The failure of the connection.
         given: The file of authorities that counted, as for :func:`client_context`.
     """
+    # Clients wrap the error of the TLS layer in errors of their own, each under another name.
     inner = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
     if isinstance(inner, ssl.SSLCertVerificationError):
         named = ca_file(given)
@@ -83,19 +85,25 @@ def trust_variables(given: str | Path | None = None) -> dict[str, str]:
     if path is None:
         return {}
     wanted = dict.fromkeys(_BUNDLES, str(_bundle(path))) | {_ADDED: str(path.absolute())}
+    # A variable that is set is a person's decision about all servers.
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _bundle(path: Path) -> Path:
     """Write the system's authorities and those of ``path`` to a file that is named by its content; return it."""
     try:
+        # Most clients trust exactly one file, so the system's authorities have to be in it too.
         content = b"\n".join([*(one.read_bytes() for one in _usual()), path.read_bytes()])
         folder = state_dir() / "trust"
+        # Named by its content, so that processes with other authorities never overwrite each
+        # other's.
         bundle = folder / f"{hashlib.sha256(content).hexdigest()[:24]}.pem"
         if not bundle.exists():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             draft = bundle.with_suffix(f".{secrets.token_hex(8)}")
             draft.write_bytes(content)
+            # Atomic: a client that starts meanwhile reads the old file or the new one, never half
+            # of one.
             draft.replace(bundle)
     except OSError as error:
         raise ConfigError(

@@ -21,6 +21,7 @@ class WorkerKey:
 
     def __call__(self) -> str:
         """The token to send now."""
+        # A file may end with a newline, and a token never has one.
         return self._keys().splitlines()[0].decode("utf-8", "replace")
 
 

@@ -90,10 +90,13 @@ class AgentSpec:
 
     def load(self) -> "LoadedAgent":
         """Import the agent, and make an instance if it is a class."""
+        # An object that was passed counts before its path, which may name another version of it on
+        # disk.
         target: Any = self.target if self.target is not None else import_attribute(self.path, self.folder)
         if inspect.isclass(target):
             target = cast("Any", target())
         if hasattr(target, "rollout"):
+            # Chosen once for each mode, not in every rollout.
             methods = {mode: _method(target, names) for mode, names in _METHODS.items()}
             return LoadedAgent(
                 call=lambda one, resources: methods[one.mode](one.visible_task, resources, one.for_agent),
@@ -129,6 +132,7 @@ def _method(agent: Any, names: Sequence[str]) -> Callable[..., Any]:
 
 def _import_path(target: Any) -> str:
     owner = _named(target)
+    # Neither a function of a script nor one within a function can be imported by another process.
     if owner.__module__ == "__main__" or "<" in owner.__qualname__ or "." in owner.__qualname__:
         return ""
     return f"{owner.__module__}:{owner.__qualname__}"
@@ -153,6 +157,7 @@ def _bind(function: Callable[..., Any], *, is_async: bool) -> LoadedAgent:
         parameters = []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p for p in parameters if p.default is p.empty and p.kind not in variadic]
+    # A function whose parameters all have defaults still gets the task.
     if not needed and any(p.kind not in variadic for p in parameters):
         needed = parameters[:1]
 

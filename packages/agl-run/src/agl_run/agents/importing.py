@@ -85,6 +85,7 @@ def _import_module(name: str, folder: str, kind: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # The agent's module exists, and something that it imports does not.
         if error.name is not None and not (name + ".").startswith(error.name + "."):
             raise ConfigError(f"the {kind}'s module {name!r} {_needs(error)}") from error
         where = folder or str(Path.cwd())
@@ -101,6 +102,7 @@ def _import_module(name: str, folder: str, kind: str) -> Any:
 def _refuse_other_folder(module: Any, own: Path, kind: str) -> None:
     """Refuse a module that has the name of the folder's and other contents, and was imported from elsewhere before."""
     found = Path(getattr(module, "__file__", None) or own)
+    # Equal copies are fine: tests and notebooks often load the same file from two folders.
     if own.is_file() and found.is_file() and own.read_bytes() != found.read_bytes():
         raise OtherModuleError(
             f"the module {module.__name__!r} for the {kind} is imported from {found} already, and {own} is another; "
@@ -142,6 +144,7 @@ def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:
 def _needs(error: ModuleNotFoundError) -> str:
     """Name the missing module, the file and the line that import it, and the next step."""
     frames = traceback.extract_tb(error.__traceback__)
+    # The last frame of a person's code; those of Python's import machinery say nothing.
     frame = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen importlib"))
     return (
         f"needs the missing module {error.name!r}, which {frame.filename}:{frame.lineno} imports; install it into "

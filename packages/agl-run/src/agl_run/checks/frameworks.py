@@ -28,6 +28,7 @@ def check_frameworks(plan: Plan) -> None:
             continue
         for requirement in _frameworks(status.distribution):
             found = _version(requirement.name)
+            # Frameworks publish release candidates for months, and people use them.
             if not (found and requirement.specifier.contains(found, prereleases=True)):
                 state = f"{requirement.name} {found} is installed" if found else "it is not installed"
                 bounded = f"{requirement.name}{requirement.specifier}"
@@ -65,6 +66,7 @@ def _frameworks(distribution: str) -> Iterator[Requirement]:
     if distribution in ("", CORE):
         return
     for requirement in map(Requirement, requires(distribution) or ()):
+        # Requirements of extras do not hold for everyone who installs the adapter.
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if applies and not requirement.name.startswith("agl-"):
             yield requirement
@@ -83,6 +85,7 @@ def _imports(plan: Plan, framework: str) -> bool:
         return False
     spec, folder = find_spec(framework), plan.folder.absolute()
     own = (folder / f"{framework}.py", folder / framework / "__init__.py")
+    # A module of the experiment may have a framework's name.
     return spec is not None and Path(spec.origin or "") not in own
 
 
@@ -92,6 +95,8 @@ def _named_in_source(plan: Plan) -> set[str]:
     file = Path(getattr(module, "__file__", None) or "")
     if file.suffix != ".py":
         return set()
+    # The source is read because agents import frameworks inside of functions, which have not run
+    # yet.
     nodes = list(ast.walk(ast.parse(file.read_bytes())))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]

@@ -50,11 +50,14 @@ def make_plan(
         PluginError: A component is unknown or broken.
     """
     section = config.experiment
+    # The agent decides about the runner, and the runner about the fleet, so they are found in this
+    # order.
     spec = agent_of(section, folder, manager, given=agent)
     config, fleet = with_fleet(_with_targets(config, manager), manager)
     config = with_runner(config, spec)
     _check_agents_runner(config, spec, manager)
     train, val = section.train if train is None else train, section.val if val is None else val
+    # Tasks that a runner brings are read only where the experiment names none: some are downloaded.
     if isinstance(train, str) and isinstance(val, str) and not (train or val):
         train, val = tasks_of(spec, manager)
     plan = Plan(
@@ -70,6 +73,7 @@ def make_plan(
         workdir=folder / section.workdir / section.name,
         fleet=fleet,
     )
+    # From cheap to dear: names and numbers first, imports of the user's code last.
     _check_section(plan)
     _check_tasks(plan)
     _check_validation(plan)
@@ -141,6 +145,7 @@ def _check_section(plan: Plan) -> None:
             )
     if any(algorithm.name == VALIDATION for algorithm in config.algorithm):
         raise ConfigError(f"an algorithm is called {VALIDATION!r}, a name reserved for validation; rename it")
+    # A setting that is ignored is refused, here and below: its author believes that it works.
     if section.penalty and "penalise" not in (section.failed, section.missing_reward):
         raise ConfigError(
             f"experiment.penalty is {section.penalty:g}, and penalty is ignored unless failed or missing_reward is "
@@ -244,6 +249,7 @@ def _check_validation(plan: Plan) -> None:
             f"experiment.on_collapse is {section.on_collapse!r}, and only validations between the steps show a "
             "collapse; set validate_every, or remove it"
         )
+    # With fewer tasks chance alone explains any fall, and the guard would never act.
     if count < FEWEST_TASKS:
         raise ConfigError(
             f"experiment.on_collapse is {section.on_collapse!r}, and a collapse shows from {FEWEST_TASKS} validation "
@@ -254,12 +260,14 @@ def _check_validation(plan: Plan) -> None:
 def _check_components(plan: Plan) -> None:
     config, manager = plan.config, plan.manager
     runner = manager.runner(config.runner.use)
+    # A harness can look at tasks and workspaces before a container is started.
     if plan.agent.harness and (check := getattr(manager.resolve(runner), "check", None)):
         check(plan.agent, [*plan.train, *plan.val], plan.config.runner.params)
     for credit in (config.credit, *(algorithm.credit for algorithm in config.algorithm if algorithm.credit)):
         manager.credit(credit.use)
     for name in config.tracers:
         manager.tracer(name)
+    # After the tracers are known to exist, and without importing their frameworks.
     check_frameworks(plan)
     for policy in config.policy.values():
         manager.policy(policy.use)
@@ -275,6 +283,7 @@ def _check_components(plan: Plan) -> None:
     if config.gateway.use not in ("auto", "none"):
         manager.gateway(config.gateway.use)
     _check_gateway(config.gateway)
+    # An object that was passed is taken as it is.
     if plan.store is None:
         check_store_url(config.experiment.store, plan.folder)
         manager.store_entry(config.experiment.store.partition("://")[0])
@@ -320,6 +329,8 @@ def _check_algorithms(plan: Plan) -> None:
         names.add(algorithm.name)
         for name in algorithm.tunes:
             _check_target(plan, algorithm, name)
+            # One after the other, algorithms may tune one resource: the later one goes on from the
+            # earlier.
             if not _takes_turns(plan, algorithm):
                 continue
             other = owners.setdefault(name, algorithm.name)
@@ -363,6 +374,7 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
             raise ConfigError(
                 f"algorithm {algorithm.name!r} has the source {source!r}, and no other algorithm has that name; {hint}"
             )
+        # Only an algorithm that collects has rollouts of its own to share.
         if others[source].source:
             raise ConfigError(
                 f"algorithm {algorithm.name!r} has the source {source!r}, which itself learns from "
@@ -427,6 +439,7 @@ def _check_agent(plan: Plan) -> None:
     except OtherModuleError:
         return  # a runner in this process refuses it, and one with processes of its own imports the right one there
     known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources, *_provided(plan)}
+    # The first parameter is the task, whatever its name is.
     for parameter in loaded.parameters[1:]:
         if parameter not in known:
             near = did_you_mean(parameter, known)
@@ -452,6 +465,7 @@ def check_patterns(patterns: Mapping[str, str]) -> None:
     for policy, pattern in patterns.items():
         _check_pattern(f"[policy.{policy}]", pattern)
     upstreams = [Upstream(name=policy, base_url="", agents=pattern) for policy, pattern in patterns.items()]
+    # Whole names are compared; where expressions overlap, the gateway refuses the call itself.
     for name in (name for pattern in patterns.values() for name in pattern.split("|")):
         claimed = [upstream.name for upstream in upstreams_for(upstreams, names=[name])]
         if len(claimed) > 1:

@@ -87,6 +87,7 @@ def forecast(
     """
     made = make_trainer(file, settings, manager=manager).plan()
     target = _target(made, device, model)
+    # What is recorded already costs nothing, so a trial runs only where it is too little.
     material = None if runs else asyncio.run(_recorded(made))
     if runs is None and material is not None and not material.source.is_enough:
         material = None
@@ -130,6 +131,7 @@ async def _recorded(plan: Plan) -> Material | None:
     url = store_url_of(plan)
     if url.startswith("memory:"):
         return None
+    # Opening it would make an empty file.
     if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).exists():
         return None
     store = build_store(plan.manager, resolve_url(url))

@@ -80,6 +80,7 @@ def exec_program(
     try:
         run: RecordedRun = asyncio.run(recording)
     except (KeyboardInterrupt, asyncio.CancelledError):
+        # Where signals cannot be handled, asyncio reports Ctrl-C alone.
         number = request.number or signal.SIGINT
         click.echo(f"agl: {_stopped(number.name)} before the recording was complete", err=True)
         sys.exit(128 + number)

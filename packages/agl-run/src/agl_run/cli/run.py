@@ -127,6 +127,7 @@ def run(
         raise click.UsageError("--resume continues and --fresh starts again; give one")
     if is_next:
         settings = _proposed(manager, file, settings, as_json=as_json)
+    # A service manager stops with SIGTERM; the run saves what it can, as after Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _interrupt)
@@ -180,6 +181,7 @@ def _terminal_may_be_gone() -> Generator[None]:
     except OSError as error:
         if error.errno != errno.EIO:
             raise
+        # Python flushes both streams at its end, and would fail once more.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):  # they are flushed when Python ends
             os.dup2(nowhere, stream.fileno())
@@ -293,6 +295,7 @@ _NAMES = {"as_json": "--json", "has_console": "--console"}
 def run_again(file: Path, settings: tuple[str, ...], *flags: str) -> str:
     """Return ``agl run FILE`` with ``--set`` and the flags of the current command, and ``flags`` besides."""
     context = click.get_current_context()
+    # The command that is proposed repeats what the person wrote, so that it can be pasted.
     before = _given(context.find_root(), _OF_AGL)
     overrides = [word for setting in settings for word in ("--set", setting)]
     return command(*before, "run", str(file), *overrides, *_given(context, _FLAGS), *flags)
@@ -350,4 +353,5 @@ def _check_left_out(plan: Plan, proposed: Mapping[str, str | None], *, file: str
 def _new_name(name: str, taken: set[str]) -> str:
     """Return a name for the next run of an experiment that no other one has."""
     base = name.partition(NEXT)[0][: MAX_NAME - len(NEXT) - 5]
+    # Among one more number than there are names, one is free.
     return next(f"{base}{NEXT}{number}" for number in range(1, len(taken) + 2) if f"{base}{NEXT}{number}" not in taken)

@@ -58,6 +58,7 @@ def worker(
     plan = make_worker_plan(config, folder=file.absolute().parent, manager=plugins)
     if ca := ca_of(plan):
         os.environ.setdefault(CA_ENV, str(ca))  # its store is mostly that which the gateway serves
+    # Zero in the file leaves all attempts to workers, and this is one.
     at_once = concurrency or config.runner.concurrency or RunnerConfig().concurrency
     tell = _tell_json if as_json else _tell_nothing if quiet else _tell_text
     for text in crowded_loop(plan.config.runner.use, at_once, key="--concurrency" if concurrency else "concurrency"):
@@ -85,6 +86,7 @@ def _stop_on_sigterm() -> None:
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         if task is not None:
+            # A handler runs between two bytecodes of whatever the loop does.
             loop.call_soon_threadsafe(task.cancel)
 
     signal.signal(signal.SIGTERM, stop)

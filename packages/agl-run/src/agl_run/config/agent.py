@@ -20,6 +20,7 @@ HARNESS = "harness"
 def with_runner(config: ExperimentConfig, agent: AgentSpec) -> ExperimentConfig:
     """Set the runner of an experiment whose agent has one of its own, and that names none."""
     use = HARNESS if agent.harness else agent.source
+    # ``async`` is the default, so here it means that no runner was chosen.
     if not use or config.runner.use != ASYNC:
         return config
     return msgspec.structs.replace(config, runner=msgspec.structs.replace(config.runner, use=use))
@@ -36,6 +37,7 @@ def agent_of(
         PluginError: The agent is one of a runner that is not installed.
     """
     agent = section.agent if given is None else given
+    # Asked first: the name before the colon is a runner's, and looks like a module's.
     if is_brought(agent, folder=folder, manager=manager):
         if given is None and (section.harness or section.workspace):
             raise ConfigError(f"experiment.agent is {agent!r}, so remove experiment.harness and experiment.workspace")
@@ -99,6 +101,7 @@ def _home_of(name: str, manager: PluginManager) -> PluginError | None:
     try:
         manager.runner(name)
     except UnknownComponentError as error:
+        # A list of what is available means that no known package has this name.
         return None if "; available: " in str(error) else error
     except PluginError as error:
         return error

@@ -42,6 +42,7 @@ def load_dataset(path: Path) -> list[Json]:
         DatasetError: The file is missing or empty, or a line is wrong; names file and line.
     """
     try:
+        # Folders of ``datasets`` are tables too, so this comes before the file is read.
         if path.exists() and is_table_file(path):
             return _refuse_none(_as_json(read_table(path), name=str(path)), path, "row below its header")
         data = path.read_bytes()
@@ -53,11 +54,13 @@ def load_dataset(path: Path) -> list[Json]:
         raise DatasetError(f"the dataset {str(path)!r} is a directory; name a JSON-lines file in it") from None
     except OSError as error:
         raise DatasetError(f"cannot read the dataset {str(path)!r}: {error}") from error
+    # A file that begins with a bracket is one array, or else lines that are arrays.
     array = _array(data)
     if array is not None:
         tasks = {f"task {number}": task for number, task in enumerate(array, start=1)}
     else:
         tasks = {f"line {number}": task for number, task in _lines(data, path)}
+    # The store would refuse such a task in the middle of a run.
     _refuse_large_integers(tasks, path)
     _refuse_a_mixture(tasks, path)
     return _refuse_none(list(tasks.values()), path, "JSON value per line")
@@ -141,6 +144,7 @@ def _as_json(rows: Iterable[Any], *, name: str) -> list[Json]:
 def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> None:
     """Refuse hidden keys that no task has: a misspelt one would show the agent the answer."""
     for key in hidden:
+        # One task that has the key is enough: keys may be optional.
         if tasks and not any(isinstance(task, dict) and key in task for task in tasks):
             keys = sorted(
                 {found for task in tasks if isinstance(task, dict) for found in cast("dict[str, Json]", task)}
@@ -173,6 +177,7 @@ def read_source(given: str, *, folder: Path) -> list[Json] | None:
         DatasetError: The tasks cannot be read, or the package that reads them cannot be imported.
     """
     match = _KIND.fullmatch(given)
+    # A file comes first: its name may hold a colon.
     if match is None or (folder / given).exists():
         return None
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
@@ -234,6 +239,7 @@ def _rows_of_csv(path: Path) -> Iterator[Json]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
             header = next(lines, list[str]())
+            # The second column would silently replace the first in every task.
             if len(set(header)) != len(header):
                 raise DatasetError(f"{path}:1: two columns have one name: {header}; give each its own")
             for line in lines:

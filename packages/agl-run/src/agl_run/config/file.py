@@ -67,11 +67,15 @@ def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> Exp
     Raises:
         ConfigError: A key is unknown or a value has the wrong type; names the key and the close match.
     """
+    # One name may be written without brackets; the records know lists only.
     shaped: dict[str, Any] = {key: _with_lists(section) for key, section in data.items()}
     try:
+        # Checked by hand before msgspec converts: its messages name a path, ours also say what to
+        # write.
         check_shape(shaped, ExperimentConfig)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+    # After the check, because a policy's own arguments have no declared type.
     shaped["policy"] = {name: _shape_policy(section) for name, section in shaped.get("policy", {}).items()}
     return msgspec.convert(shaped, ExperimentConfig)
 
@@ -152,6 +156,7 @@ def _sections(value: Any, hint: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 def _record_of(hint: Any) -> type[Record] | None:
     """Return the record that a key's sections become; ``None`` for a plain value."""
+    # Sections stand alone, in a tuple, as values of a dict, or are optional.
     kinds = get_args(hint) or (hint,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Record)), None)
 
@@ -179,6 +184,7 @@ def _no_section(item: Any, hint: Any, where: str, record: type[Record]) -> str:
 
 def _hint(where: str, key: str, value: Any, data: Mapping[str, Any], known: list[str]) -> str:
     """Return what to write instead of an unknown key."""
+    # A misspelt key is likelier than one in the wrong section.
     near, home = did_you_mean(key, known), _home(key)
     if near:
         return near

@@ -311,6 +311,7 @@ def validated(config: ExperimentConfig) -> ExperimentConfig:
         ConfigError: A value has another type; names the section and the key.
     """
     hints = get_type_hints(ExperimentConfig)
+    # From Python values arrive unchecked; msgspec checks types only when it decodes.
     fields = {name: _checked(value, name) for name, value in msgspec.structs.asdict(config).items()}
     return ExperimentConfig(**{name: check_value(value, hints[name], name) for name, value in fields.items()})
 
@@ -324,6 +325,7 @@ def _checked(value: Any, where: str) -> Any:
         return value
     hints = get_type_hints(type(value), include_extras=True)
     for name, item in msgspec.structs.asdict(value).items():
+        # As a file has it, so that both get the same messages.
         plain = list(cast("tuple[Any, ...]", item)) if isinstance(item, tuple) else item
         check_value(plain, hints[name], f"{where}.{name}")
     return msgspec.convert(msgspec.structs.asdict(value), type(value))

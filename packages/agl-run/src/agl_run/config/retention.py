@@ -23,6 +23,7 @@ def limits_of(config: RetentionConfig) -> RetentionLimits | None:
     except ValueError as error:
         raise ConfigError(f"retention.{key}: {error}") from None
     limits = RetentionLimits.of(older_than, config.keep, max_bytes)
+    # A section that sets no limit removes nothing, which its author cannot have meant.
     if limits is None and config != RetentionConfig():
         raise ConfigError('[retention] needs a limit: write older_than = "30d", keep = 1000, or max_size = "10GB"')
     return limits
@@ -48,11 +49,13 @@ async def retain_after_run(
     prefix, others = f"{name}-{run}-", frozenset(sources)
 
     def spares(rollout: Rollout) -> bool:
+        # The run that has just ended stays whatever its age: a resume needs its rollouts.
         is_current = rollout.experiment == name and rollout.rollout_id.startswith(prefix)
         return is_current or rollout.experiment in others
 
     try:
         report = await compacted(store, await remove_old(store, query, limits, own=name, spares=spares))
+    # The run is finished; trouble with old rollouts must not make it look failed.
     except AglError as error:
         say(f"retention: old rollouts could not be removed, and the next run tries again: {error}")
         return

@@ -30,7 +30,9 @@ _DIGEST = "sha256:"
 
 def training_settings(config: ExperimentConfig, algorithm: AlgorithmConfig) -> dict[str, str]:
     """Return the settings of an algorithm, and those of the experiment that decide its training, by name."""
+    # Rewards belong to an algorithm's settings: with another reward it trains for something else.
     of_rewards = {item.use: _component(item) for item in config.reward}
+    # Of a policy only the model counts; where it is served changes nothing.
     models = {name: policy.params.get("model") for name, policy in config.policy.items() if name in algorithm.tunes}
     of_experiment = {key: getattr(config.experiment, key) for key in _OF_EXPERIMENT}
     parts: dict[str, Any] = {
@@ -91,6 +93,7 @@ def _text(name: str, value: Any) -> str:
     except (TypeError, ValueError, OverflowError):
         text = f"an object of {type(value).__name__}"
     if len(text) > _LONGEST or (isinstance(value, str) and is_secret(name)):
+        # That it changed can be said without keeping what it was.
         return _DIGEST + hashlib.sha256(text.encode()).hexdigest()
     return text
 

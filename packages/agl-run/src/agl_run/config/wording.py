@@ -27,6 +27,8 @@ def check_value(value: Any, hint: Any, where: str) -> Any:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError:
         key = where.rpartition(".")[2]
+        # The most specific advice wins: the bounds of this key, an example for it, then what its
+        # type says.
         remedy = _bounds(value, hint) or EXAMPLES.get(key) or _remedy(key, value, hint)
         raise ConfigError(f"{where} is {shown(value)}; {remedy}") from None
 
@@ -49,6 +51,7 @@ def _remedy(key: str, value: Any, hint: Any) -> str:
         return _one_of(value, get_args(hint))
     if get_origin(hint) is tuple:
         return _array(key, value, get_args(hint)[0])
+    # A number in quotes is shown without them.
     number = value if isinstance(value, str) and value.isdecimal() else "8"
     return {
         bool: f"write {key} = true or {key} = false, without quotes",

@@ -82,8 +82,12 @@ class Exporting:
 
     async def __aenter__(self) -> "Exporting":
         """Find the position in the feed, and start to send."""
+        # Read before the saved position: a store that was replaced has a shorter feed, and the
+        # position is cut to it.
         newest = await self._store.cursor()
         saved = (await self._store.load_state(self._key)).get(self._key)
+        # An exporter that is new to an experiment begins now; its past may be large and is exported
+        # by ``agl data``.
         self._cursor = newest if saved is None else min(int(saved), newest)
         if saved is None:
             await self._save()
@@ -95,6 +99,7 @@ class Exporting:
         self._ending.set()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=self._flush_s)
+            # True if the task had not ended by itself within the limit.
             is_late = self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             await self._conclude(left=await self._count_left() if is_late else 0)
@@ -111,6 +116,7 @@ class Exporting:
 
     async def _next(self) -> Sequence[Change]:
         """Wait for changes; none at the end of the experiment, once all were read."""
+        # The end of the experiment interrupts the wait for changes, which may take 20 seconds.
         ending = asyncio.create_task(self._ending.wait())
         try:
             while not self._ending.is_set():
@@ -120,6 +126,7 @@ class Exporting:
                     return changes
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
+            # The last look, after the end: what finished until then is still sent.
             return await self._changes(wait_s=0)
         finally:
             ending.cancel()
@@ -134,8 +141,11 @@ class Exporting:
             batch = ends[start : start + BATCH]
             if recordings := await self._read([change.key for change in batch]):
                 await self._deliver(recordings)
+            # Saved after each batch and not before: after a kill a batch is sent twice rather than
+            # never.
             self._cursor = batch[-1].cursor
             await self._save()
+        # Other changes need no save; they are skipped again after a restart.
         self._cursor = changes[-1].cursor
 
     def _is_end(self, change: Change) -> bool:
@@ -153,9 +163,11 @@ class Exporting:
                 if not error.is_passing:
                     self._counts["refused"] += len(recordings)
                     return
+                # The other system knows best when it will answer.
                 await self._pause(max(pause, error.retry_after_s))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             except Exception:  # noqa: BLE001  # isolation point: the exporter's own mistake costs only what it breaks on
+                # One bad rollout must not cost the fifteen others of its batch.
                 return await self._single_out(recordings)
             else:
                 self._counts["sent"] += len(recordings)

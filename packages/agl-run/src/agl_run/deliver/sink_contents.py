@@ -36,6 +36,7 @@ async def read_rows(store: Store, experiment: str, run: int) -> list[SinkRow]:
         key = (metric.algorithm, metric.step)
         metrics.setdefault(key, {})[metric.name] = metric.value
         step = metric.step if metric.experiment_step is None else metric.experiment_step
+        # The last metric of a step counts for its time.
         places[key] = (step, metric.time)
     rows = [
         SinkRow(algorithm=key[0], step=key[1], experiment_step=places[key][0], time=places[key][1], metrics=values)
@@ -82,6 +83,7 @@ async def read_tables(store: Store, experiment: str, run: int, *, store_url: str
 
 def shown_config(config: ExperimentConfig) -> dict[str, Json]:
     """Return an experiment's configuration without secrets, its algorithms by name, and without empty sections."""
+    # Configurations may hold objects that only Python can pass; they are named by their type.
     plain = cast("dict[str, Any]", msgspec.to_builtins(config, enc_hook=_described, str_keys=True))
     by_name = {str(item["name"]): item for item in plain.get("algorithm", ())}
     sections = {**plain, "algorithm": by_name}
@@ -118,6 +120,7 @@ def _public(value: Any, name: str) -> Json:
         return [_public(item, name) for item in cast("list[Any]", value)]
     if not isinstance(value, str):
         return value
+    # By the key's name first: a secret has no form by which its value could be known.
     return "***" if value and is_secret(name) else _text(value)
 
 
@@ -133,6 +136,7 @@ async def _resources(store: Store, experiment: str, run: int, store_url: str) ->
         own = {version.version for version in every if _is_of(version, f"{experiment}-{run}-")}
         if not own:
             continue
+        # The parents stay in the table, so that its lineage has no loose ends.
         shown = own.union(version.parent for version in every if version.version in own)
         moves = await store.labels(newest.name)
         scores = {score.version: score for score in await store.scores(newest.name)}
@@ -197,6 +201,7 @@ async def _rollouts(store: Store, experiment: str, run: int, store_url: str) -> 
     async for recording in read_recordings(store, query, spans=SpanQuery(kind="reward")):
         rollout, who = recording.rollout, recording.rollout.metadata
         count += 1
+        # They come newest first, so the first rollout of an earlier run ends the table.
         if count > NEWEST or not rollout.rollout_id.startswith(f"{experiment}-{run}-"):
             return
         where = command("show", rollout.rollout_id, store_url=store_url)

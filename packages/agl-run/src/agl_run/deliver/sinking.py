@@ -75,6 +75,8 @@ class SinkSource:
         plan, key = self.plan, run_key(self.plan.name, self.run, f"sinks/{sink}/id")
         known = (await self.store.load_state(key)).get(key)
         if known is None:
+            # Services address runs by id for ever, so a name that is used again in another store
+            # must not collide.
             known = secrets.token_hex(4).encode()
             await self.store.save_state({key: known})
         return SinkRun(
@@ -120,12 +122,14 @@ class Sinks:
         status = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
         why = _problem(error) if status == "failed" and isinstance(error, Exception) else ""
         end = self.end or SinkOutcome(status=status, summary=self.summary, error=why, time=time.time())
+        # All at once, so the limit holds for the slowest and not for the sum.
         lines = await asyncio.gather(*(one.conclude(end, within_s=self._end_s) for one in self._running))
         for line in filter(None, lines):
             self._say(line)
         self.has_all = all(lines)
         if self._running and self.end is None:
             with suppress(AglError):  # without it a later `agl run --sync` knows less
+                # Saved for ``agl run --sync``, which may write the end days later.
                 await self._source.store.save_state({self._source.end_key: msgspec.json.encode(end)})
 
     def wake(self) -> None:
@@ -148,9 +152,12 @@ class _Sinking:
         self._thread = OwnThread(f"agl-{name}")
         self._news, self._ending = asyncio.Event(), asyncio.Event()
         self._has_begun, self._is_told = False, False
+        # What this process has given, by step; the names matter because some numbers of a step come
+        # later.
         self._given: dict[tuple[str, int], set[str]] = {}
         self._known = 0
         self._tables: Sequence[SinkTable] = ()
+        # The first tables are written at once.
         self._tables_at = -TABLES_S
         self._has_alert = False
         self._written = ""
@@ -172,6 +179,7 @@ class _Sinking:
         self._ending.set()
         self._news.set()
         await asyncio.wait({self._task}, timeout=within_s)
+        # A task that was cut off by the limit has not given all.
         has_all = self._task.done() and self._task.result()
         self._task.cancel()
         self._thread.close()
@@ -189,6 +197,7 @@ class _Sinking:
         pause = PAUSE_S
         while True:
             is_last, has_failed = self._ending.is_set(), False
+            # Before the reading: numbers that arrive meanwhile set it again.
             self._news.clear()
             try:
                 wait_s, pause = await self._give(is_last=is_last), PAUSE_S
@@ -197,6 +206,8 @@ class _Sinking:
             except Exception as error:  # noqa: BLE001  # isolation point: the experiment goes on
                 self._tell_once(error)
                 self._news.set()
+                # After an error nothing is known about what arrived, so everything is given again;
+                # sinks take rows twice.
                 self._has_begun, self._has_alert, self._tables = False, True, ()
                 self._given.clear()
                 has_failed, wait_s, pause = True, pause, min(2 * pause, LONGEST_PAUSE_S)
@@ -204,6 +215,7 @@ class _Sinking:
                 return not has_failed
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
+                    # The pause ends early with the run.
                     await self._ending.wait()
             await self._news.wait()
 
@@ -211,10 +223,13 @@ class _Sinking:
         """Give what is new, at the end the run's end too; returns the seconds to wait before the next time."""
         sink, run = self._sink, self._run
         started = time.monotonic()
+        # The store is read anew each time: it also has what earlier processes of the run wrote.
         every = await read_rows(self._store, run.experiment, run.run)
         seconds = time.monotonic() - started
         self._known = len(every)
         if not self._has_begun:
+            # Libraries of such services block and keep state per thread, so each sink has one of
+            # its own.
             await self._thread.call(lambda: sink.begin(run))
             self._has_begun = True
         rows = [row for row in map(self._rest, every) if row.metrics]
@@ -227,6 +242,7 @@ class _Sinking:
             await self._give_tables()
         if is_last:
             await self._thread.call(self._give_end)
+        # The pause grows with the reading, so a long run costs its store at most 5 %.
         return max(PAUSE_S, SHARE * seconds)
 
     def _rest(self, row: SinkRow) -> SinkRow:
@@ -281,6 +297,7 @@ class OwnThread:
             failure: BaseException | None = None
             try:
                 work()
+            # Some libraries exit the interpreter when they cannot log in.
             except (Exception, SystemExit) as error:  # noqa: BLE001  # raised again where it is awaited
                 failure = error if isinstance(error, Exception) else RuntimeError(f"the library exits: {error}")
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more

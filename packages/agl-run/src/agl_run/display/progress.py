@@ -59,6 +59,7 @@ class Lines:
         now = time.monotonic()
         if total == 0:
             self._last.pop(name, None)
+        # The first update starts the clock and prints nothing, so quick tasks stay silent.
         elif now - self._last.setdefault(name, now) >= self._every_s:
             self._last[name] = now
             self.say(f"{name}: {done}/{total} {text}".rstrip())
@@ -88,6 +89,7 @@ class Bars:
 
     def say(self, text: str) -> None:
         """Print it above the bars."""
+        # Names and errors may hold brackets, which rich would take for markup.
         self._rich.console.print(text, markup=False, highlight=False)
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
@@ -113,5 +115,6 @@ def default_progress(*, on_errors: bool = False) -> Progress:
 
 def run_progress() -> Progress:
     """Return the summary of a whole run if all output goes to a terminal that can draw, else lines."""
+    # Both: what goes to a file or a pipe must stay free of control sequences.
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     return LiveSummary() if is_terminal and os.environ.get("TERM") not in ("dumb", "unknown") else Lines()

@@ -30,6 +30,7 @@ def episode_rows(episodes: Iterable[Episode]) -> Rows:
     rows = [("rollout", "status", "reward", "calls", "rows", "error"), *map(_row, every[:SHOWN])]
     if len(every) > SHOWN:
         rows.append((f"and {len(every) - SHOWN} more", "", "", "", "", ""))
+    # A column of blanks would only push the others aside.
     has_errors = any(row[-1] for row in rows[1:])
     return rows if has_errors else [row[:-1] for row in rows]
 
@@ -72,6 +73,7 @@ def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
         lines.append(f"  {episode.attempt.error.type}: {episode.attempt.error.message}")
     for call in episode.transitions:
         who = call.agent or "agent"
+        # Token ids are packed as four bytes each.
         prompt, response = len(call.prompt_ids) // 4, len(call.response_ids) // 4
         tokens = f"{prompt} + {response} tokens" if prompt or response else "no token ids"
         fate = f"rejected: {call.reject} {call.detail}".rstrip() if call.reject else f"row {call.branch}"

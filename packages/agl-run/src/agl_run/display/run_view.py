@@ -44,6 +44,7 @@ class Tally:
 
     def ask(self, rollout_ids: Sequence[str]) -> None:
         """Count the rollouts of a request; those of earlier ones are forgotten once all of them are finished."""
+        # Requests that overlap count together; once all are finished the count starts anew.
         if self.done == self.asked:
             self.asked, self.done = 0, 0
         self.asked += len(rollout_ids)
@@ -55,6 +56,7 @@ class Tally:
         """Note that a rollout changed its status; one that nobody asked for is not counted."""
         if rollout_id not in self._statuses:
             return
+        # A second attempt puts a rollout back into the queue.
         if status not in TERMINAL_ROLLOUT:
             self._statuses[rollout_id] = status
             return
@@ -82,6 +84,7 @@ class Tally:
     def per_second(self) -> float:
         """Return the finished rollouts per second over the last half minute."""
         now = self._clock()
+        # In the first half minute the window is as long as the run.
         since = max(now - _WINDOW_S, now if self._began_at is None else self._began_at)
         count = sum(count for second, count in list(self._ends) if second >= now - _WINDOW_S)
         return count / max(1.0, now - since)
@@ -91,6 +94,7 @@ class Tally:
         if self._ends and self._ends[-1][0] == second:
             self._ends[-1] = (second, self._ends[-1][1] + 1)
         else:
+            # One entry per second keeps the window small at any rate.
             self._ends.append((second, 1))
         while self._ends[0][0] < second - _WINDOW_S:
             self._ends.popleft()
@@ -134,9 +138,11 @@ class AlgorithmView:
     def stepped(self, report: StepReport) -> None:
         """Note the end of a step, whose reported reward counts before the mean of its rollouts."""
         self.step, self.is_finished, self.work = report.step, report.is_finished, None
+        # Groups and not rollouts are independent: those of one task share its difficulty.
         means = [fmean(rewards) for rewards in self._groups.values()]
         self._groups.clear()
         reward = report.metrics.get("reward", fmean(means) if means else math.nan)
+        # A step without any reward changes nothing that is shown.
         if math.isfinite(reward):
             low, high = interval(means)
             self.reward, self.spread = reward, (high - low) / 2 if math.isfinite(high) else None

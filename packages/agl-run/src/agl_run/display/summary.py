@@ -35,10 +35,13 @@ class LiveSummary:
     """
 
     def __init__(self) -> None:
+        # Reentrant: a warning may be logged while a line is being printed.
         self.lock = threading.RLock()
         self._closing = threading.Event()
         self._terminal: _Terminal | None = None
         self._view = RunView()
+        # The lines of the block and their widths in columns, which say how many rows to erase after
+        # a resize.
         self._drawn: list[tuple[str, int]] = []
         self._size = os.terminal_size((0, 0))
         self._redirected: list[tuple[logging.Handler | str, TextIO]] = []
@@ -64,6 +67,7 @@ class LiveSummary:
         if self._terminal is None or self._closing.is_set():
             return
         self._closing.set()
+        # Joined before the lock is taken: the thread takes it to draw.
         self._thread.join()
         with self.lock:
             self._restore()
@@ -72,8 +76,10 @@ class LiveSummary:
 
     def print_above(self, line: str) -> None:
         """Print a line that a program wrote: its colours stay, and other control characters are shown as such."""
+        # Of a bar that was drawn over itself only the last state stays.
         pieces = _COLOUR.split(line.rstrip("\r").rpartition("\r")[2])
         tamed = "".join(piece if place % 2 else visible(piece) for place, piece in enumerate(pieces))
+        # A colour that the program left on must not run into the block.
         self._print(f"{tamed}\x1b[0m" if len(pieces) > 1 else tamed)
 
     def _print(self, text: str) -> None:
@@ -89,6 +95,7 @@ class LiveSummary:
             with self.lock:
                 before, erased = self._drawn, self._erased()
                 block = self._block()
+                # Nothing is written while nothing changes, so a person can select text.
                 if self._drawn != before and self._terminal is not None:
                     self._terminal.write(erased + block)
 
@@ -103,6 +110,7 @@ class LiveSummary:
         from rich.console import Console
 
         self._size = size = shutil.get_terminal_size()
+        # One column stays free, because a full row wraps on some terminals.
         width = min(_WIDEST, size.columns - 1)
         is_ascii = self._terminal is not None and not self._terminal.is_unicode
         lines = draw(self._view, width=width, height=size.lines - 1, is_ascii=is_ascii)
@@ -116,6 +124,7 @@ class LiveSummary:
 
     def _erased(self) -> str:
         """Return what takes the cursor to the block's start and erases it, at the terminal's width of now."""
+        # The width of now: a terminal that became narrower has wrapped the lines that were drawn.
         columns = max(1, shutil.get_terminal_size().columns)
         rows = sum(max(1, -(-width // columns)) for _, width in self._drawn)
         up = f"\x1b[{rows - 1}A" if rows > 1 else ""
@@ -127,6 +136,8 @@ class LiveSummary:
             real = getattr(sys, name)
             above = _Above(self, real)
             for handler in logging.getLogger().handlers:
+                # Handlers hold the stream that was there when they were made, so replacing
+                # sys.stderr alone misses them.
                 if getattr(handler, "stream", None) is real:
                     cast("logging.StreamHandler[TextIO]", handler).setStream(cast("TextIO", above))
                     self._redirected.append((handler, real))
@@ -137,6 +148,7 @@ class LiveSummary:
         for place, real in self._redirected:
             if isinstance(place, logging.Handler):
                 cast("logging.StreamHandler[TextIO]", place).setStream(real)
+            # Somebody may have replaced the stream once more, and that is left alone.
             elif isinstance(getattr(sys, place), _Above):
                 getattr(sys, place).end_line()
                 setattr(sys, place, real)
@@ -160,6 +172,7 @@ class _Terminal:
         if self._is_gone or not text:
             return
         try:
+            # A character that the terminal lacks must not raise in the thread that draws.
             self._file.write(text.encode(self._encoding, "replace").decode(self._encoding))
             self._file.flush()
         except (OSError, ValueError):  # hung up, or closed
@@ -193,6 +206,7 @@ class _Above(io.TextIOBase):
         if os.getpid() != self._pid:
             return self._real.write(text)
         with self._summary.lock:
+            # Only whole lines are printed above the block; the rest waits for its end.
             *lines, self._rest = f"{self._rest}{text}".split("\n")
             for line in lines:
                 self._summary.print_above(line)
@@ -201,6 +215,7 @@ class _Above(io.TextIOBase):
     def flush(self) -> None:
         """Print what may be a question, but no bar that a program draws over and over."""
         with self._summary.lock:
+            # A prompt is flushed without a line's end and has to be seen.
             if self._rest and "\r" not in self._rest:
                 line, self._rest = self._rest, ""
                 self._summary.print_above(line)

@@ -42,6 +42,7 @@ def draw(view: RunView, *, width: int, height: int, is_ascii: bool = False) -> "
         is_ascii: Draw with characters that every terminal has.
     """
     parts = [_algorithm(one, view.tallies.get(one.name), width) for one in _shown(view, height)]
+    # A copy of the keys: the trainer adds callers while this thread draws.
     others = [name for name in list(view.tallies) if name not in view.algorithms and name != VALIDATION]
     lines = [line for each in parts for line in each]
     lines += [_caller(name, view.tallies[name], width) for name in others if view.tallies[name].asked]
@@ -52,6 +53,7 @@ def draw(view: RunView, *, width: int, height: int, is_ascii: bool = False) -> "
 def _shown(view: RunView, height: int) -> list[AlgorithmView]:
     every = list(view.algorithms.values())
     active = [one for one in every if one.has_begun and not one.is_finished]
+    # An active algorithm takes two lines, and there is one line for validations.
     return every if len(every) + len(active) < height else active
 
 
@@ -65,11 +67,13 @@ def _algorithm(one: AlgorithmView, tally: Tally | None, width: int) -> list[list
         tail += [(f"±{one.spread:.3f}", "dim")] if one.spread is not None else []
     elif not one.has_begun:
         tail.append(("finished" if one.is_finished else "waits", "dim"))
+    # What matters least stands last and goes first.
     while len(tail) > 1 and _columns([*head, *tail], width) > width:
         tail.pop()
     gap = len(_gap(width))
     room = width - _columns([*head, *tail], width) - gap
     if one.total and room >= _LEAST:
+        # The other half is for the curve.
         bar = min(_WIDEST_BAR, max(_LEAST, room // 2))
         head += _bar(one.step, one.total, bar)
         room -= bar + gap
@@ -123,9 +127,11 @@ def _bar(done: int, total: int, width: int) -> list[Part]:
 def _curve(values: Sequence[float], width: int) -> str:
     """Return the values, or means of neighbours where there are too many, as blocks from the lowest to the highest."""
     count = min(width, len(values))
+    # Integer arithmetic spreads the remainder, so that neighbours differ by one value at most.
     ends = [len(values) * place // count for place in range(count + 1)]
     means = [fmean(values[start:end]) for start, end in pairwise(ends)]
     low, high = min(means), max(means)
+    # A flat curve is drawn at the bottom.
     scale = (len(_LEVELS) - 1) / (high - low) if high > low else 0.0
     return "".join(_LEVELS[round((mean - low) * scale)] for mean in means)
 

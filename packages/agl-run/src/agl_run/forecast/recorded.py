@@ -68,6 +68,8 @@ async def find(store: Store, plan: Plan) -> tuple[Source, list[Rollout]] | None:
 
     Rollouts that a run has recorded are taken before those of a trial if they are enough.
     """
+    # Rollouts of a run say more than those of a trial: their lengths are those of the policy in
+    # training.
     own, trial = await _of_run(store, plan.name), await _of_trial(store, f"{plan.name}{TRIAL}")
     found = [(_source(rollouts), rollouts) for rollouts in (own, trial) if rollouts]
     return next((each for each in found if each[0].is_enough), found[0] if found else None)
@@ -86,7 +88,9 @@ async def read(store: Store, plan: Plan, source: Source, rollouts: Sequence[Roll
     observed: dict[str, list[Observed]] = {name: [] for name in selections}
     section = plan.config.experiment
     ids = [rollout.rollout_id for rollout in rollouts]
+    # A second task next to each rollout shows whether rewards depend on the task at all.
     others = {one.rollout_id: _another(rollouts, place) for place, one in enumerate(rollouts)}
+    # Rollouts may be megabytes; their facts are a few numbers.
     for start in range(0, len(ids), _BATCH):
         for recording in await read_finished(store, ids[start : start + _BATCH]):
             other = others[recording.rollout.rollout_id]

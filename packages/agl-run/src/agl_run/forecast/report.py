@@ -157,6 +157,7 @@ async def _algorithm(
     compared = list(groups.values()) if config is None or compares_groups(plan, config, shape) else []
     shares = silent_shares(compared)
     own = silent_shares(compared, [shape.samples]) if shape else []
+    # A group whose rewards are all equal has no advantage, and so no gradient.
     gradient_share = 1 - own[0].share if own else None
     update_s = _logged(material.metrics, config.name if config else "", "update_s")
     basis = "logged" if update_s is not None else ""
@@ -216,6 +217,7 @@ async def _measured(
 ) -> float | None:
     """Return the seconds of the updates of a step, tried out on random rows as long as the recorded ones."""
     weights = material.weights.get(config.tunes[0]) if config.tunes else None
+    # A fixed seed: the same recordings give the same forecast.
     drawn = random.Random(0).choices(material.observed[config.name], k=max(1, round(shape.rollouts * share)))
     rows = [
         (one.row_tokens // one.rows, one.trained_tokens // one.rows)
@@ -243,6 +245,7 @@ def _parts(rollouts: Sequence[Observed], step: StepForecast | None, update_s: fl
     if not seconds:
         return []
     model, tools = sum(one.model_s for one in rollouts), sum(one.tool_s for one in rollouts)
+    # Rollouts run side by side, so their parts are scaled to the time that passes.
     scale = (step.collect_s.mean if step else seconds / len(rollouts)) / seconds
     rest = max(0.0, seconds - model - tools)
     parts = {"model calls": model * scale, "tools": tools * scale, "the rest of the rollouts": rest * scale}

@@ -65,6 +65,7 @@ def _further(material: Material, done: int, *, tasks: int, most: float) -> int:
     unsure = max((each for each in found if each is not None), default=0.0)
     if unsure <= SURE:
         return 0
+    # The width of an interval falls with the root of the number of tasks.
     needed = math.ceil(done * min((unsure / SURE) ** 2, 1 + _GROWTH)) - done
     return max(0, min(needed, math.floor(most)))
 

@@ -42,6 +42,7 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
     for name, resource in plan.resources.items():
         if isinstance(resource, PromptTemplate):
             check_template(name, resource)
+    # Keys before components: a missing key is the commonest mistake, and building may take seconds.
     check_keys(plan)
     check_place(plan, store_url="" if plan.store else located(config.experiment.store, plan.folder))
     with waiting_for("importing the rewards, tracers and exporters", say=say):
@@ -93,6 +94,7 @@ def build_rewards(
         unreachable: Policies that this machine cannot reach, with the reason; a reward that asks for one is refused.
     """
     manager = plan.manager
+    # Rewards call policies directly and not by the gateway: their calls are not the agent's.
     running = {up.name: LLM(endpoint=up.base_url, model=up.model, api_key_env=up.api_key_env) for up in upstreams}
     policies = _Policies({name: LLM() for name in plan.config.policy} | running, unreachable or {})
 
@@ -102,6 +104,8 @@ def build_rewards(
         entry = manager.reward(use)
         return manager.build(entry, **({**params, "setup": setup} if entry.takes_setup else params))
 
+    # Defined after ``build``, which refers to it: a reward may build others, such as a judge within
+    # a sum.
     setup = RewardSetup(folder=plan.folder, policies=policies, build=build)
     return [(item.use, build(item.use, item.params)) for item in plan.config.reward]
 
@@ -150,12 +154,14 @@ def check_keys(plan: Plan) -> None:
 
 def check_policy_key(plan: Plan, name: str, resource: Resource) -> None:
     """Check the key of a policy, which may come from its default; raises :class:`ConfigError`."""
+    # A local server seldom needs a key, unless a gateway is told to send one.
     if isinstance(resource, LLM) and ("api.openai.com" in resource.endpoint or _has_gateway(plan)):
         require_key(f"policy.{name}", resource.api_key_env)
 
 
 def require_key(place: str, variable: str) -> None:
     """Raise :class:`ConfigError` if the environment lacks the variable; ``""`` is none."""
+    # A key that was pasted in place of its variable would end up in the store and in logs.
     if variable and not _VARIABLE.fullmatch(variable):
         raise ConfigError(
             f"[{place}] {_KEY} is no name of an environment variable, and may be a key itself; export the key, such as "
@@ -174,6 +180,7 @@ def check_template(name: str, template: PromptTemplate) -> None:
         return
     remedy = 'write literal braces as {{ and }}, or set engine = "plain" or "jinja"'
     try:
+        # Python's own parser decides what a placeholder is, as it will when the prompt is filled.
         fields = [item for item in string.Formatter().parse(template.template) if item[1] is not None]
     except ValueError as error:
         raise ConfigError(f"[resource.{name}] template: {error}; {remedy}") from None
@@ -248,6 +255,8 @@ async def check_without_starting(plan: Plan, algorithm: AlgorithmConfig) -> None
     built = manager.build(plan.entry(algorithm), **algorithm.params)
     try:
         if isinstance(built, CheckedAlgorithm):
+            # Parts of a running experiment raise when they are used, which ends the check without
+            # an error.
             await built.check(_context(plan, algorithm))
     except _NotStartedError:
         return
@@ -290,6 +299,7 @@ def _context(plan: Plan, algorithm: AlgorithmConfig) -> AlgorithmContext:
 
 def _first_version(plan: Plan, name: str) -> ResourceVersion:
     """Return a resource as the file has it; one with a label may have another version when the run starts."""
+    # Its version is known only once the run has started.
     if name in plan.config.policy or plan.label(name):
         raise _NotStartedError(name)
     if name not in plan.resources:

@@ -58,6 +58,7 @@ class Replays:
 
     def __init__(self, episodes: Sequence[Episode], *, prefix: str, run_all: RunAll, store: Store) -> None:
         self._recorded = {episode.rollout.rollout_id: episode.rollout for episode in episodes}
+        # The position of a call is the same in every run, its span id is not.
         self._places = {call.span_id: place for one in episodes for place, call in enumerate(one.transitions)}
         self._prefix = prefix
         self._run_all = run_all
@@ -68,6 +69,7 @@ class Replays:
 
     async def __call__(self, plans: Sequence[AnyPlan]) -> list[Episode]:
         """See :class:`agl_run.replay.ReplayFn`."""
+        # By plan: equal plans are one rollout, and are paid for once.
         rollouts = {plan: self._rollout(plan) for plan in plans}
         episodes = dict(zip(rollouts, await self._run_all(list(rollouts.values())), strict=True))
         for plan, episode in episodes.items():
@@ -94,6 +96,7 @@ class Replays:
                 f"the credit asked to replay {plan.rollout_id!r} (with answers of {other!r}), which this step did not "
                 "collect; this is a defect of the credit"
             )
+        # The id follows from the plan, so a repeated step finds its replays.
         digest = hashlib.blake2b(to_json(plan), digest_size=8).hexdigest()
         seed = self._seed(plan, then)
         again = Rollout(
@@ -101,6 +104,8 @@ class Replays:
             task=then.task,
             experiment=then.experiment,
             group_id=then.group_id,
+            # A replay never trains by itself; its reward becomes the credit of the rollout that it
+            # replays.
             mode="test",
             resources=then.resources,
             retry=then.retry,

@@ -45,11 +45,13 @@ def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, st
     if config.process is False:
         return gateway, "the gateway runs in this process, as [gateway] process = false says"
     count = f"{load} attempt{'' if load == 1 else 's'} at once" if load else "workers elsewhere run the attempts"
+    # Few attempts leave the trainer's process time enough to answer them.
     if config.process == "auto" and 0 < load <= PROCESS_ABOVE:
         return gateway, f"the gateway runs in this process: {count}, and it gets its own above {PROCESS_ABOVE}"
     try:
         separate = _apart(gateway, plan, store_url)
     except ConfigError as error:
+        # What was asked for explicitly is refused; ``auto`` falls back and says so.
         if config.process is True:
             raise ConfigError(f"[gateway] process is true, and {error}") from error
         return gateway, f"the gateway runs in this process, although it would get its own ({count}): {error}"

@@ -41,9 +41,12 @@ def policy_params(plan: Plan, name: str) -> dict[str, Any]:
     model = config.params.get("model")
     if not isinstance(model, str):
         return dict(config.params)
+    # Absolute, because servers that are started for the policy have a working directory of their
+    # own.
     path = (plan.folder / Path(model).expanduser()).absolute()
     if path.is_dir():
         return {**config.params, "model": str(path)}
+    # A server that runs elsewhere looks for its model there.
     if plan.manager.policy(config.use).trains and "base_url" not in config.params:
         asked = f"[policy.{name}] model = {model!r}"
         if _is_path(model, plan.folder):
@@ -77,6 +80,7 @@ def _check_hub(asked: str, model: str, path: Path, *, environ: Mapping[str, str]
         return
     home = environ.get("HF_HOME") or "~/.cache/huggingface"
     cache = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    # The layout of huggingface_hub's cache, read without importing it.
     if (cache / f"models--{model.replace('/', '--')}" / "snapshots").is_dir():
         return
     hub = environ.get("HF_ENDPOINT") or HUB

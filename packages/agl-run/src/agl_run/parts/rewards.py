@@ -143,6 +143,8 @@ def _check_arguments(name: str, reward: Callable[..., Any], params: Mapping[str,
         return
     problem = "its first arguments are the rollout and its spans" if "task" in list(signature.parameters)[:2] else ""
     try:
+        # Tried before the run: a reward with a wrong signature would fail every rollout after its
+        # agent was paid for.
         signature.bind("rollout", "spans", **params)
     except TypeError as error:
         problem = str(error)

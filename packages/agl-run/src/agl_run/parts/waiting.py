@@ -36,6 +36,7 @@ def waiting_for(
     if say is None:
         yield
         return
+    # A thread and not a task: loading a model may block the event loop for minutes.
     is_over = threading.Event()
     started = time.monotonic()
     teller = threading.Thread(target=_tell, args=(what, say, is_over, started, first_s, again_s), daemon=True)
@@ -44,6 +45,7 @@ def waiting_for(
         yield
     finally:
         is_over.set()
+        # So that no reminder follows the line which says that the wait is over.
         teller.join()
     if time.monotonic() - started >= first_s:
         say(f"{what}: done after {time.monotonic() - started:.0f} s")
@@ -95,6 +97,8 @@ class StepTimes:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        # Recent steps only: the first ones load caches, and answers get longer while a model
+        # learns.
         self._ends: deque[float] = deque([clock()], maxlen=_KEPT + 1)
 
     def ended(self, *, left: int) -> str:

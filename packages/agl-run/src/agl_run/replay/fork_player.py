@@ -49,9 +49,12 @@ class ForkPlayer:
         self._lock = Lock()
         self._before = _waiting(script.recorded[: script.position])
         self._after = _waiting(script.recorded[script.position + 1 :])
+        # How many recorded answers each agent has yet to ask for before the fork.
         self._owed = Counter(answer.agent for answer in script.recorded[: script.position])
         self._at = _place(script.recorded[script.position])
         self._is_reached = False
+        # True once any agent has read an answer that is not in the recording; from then on other
+        # requests are expected.
         self._is_anew = False
         self._diverged = ""
 
@@ -90,6 +93,7 @@ class ForkPlayer:
         place = agent, key_of(dialect, body)
         if self._diverged:
             return "diverged", None
+        # In any order: agents that run side by side need not take turns as they did then.
         if before := self._before.get(place):
             self._owed[agent] -= 1
             return "recorded", before.popleft().response
@@ -99,6 +103,8 @@ class ForkPlayer:
             return ("live", None) if given is None else ("sibling", given.response)
         if after := self._after.get(place):
             answer = after.popleft()
+            # Coupled forks share every draw that did not depend on the replaced answer, which
+            # lowers the variance.
             if self._script.plan.is_coupled:
                 return "recorded", answer.response
         elif self._must_be_recorded(agent):
@@ -124,6 +130,7 @@ class ForkPlayer:
 
     def _missed(self) -> list[RecordedAnswer]:
         """Return the calls up to the one to fork at that the agent has not made yet, in order of time."""
+        # By identity: two calls may be equal and are still two.
         waiting = {id(answer) for answers in self._before.values() for answer in answers}
         recorded, position = self._script.recorded, self._script.position
         found = [answer for answer in recorded[:position] if id(answer) in waiting]

@@ -57,9 +57,11 @@ class Player:
     def _replacement(self, dialect: Dialect, request: Json, agent: str) -> tuple[Source, Json] | None:
         if agent not in self._plan.replaced:
             return None
+        # Counted per agent, since other agents' calls come in between.
         turn = self._turns[agent]
         self._turns[agent] += 1
         said = self._siblings[agent]
+        # An answer of another API could not be read by this client.
         if turn < len(said) and said[turn].dialect == dialect:
             return "sibling", said[turn].response
         return "silent", text_answer(dialect, request, text=self._plan.text, answer_id=f"replay-{new_span_id()}")

@@ -19,6 +19,7 @@ async def load_script(store: Store, rollout: Rollout) -> Script | None:
 
     Raises :class:`RunError` if a rollout that it replays is gone.
     """
+    # The plan is in the rollout's metadata, so any worker can load it.
     if (fork := fork_of(rollout)) is not None:
         return await _fork_script(store, fork)
     plan = replay_of(rollout)

@@ -40,11 +40,15 @@ class DrivenAlgorithm:
         self._config = config
         self.name, self.tunes = config.name, config.tunes
         self.state = state
+        # Set by an algorithm that lets its steps wait; ``None`` means that every step is saved at
+        # once.
         self._save: SaveFn | None = None
         self._collecting = Collecting()
         self._credit = driver.credit(config)
         self._settings = training_settings(driver.session.plan.config, config)
         self._algorithm: Algorithm | None = None
+        # The ids of all rollouts that this algorithm has ever trained on, those before a restart
+        # included.
         self._trained: set[str] = set()
         self._published: list[str] = []
         manager = driver.session.plan.manager
@@ -67,6 +71,8 @@ class DrivenAlgorithm:
         """Let the algorithm check its needs before its turn; builds and closes it."""
         algorithm = self._build()
         try:
+            # Algorithms whose turn is later are checked now, so that a night's run does not end at
+            # the second one's typing mistake.
             if isinstance(algorithm, CheckedAlgorithm):
                 await algorithm.check(self._context())
         finally:
@@ -78,13 +84,17 @@ class DrivenAlgorithm:
             return
         session, name = self._driver.session, self.name
         self._algorithm = algorithm = session.algorithm(self._config)
+        # Setting up may load a model, which takes minutes and looks like a hang otherwise.
         with waiting_for(f"setting up the algorithm {name}", say=self._driver.progress.say):
             await algorithm.setup(self._context())
+        # A state without a step is a new one; there is nothing to restore, and algorithms need not
+        # handle that.
         if self.state.step:
             await algorithm.restore(self.state.state)
             changed = ", ".join(changed_settings(self.state.settings, self._settings))
             other = f" with other settings: {changed}" if changed else ""
             self._driver.progress.say(f"{name}: continues after step {self.state.step}{other}")
+        # The ledger is read from the store and not from the state, so an algorithm cannot lose it.
         self._trained = await trained_rollouts(session.store, self._driver.name, self._driver.state.run, name)
         self._times = StepTimes()
         self._view.has_begun = True
@@ -99,18 +109,26 @@ class DrivenAlgorithm:
         if self._algorithm is None:
             raise AglError("begin() was not called")
         driver = self._driver
+        # What the step publishes is collected while it runs, because reports of older algorithms
+        # name it incompletely.
         self._published.clear()
+        # A stop in here may let the step end, see the method; its report is then saved like any
+        # other.
         own, is_stopping = await self._report(self._algorithm)
+        # Checked before anything is stored: a defect must not reach the ledger.
         self._check(own)
         self._trained.update(own.trained)
         self.state = AlgorithmState(
             step=own.step,
             is_finished=own.is_finished,
             stop_reason=own.stop_reason,
+            # A copy, since the algorithm goes on to change its own.
             state=dict(self._algorithm.state()),
             settings=self._settings,
         )
         report = await self._measured(own)
+        # A commit that is cut in half would leave metrics without a state, so a cancellation waits
+        # for its end.
         await to_end(driver.commit(self, report, is_stopping=is_stopping))
         self.is_finished = own.is_finished
         await self._show(report, own.metrics)
@@ -125,6 +143,8 @@ class DrivenAlgorithm:
                 f"algorithm {name!r} reported step {report.step} after step {self.state.step}; "
                 "steps count from 1 and continue after a restore. This is a defect of the algorithm"
             )
+        # Training a rollout twice biases the gradient silently; it can only come from a defect, and
+        # so it ends the run.
         if twice := self._trained.intersection(report.trained):
             raise AglError(
                 f"algorithm {name!r} trained {sorted(twice)[0]!r} a second time. This is a defect of the algorithm"
@@ -139,9 +159,12 @@ class DrivenAlgorithm:
             )
             for rollout_id, calls in report.uses.items()
         }
+        # Before the step is saved: ``agl why`` must never lack what a saved step did.
         await save_training(driver.session.store, records)
+        # The algorithm's own number wins where both have one of a name.
         metrics = {**await driver.measure(name, step=report.step, uses=report.uses), **report.metrics}
         published = tuple(self._published) or report.published
+        # The uses are in the store by now, and large.
         return msgspec.structs.replace(report, metrics=metrics, published=published, uses={})
 
     async def _show(self, report: StepReport, metrics: Mapping[str, float]) -> None:
@@ -167,13 +190,21 @@ class DrivenAlgorithm:
         """Take a step; returns its report, and true if the run was stopped meanwhile."""
         step = asyncio.ensure_future(algorithm.step())
         try:
+            # Shielded, so that a stop reaches this method first and decides what becomes of the
+            # step.
             return await asyncio.shield(step), False
         except asyncio.CancelledError:
+            # Nothing is lost by an interruption: the step is repeated with the rollouts that it has
+            # collected.
             if not self._driver.waiting():
                 step.cancel()
                 return await step, True
+            # Waiting rollouts are cancelled below, and then the step ends at once and needs no
+            # message.
             patience = ENDS_SOON_S if self._collecting.is_under_way else 0.0
             self._collecting.stop()
+            # The update of a large model takes minutes; without a word a person would stop the run
+            # a second time.
             telling = asyncio.get_running_loop().call_later(patience, self._tell_stopping, step)
             try:
                 return await step, True
@@ -215,6 +246,7 @@ class DrivenAlgorithm:
         self._driver.progress.update(f"{self.name} rollouts", 0, 0)
         self._driver.progress.update(self.name, 0, 0)
         self._driver.progress.update(f"{self.name} steps", 0, 0)
+        # Cleared before the close, so that a second call does nothing.
         algorithm, self._algorithm = self._algorithm, None
         if algorithm is not None:
             await algorithm.close()
@@ -226,6 +258,8 @@ class DrivenAlgorithm:
             return
         problem = "an update was interrupted"
         try:
+            # A run that ends early still saves what it can; see agl_run.run.saving for what that
+            # is.
             if await to_end(driver.save_waiting()):
                 return
         except (AglError, OSError) as error:  # the error that ends the run matters more than this one
@@ -291,6 +325,7 @@ class DrivenAlgorithm:
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
     ) -> ResourceVersion:
         driver = self._driver
+        # The mark says that the version has no files yet; the save of its step removes it.
         waits = {} if self._save is None else deferral(driver.name, driver.state.run)
         version = self._version(name, resource, step=step, metadata={**(metadata or {}), **waits})
         version = await self._driver.session.publish(version)
@@ -307,6 +342,8 @@ class DrivenAlgorithm:
         parent: str = "",
         metadata: Mapping[str, Json] | None = None,
     ) -> ResourceVersion:
+        # A candidate is stored and never live: only the contest of the algorithm's validation
+        # publishes it.
         version = self._version(name, resource, step=step, metadata={**(metadata or {}), "candidate": True})
         named = msgspec.structs.replace(version, version=f"{version.version}-{key}", parent=parent or version.parent)
         return await self._driver.session.live.publish(named)
@@ -315,6 +352,7 @@ class DrivenAlgorithm:
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None
     ) -> ResourceVersion:
         driver, config = self._driver, self._config
+        # The schedule relies on ``tunes`` to keep two algorithms from one resource.
         if name not in config.tunes:
             raise ConfigError(f"algorithm {config.name!r} may not publish {name!r}; it tunes {config.tunes}")
         return ResourceVersion(

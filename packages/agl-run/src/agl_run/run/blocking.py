@@ -28,6 +28,7 @@ def require_blocking(method: str) -> None:
     Raises:
         ConfigError: A loop runs here; names the method to await instead.
     """
+    # A notebook has a loop that its cells may block; an async program's loop serves others.
     running = _running_loop()
     if running is not None and (not _is_notebook() or running is _home(getpid()).loop):
         raise ConfigError(
@@ -80,6 +81,8 @@ class _Home:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        # An interrupt that hits this thread must not end the loop of a run that is still being
+        # stopped.
         while not self._is_over:
             with suppress(KeyboardInterrupt, SystemExit):  # a task's own; raised again where its result is asked for
                 self.loop.run_forever()
@@ -93,12 +96,14 @@ class _Home:
 
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(end)
+            # Bounded: an agent that blocks must not keep the interpreter from ending.
             self._thread.join(1.0)
 
 
 @cache
 def _home(process: int) -> _Home:
     """Return the loop of this process; a forked child gets one of its own, because no thread survives a fork."""
+    # The argument is the key of the cache and nothing else.
     del process
     return _Home()
 
@@ -111,6 +116,7 @@ class _Run(Generic[T]):
         self._loop = _home(getpid()).loop
         self._task: asyncio.Task[T] | None = None
         self._ended = threading.Event()
+        # The task is made in the loop's own thread, as asyncio demands.
         self._loop.call_soon_threadsafe(self._start)
 
     def wait(self) -> T:
@@ -130,6 +136,8 @@ class _Run(Generic[T]):
             try:
                 self._ended.wait(0.2)
             except KeyboardInterrupt:
+                # The terminal sends Ctrl-C to the whole process group, and wrappers pass it on once
+                # more.
                 if time.monotonic() - stopped < SAME_S:
                     continue
                 self._cancel()

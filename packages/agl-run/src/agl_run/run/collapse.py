@@ -45,6 +45,7 @@ class CollapseGuard:
 
     def __init__(self, driver: Driver, turns: Sequence[DrivenAlgorithm]) -> None:
         self._driver, self._turns = driver, turns
+        # In the store, since a resumed run must neither forget a rollback nor repeat it.
         self._shelf = Shelf(_Rollbacks, run_key(driver.name, driver.state.run, "rollbacks"))
         self._past = _Rollbacks()
 
@@ -58,19 +59,24 @@ class CollapseGuard:
         Raises:
             CollapseError: The experiment must stop.
         """
+        # A pure function of what the store has, so a run that was killed here decides the same
+        # again.
         fallen = self._fallen(turn)
         if not fallen or all(turn.is_finished for turn in self._turns):
             return
         best, last = self._driver.validations.best, fallen[-1]
         finding = f"the validation reward has fallen: {last.words}, and {best.words}, by more than chance explains"
         chosen = self._driver.session.plan.config.experiment.on_collapse
+        # One low validation in many is expected by chance; a second one in a row is not.
         if len(fallen) == 1:
             self._say(f"{finding}; if the next validation shows that too, {_INTENTIONS[chosen]}")
             return
+        # The same collapse, seen again after a restart, raises no second alert.
         key = f"{best.turn}-{self._past.count}"
         try:
             text = await self._react(chosen, best, finding)
         except CollapseError as error:
+            # The alert is stored before the run ends, because afterwards nobody writes it.
             await self._alert(f"{error}; the run stops", step=last.turn, key=key)
             raise
         self._say(text)
@@ -90,6 +96,7 @@ class CollapseGuard:
 
     def _fallen(self, turn: int) -> list[Validation]:
         """Return the last validations in a row, two at most, that have fallen since the run went back last."""
+        # Validations from before the last rollback say nothing about the weights of now.
         since = [one for one in self._driver.validations.all() if one.turn > self._past.turn]
         if not since or since[-1].turn != turn:
             return []
@@ -107,14 +114,19 @@ class CollapseGuard:
         changed = {name for name, version in best.versions.items() if live[name] != version}
         if not changed:
             return f"{finding}, twice in a row, and the versions are the same: something else has changed"
+        # Only algorithms that have trained what goes back need to change their optimizer's state.
         affected = [t for t in self._turns if not t.is_finished and t.steps and changed.intersection(t.tunes)]
+        # Asked before anything moves: a rollback that fails half way would mix versions and states.
         obstacle = await self._obstacle(best, affected)
         if obstacle:
             raise CollapseError(f"{finding}, twice in a row; training cannot go back, because {obstacle}")
+        # The rate applies to the configured step size, not to the present one, so rollbacks do not
+        # multiply twice.
         rate = RATE ** (self._past.count + 1)
         await session.go_back(best.versions)
         went = {turn.name: await turn.go_back(states.get(turn.name), rate=rate) for turn in affected}
         past = _Rollbacks(count=self._past.count + 1, turn=self._driver.state.turn)
+        # Versions, states and the count are written together; see the module.
         await self._driver.go_back(went, others=self._shelf.states({"": past}))
         self._past = past
         slower = f"; {' and '.join(went)}: {rate:g} times the configured learning rate" if went else ""
@@ -128,6 +140,8 @@ class CollapseGuard:
             return f"it went back {MOST_BACK} times already, and smaller steps did not help"
         if schedule.mode == "concurrent" and len(unfinished) > 1:
             return "other algorithms are in the middle of a step with the schedule concurrent"
+        # An algorithm later in the schedule has to be set up before it can say whether it can go
+        # back.
         for turn in affected:
             await turn.begin()
         fixed = [turn.name for turn in affected if not turn.can_go_back]

@@ -93,15 +93,19 @@ class Collector:
         greedy: bool = False,
     ) -> Collected:
         """See :class:`agl.contracts.CollectFn`."""
+        # A trial runs training rollouts too, and keeps those that training would drop.
         trains = mode == "train" and not keeps_all
         rollouts = await self._request(tasks, step=step, n=n, mode=mode, resources=resources, key=key)
         if greedy:
             _check_gateway(self._plan)
             rollouts = [as_greedy(rollout, self._tunes) for rollout in rollouts]
+        # Two readings of the same clock, so that idle slots are measured over exactly this request.
         observed, slots = Observed(), self._session.worker.slots
         began, taken_before = slots.now()
         episodes = await self.run(rollouts, observed=observed)
         ended, taken_after = slots.now()
+        # Validation counts every rollout: one that failed is a zero, and dropping it would flatter
+        # the policy.
         kept, dropped = await self._select(episodes, step=step) if trains or greedy else (episodes, {})
         batch = Batch(
             caller=self._caller,
@@ -129,7 +133,10 @@ class Collector:
             raise ConfigError(f"the key {key!r} may hold letters, digits, '_' and '-' only, because it is part of ids")
         prefix = _prefix(step, key)
         # The request of a step that was interrupted keeps its versions, though other algorithms have gone on since.
+        # The first rollout stands for the whole request: all of them are enqueued with the same
+        # versions.
         before = await self._pinned(f"{self._ids(mode)}{prefix}{0:05d}-{0:03d}")
+        # What the caller asks for wins over an earlier request, and that over the live versions.
         pinned = {**self._session.live.versions(), **(before or {}), **(resources or {})}
         return [
             self._rollout(task, (step, f"{prefix}{position:05d}-{sample:03d}"), mode, pinned)
@@ -141,12 +148,15 @@ class Collector:
         self, episodes: Sequence[Episode], kept: Sequence[Episode], dropped: Mapping[str, int], *, step: int, key: str
     ) -> Sequence[Episode]:
         """Refuse a step that nothing can train on; let the credit run its replays, and log their metrics."""
+        # A step without any rollout would pass unnoticed as one without a gradient.
         if episodes and not kept:
             raise RunError(nothing_left(episodes, dropped, store_url=self._session.store_url))
         if self._needs_ids:
             check_trainable(episodes)
         if self._credit is None:
             return kept
+        # Ids follow from the step, so a step that is repeated finds its replays and pays for none
+        # again.
         prefix = f"{self._plan.name}-{self._run}-{self._caller}-{REPLAY}-{_prefix(step, key)}"
         replays = Replays(kept, prefix=prefix, run_all=self.run, store=self._store)
         prepared = list(await self._credit.prepare(kept, step=step, replay=replays))
@@ -203,11 +213,14 @@ class Collector:
         meanwhile does so for all of them. The samples of one number have the same seed in all arms.
         """
         live = self._session.live.versions()
+        # Interleaved, not arm by arm: see the docstring for the drift that this cancels.
         pairs = [(task, position, sample) for position, task in enumerate(tasks) for sample in range(n)]
         found: list[Rollout] = []
         for number, (task, position, sample) in enumerate(pairs):
             seed = self._seed(f"{mode}-{step_name(0)}-{position:05d}-{sample:03d}")
             for arm in (*range(number % len(arms), len(arms)), *range(number % len(arms))):
+                # The arm is part of the id and not of the seed: arms must differ in their versions
+                # alone.
                 place = 0, f"{step_name(0)}-{position:05d}-{sample:03d}-{arm:02d}"
                 rollout = self._rollout(task, place, mode, {**live, **arms[arm]})
                 found.append(msgspec.structs.replace(rollout, metadata={**rollout.metadata, "seed": seed}))
@@ -228,6 +241,8 @@ class Collector:
         section, runner = self._plan.config.experiment, self._plan.config.runner
         step, position = place
         return Rollout(
+            # The id is the key of idempotence: enqueueing the same request again returns the stored
+            # rollouts.
             rollout_id=f"{self._ids(mode)}{position}",
             task=task,
             experiment=section.name,
@@ -251,7 +266,10 @@ class Collector:
 
     def _seed(self, place: str) -> int:
         """Return the seed of a rollout's draws: the same in every run with the experiment's seed, under any name."""
+        # The experiment's name is left out on purpose: two settings under two names are asked the
+        # same draws.
         words = f"{self._plan.config.experiment.seed}/{self._caller}/{place}"
+        # 48 bits, which JSON and every store carry exactly.
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest())
 
     async def run(self, rollouts: Sequence[Rollout], *, observed: Observed | None = None) -> list[Episode]:
@@ -261,11 +279,18 @@ class Collector:
         """
         ids = [rollout.rollout_id for rollout in rollouts]
         episodes: dict[str, Episode] = {}
+        # The watch begins before the rollouts exist, so that one which ends at once is seen.
         with self._counted(ids), self._feed.watch(ids, on_change=self._count) as watched:
+            # A repeated request finds rollouts that finished before; the feed has no change for
+            # these.
             for rollout in await self._enqueue(rollouts):
                 if rollout.is_finished:
                     watched.changed(rollout.rollout_id, rollout.status)
+            # Batches keep the number of requests low for fast agents, and the last batch is as
+            # small as it happens to be.
             while taken := await self._unless_broken(watched.take(READ_BATCH)):
+                # The worker in this process has just read these spans to judge them, which saves a
+                # second read.
                 kept = {rollout_id: self._feed.kept(rollout_id) for rollout_id in taken}
                 found = await read_finished(self._store, taken, kept=kept)
                 for recording in found:
@@ -274,6 +299,7 @@ class Collector:
                     if observed is not None:
                         observed.add(recording)
                     episodes[recording.rollout.rollout_id] = episode_of(recording, self._selection)
+        # In the order of the request: algorithms zip episodes with tasks.
         return [episodes[rollout_id] for rollout_id in ids]
 
     async def _enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -281,6 +307,7 @@ class Collector:
         try:
             return await self._store.enqueue(rollouts)
         except ConflictError as error:
+            # The store says only that some id is taken, so the culprit is looked for to name it.
             for rollout in rollouts:
                 if differing := await self._differing(rollout):
                     raise ConfigError(
@@ -304,12 +331,14 @@ class Collector:
 
     async def _unless_broken(self, waiting: Coroutine[Any, Any, T]) -> T:
         """Await ``waiting``; raises the worker's error if the worker fails first."""
+        # Without this a worker that gave up would leave its waiters waiting forever.
         failure, task = self._session.worker.failure, asyncio.create_task(waiting)
         if failure is None:
             raise AglError("the worker is not running")
         try:
             await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
             if failure.done() and not task.done():
+                # Raises the worker's error here, where a person reads it.
                 failure.result()
             return await task
         finally:
@@ -323,6 +352,7 @@ class Collector:
         try:
             yield
         finally:
+            # A request that was cancelled must not count as running for ever on the display.
             self._tally.drop(rollout_ids)
 
     def _count(self, rollout_id: str, status: str) -> None:
@@ -340,6 +370,7 @@ class Collector:
                 dropped[episode.rollout.rollout_id] = reason
             else:
                 kept.append(with_reward(episode, reward))
+        # Only algorithms on weights have rows whose absence ``agl why`` explains.
         if dropped and self._needs_ids:
             await save_training(self._store, {name: self._left_out(why, step) for name, why in dropped.items()})
         return kept, dict(Counter(dropped.values()))

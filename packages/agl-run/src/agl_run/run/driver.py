@@ -84,6 +84,8 @@ class Driver:
         self.view = RunView(algorithms={name: AlgorithmView(name=name) for name in names})
         self.failures, self.patterns = FailureReport(store_url=url), PatternReport(session.plan)
         self.agreement = AgreementReport(session.plan.config.experiment, is_trial=is_trial, store_url=url)
+        # The order counts: shares and tallies are measured before reports may raise and end the
+        # run.
         self.observers: Sequence[Observer] = (
             StepShares(session.worker.slots.count, is_judged=bool(session.plan.config.reward)),
             TallyObserver(session.store, state),
@@ -103,8 +105,13 @@ class Driver:
             agent=session.plan.agent.identity,
             tuned=frozenset(name for algorithm in session.plan.config.algorithm for name in algorithm.tunes),
         )
+        # Counts of replays arrive while a step collects and are logged with its report.
         self._replays: dict[str, Mapping[str, float]] = {}
+        # Steps that are done in this process and not saved yet, oldest first; see
+        # agl_run.run.saving.
         self._waiting: list[tuple[DrivenAlgorithm, StepReport]] = []
+        # Algorithms that run side by side commit one at a time, so that the turn counts without
+        # gaps.
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._due: deque[Moment] = deque()
@@ -158,6 +165,7 @@ class Driver:
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
         """Return an algorithm's state, saved or waiting to be saved, or a new one before its first step."""
+        # What waits is newer than what the store has.
         for turn, _ in reversed(self._waiting):
             if turn.name == algorithm.name:
                 return turn.state
@@ -195,17 +203,31 @@ class Driver:
         step that is repeated replace them.
         """
         async with self._lock:
+            # The turn counts the steps of all algorithms; validations and plots are placed by it.
             number = self.state.turn + 1
             await self._log(turn.name, report, turn=number)
             self.state = msgspec.structs.replace(self.state, turn=number)
+            # Appended before the algorithm is asked to save, because its save covers this step as
+            # well.
             self._waiting.append((turn, report))
+            # A validation pins rollouts to the versions of now, and these must survive a kill, so
+            # the step may not wait.
             is_validated = self.is_validated(number)
+            # The algorithm's files are written first and the store's record second: a kill in
+            # between repeats a step, and never leaves a record whose weights are missing.
             if await turn.save(must=is_stopping or report.is_finished or is_validated):
+                # One write of the store saves every waiting step together, so none of them can be
+                # saved without the others.
                 await self._save_waiting(besides=turn)
             if is_validated:
+                # The moment is taken under the lock: another algorithm may publish before the
+                # validation begins.
                 self._due.append(await self.now())
         async with self._changed:
+            # Algorithms that learn from this one's rollouts wait for whole steps.
             self._changed.notify_all()
+        # Outside of the lock, because plugins may take their time, and after the save, because they
+        # must not report a step that is repeated.
         self._notify(turn.name, report, turn=number)
 
     async def now(self) -> Moment:
@@ -229,10 +251,13 @@ class Driver:
 
     async def _save_waiting(self, *, besides: "DrivenAlgorithm | None" = None) -> bool:
         """Save the algorithms whose steps wait, ``besides`` one that has just done so, then all steps at once."""
+        # Each algorithm once, in the order of its first waiting step.
         turns = dict.fromkeys(turn for turn, _ in self._waiting)
         for turn in turns:
             if turn is not besides and not await turn.save(must=True):
                 return False
+        # The versions that were published while steps waited have their files now, and are marked
+        # so.
         live = [self.session.live.current(name) for turn in turns for name in turn.tunes]
         self.state = msgspec.structs.replace(self.state, live=self.session.live.versions())
         await save_progress(
@@ -242,6 +267,7 @@ class Driver:
             trained={(turn.name, report.step): report.trained for turn, report in self._waiting if report.trained},
             others=saved_marks(self.name, self.state.run, live),
         )
+        # Only after the write: if it fails, the steps still wait and are tried again at the end.
         self._waiting.clear()
         return True
 
@@ -258,6 +284,7 @@ class Driver:
 
     async def alert(self, kind: AlertKind, found: Suggestion, *, key: str) -> None:
         """Keep what a rule found in the run, once for each key, and let plugins and sinks report it."""
+        # The store decides whether an alert is new, so a resumed run does not report it twice.
         if await add_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
             facts = msgspec.structs.asdict(found)
             manager = self.session.plan.manager
@@ -317,16 +344,23 @@ class Driver:
         if (known := self.validations.at(step)) is not None:
             return known.mean
         collector, states = self.collector(VALIDATION, None), moment.states
+        # A validation that was interrupted goes on with the versions that its first rollouts were
+        # pinned to.
         versions = await collector.pinned_before(step=step, mode="val") or moment.versions
         files = files_of([await self.session.store.resource(*version) for version in versions.items()], states)
+        # From now on the files of these versions are kept, even if the algorithm deletes old
+        # checkpoints meanwhile.
         self.validations.begin(files)
         episodes = (await collector(tasks, step=step, mode="val", resources=versions)).episodes
         if not step:
             self.validated = episodes
         reward, failed = fmean(rewards_of(episodes)), failures_of(episodes)
         report = StepReport(step=step, metrics={"reward": reward, "failed": float(failed)})
+        # Measured for its side effect on tallies; validation has no report of an algorithm to add
+        # the numbers to.
         await self.measure(VALIDATION, step=step)
         await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated
+        # Added last: its presence is what says that the validation is complete.
         await self.validations.add(turn=step, versions=versions, steps=files, episodes=episodes, states=states)
         self._notify(VALIDATION, report, turn=step)
         self.view_validations()

@@ -20,6 +20,8 @@ from agl_run.watch.failures import RolloutCounts
 def training_reward(episode: Episode, section: ExperimentSection) -> tuple[float | None, str]:
     """Return the reward with which a rollout trains, or ``None`` and the reason for which it is left out."""
     is_failed = episode.rollout.status != "succeeded"
+    # Missing calls come first: a reward of a rollout that is incomplete would train on the wrong
+    # calls.
     if refused := refusal(episode, section):
         return None, refused
     if not is_failed and episode.reward is not None:
@@ -54,6 +56,7 @@ def selection_of(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelect
     policies = [name for name in algorithm.tunes if name in plan.config.policy] if algorithm else []
     return EpisodeSelection(
         agents=(algorithm.agents or None) if algorithm else None,
+        # With several policies the algorithm tells their calls apart itself.
         policy=policies[0] if len(policies) == 1 else None,
         options=EpisodeOptions(
             score=score_options(section),
@@ -78,6 +81,7 @@ async def read_finished(
         rollout_ids: Distinct ids.
         kept: Attempt id and spans by rollout, where they are known already.
     """
+    # What the worker handed over saves the larger part of the read: the spans.
     known = {rollout_id: found for rollout_id in rollout_ids if (found := (kept or {}).get(rollout_id)) is not None}
     recordings = await _recordings(store, list(known), spans="none")
     for recording in recordings.values():
@@ -85,6 +89,7 @@ async def read_finished(
         if recording.rollout.attempt_id == attempt_id:  # another attempt may have decided the rollout
             recordings[recording.rollout.rollout_id] = msgspec.structs.replace(recording, spans=spans)
         else:
+            # Its spans are read below, with those of the rollouts that nobody handed over.
             del known[recording.rollout.rollout_id]
     recordings |= await _recordings(store, [each for each in rollout_ids if each not in known], spans="deciding")
     return [recordings[rollout_id] for rollout_id in rollout_ids]
@@ -99,6 +104,7 @@ async def _recordings(store: Store, rollout_ids: Sequence[str], *, spans: SpanCh
 def episode_of(recording: Recording, selection: EpisodeSelection) -> Episode:
     """Build the episode of a finished rollout from the spans of its deciding attempt."""
     rollout = recording.rollout
+    # A rollout has one attempt that counts; those before it failed or lost their worker.
     deciding = [attempt for attempt in recording.attempts if attempt.attempt_id == rollout.attempt_id]
     return build_episode(
         rollout,
@@ -112,6 +118,7 @@ def episode_of(recording: Recording, selection: EpisodeSelection) -> Episode:
 
 def with_reward(episode: Episode, reward: float) -> Episode:
     """Return an episode with the reward with which it trains."""
+    # Most rewards stay as they are, and episodes are large.
     return episode if episode.reward == reward else msgspec.structs.replace(episode, reward=reward)
 
 
@@ -142,6 +149,8 @@ def check_trainable(episodes: Sequence[Episode]) -> None:
     """Raise when no call of any episode can be trained on for lack of token ids."""
     calls = [transition for episode in episodes for transition in episode.transitions]
     missing = [call for call in calls if call.reject == "missing_token_ids"]
+    # A few calls without ids are rejected one by one; all of them mean that the backend cannot give
+    # any.
     if missing and len(missing) == len([call for call in calls if call.reject != "not_selected"]):
         raise MissingTokenIdsError(
             f"the backend returned no token ids for any of {len(missing)} calls ({missing[0].detail}); training on "

@@ -38,13 +38,16 @@ async def choose(driver: Driver) -> Choice | None:
     last = driver.validations.at(driver.state.turn)
     if last is None:
         return None
+    # The default, and all there is with ``final = "last"``.
     chosen, reward = last, last.mean
     if driver.session.plan.config.experiment.final == "best":
         finalists = await _available(driver, last)
+        # Only where chance could have chosen are fresh rollouts worth their price.
         if len(finalists) > 1:
             chosen, reward = await _measured(driver, finalists)
         else:
             chosen, reward = finalists[0], finalists[0].mean
+        # Measuring the finalists left the last of them live.
         await driver.session.go_back(chosen.versions)
         await driver.validations.label(chosen, f"live at the end of experiment {driver.name}: {reward:.3f}")
     return Choice(turn=chosen.turn, reward=reward, is_last=chosen.versions == last.versions)
@@ -56,6 +59,7 @@ async def missing_files(store: Store, one: Validation) -> str:
         found = await store.resource(name, version)
         if isinstance(found.resource, Weights) and found.algorithm:
             path = Path(found.resource.uri)
+            # Algorithms keep a bounded number of checkpoints, so an early best version may be gone.
             if path.is_absolute() and not path.is_dir():
                 return f"the weights of {name}@{version} are no longer in {path}; raise `keep` of {found.algorithm}"
     return ""
@@ -66,6 +70,8 @@ async def _available(driver: Driver, last: Validation) -> list[Validation]:
     best = driver.validations.best
     if best.versions == last.versions:
         return [last]
+    # With two measurements alone nothing was selected from many, so the last versions stay unless
+    # they are clearly worse.
     if not driver.session.plan.config.experiment.validate_every:
         return [best if is_below(last, best, confidence=0.95) else last]
     found: list[Validation] = []
@@ -90,6 +96,7 @@ async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Valida
             driver.validation_tasks, step=one.turn, mode="val", resources=one.versions, key=_KEY
         )
         rewards = rewards_of(collected.episodes)
+        # The fresh score is stored apart from the first one, which selection has biased upwards.
         await driver.validations.score(one, rewards, is_fresh=True)
         reward = Metric(
             experiment=driver.name,
@@ -103,6 +110,7 @@ async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Valida
         await driver.session.store.log_metrics([reward])
         found.append((fmean(rewards), one.mean, one))
         driver.progress.say(f"fresh rollouts of the versions {one.place}: {fmean(rewards):.3f}")
+    # Ties go to the better first measurement, which is independent of the fresh one.
     reward, _, chosen = max(found, key=lambda item: item[:2])
     driver.progress.update(f"{VALIDATION} rollouts", 0, 0)
     return chosen, reward

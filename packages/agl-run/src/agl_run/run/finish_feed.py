@@ -26,6 +26,7 @@ class WatchedRollouts:
 
     def changed(self, rollout_id: str, status: str) -> None:
         """Note a rollout's status; a terminal one finishes it, once."""
+        # The feed may repeat a change, and a rollout that was requested twice ends once.
         if rollout_id not in self._open:
             return
         if status in TERMINAL_ROLLOUT:
@@ -42,6 +43,8 @@ class WatchedRollouts:
     async def take(self, count: int) -> list[str]:
         """Return newly finished rollouts, once there are ``count`` or all are finished; empty at the end."""
         while self._error is None and self._open and len(self._finished) < count:
+            # Cleared before the wait and not after it: an end that arrives in between sets it
+            # again.
             self._news.clear()
             await self._news.wait()
         if self._error is not None:
@@ -62,6 +65,7 @@ class FinishFeed:
 
     async def __aenter__(self) -> "FinishFeed":
         """Start reading at the end of the feed."""
+        # From the end of the log: everything that this session asks for is enqueued later.
         self._reader = asyncio.create_task(self._read(await self._store.cursor()))
         return self
 
@@ -82,6 +86,7 @@ class FinishFeed:
         if self._error is not None:
             raise self._error
         request = WatchedRollouts(rollout_ids, on_change=on_change)
+        # One table for all requests, so one reader of the change feed serves them all.
         self._requests |= dict.fromkeys(rollout_ids, request)
         try:
             yield request
@@ -92,6 +97,7 @@ class FinishFeed:
 
     def keep(self, rollout_id: str, attempt_id: str, spans: list[Span]) -> None:
         """Cache the spans of an ending attempt if its rollout is watched."""
+        # Workers also run rollouts that another process waits for; their spans are of no use here.
         if rollout_id in self._requests:
             self._kept[rollout_id] = (attempt_id, spans)
 
@@ -106,6 +112,7 @@ class FinishFeed:
                     cursor = change.cursor
                     if change.kind == "rollout" and change.key in self._requests:
                         self._requests[change.key].changed(change.key, change.status)
+                # The changes of agents that end together come with one request.
                 await asyncio.sleep(PAUSE_S)
         except Exception as error:  # noqa: BLE001  # raised in every present and later wait
             self._error = error

@@ -128,22 +128,31 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     session = Session(plan)
     turns: list[DrivenAlgorithm] = []
     async with AsyncExitStack() as stack:
+        # Pushed in the reverse order of their ends: algorithms first, which still say what they
+        # could not save, then the display, then the parts that they used.
         stack.push_async_callback(session.close)
         stack.callback(progress.close)
         stack.push_async_callback(_end, turns)
         build_rewards(plan)  # here and below: report what is wrong before a policy loads its model
         with waiting_for(f"importing {_algorithms(plan)}", say=progress.say):
             await check_algorithms(plan)
+        # The first thing that touches the store, and that another trainer can make fail.
         store = await session.open_store()
+        # The record says ``running`` from here on, so that workers which look meanwhile do not
+        # leave.
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
         driver = await _start(session, beginning, progress, turns=turns)
+        # Said after the start, because a refused run has a better message to show.
         for text in unused_credits(plan):
             _LOG.warning("%s", text)
         source = SinkSource(plan=plan, store=session.store, store_url=session.store_url, run=driver.state.run)
         async with Sinks(source, say=progress.say) as sinks:
+            # Sinks read the store themselves; the driver only tells them when there is something
+            # new.
             driver.on_logged, driver.on_alert = sinks.wake, sinks.alert
             result = await _fit(driver, turns)
             sinks.summary = _summary(result)
+        # Last of all: until everything is saved, old rollouts may still be needed.
         await _retain(driver)
         return msgspec.structs.replace(result, seconds=time.monotonic() - started)
 
@@ -220,6 +229,7 @@ async def _start(session: Session, beginning: Beginning, progress: Progress, *, 
     The algorithms are appended to ``turns``, also where one of them refuses; the caller ends them.
     """
     try:
+        # Any failure up to the mark below leaves the experiment as if it had not been started.
         await session.start(beginning.state, say=progress.say)
         driver = Driver(session, beginning.state, progress=progress)
         await driver.validations.load()
@@ -232,8 +242,11 @@ async def _start(session: Session, beginning: Beginning, progress: Progress, *, 
             )
         await _begin(turns, session.plan.config.schedule)
     except BaseException:
+        # A finished experiment that was to go on and was refused is finished again.
         await beginning.take_back(session.store)
         raise
+    # The reopened states are saved here, together with the record: a resume after a kill sees both
+    # or neither.
     await beginning.mark_started(session.store)
     return driver
 
@@ -247,8 +260,12 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
     stopped = await _take_steps(driver, turns)
     if driver.state.turn:
         await driver.validate(await driver.now())
+    # Kept next to the chosen ones: a run that is given more steps later goes on from its last step,
+    # not from its best.
     last = driver.session.live.versions()
     choice = await choose(driver)
+    # ``finished`` is written after the choice, so that a kill in between chooses again and does not
+    # skip it.
     finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
     kept = last_versions(driver.name, driver.state.run).states({"": dict(last)})
     await save_progress(driver.session.store, finished, algorithms=stopped, others=kept)
@@ -257,8 +274,11 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
 
 async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[str, AlgorithmState]:
     """Run the schedule and validate between its steps; returns the states of the algorithms that a collapse stopped."""
+    # The guard counts rollbacks over restarts; otherwise a run that is resumed often could go back
+    # for ever.
     plan, guard = driver.session.plan, CollapseGuard(driver, turns)
     await guard.load()
+    # One validation at a time: two would share the slots, and the later one could end first.
     validating = asyncio.Lock()
 
     async def validate(moment: Moment) -> None:
@@ -271,17 +291,22 @@ async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[
                 await validate(moment)
 
     try:
+        # A kill between a step and its validation leaves the validation out; it is known in the
+        # store if it was made.
         if driver.is_validated(driver.state.turn):  # a run that was killed may have missed what follows its last step
             await validate(await driver.now())
         await run_schedule(turns, plan.config.schedule, after_step=after_step)
     except CollapseError as error:
         driver.progress.say(f"{error}; the run stops")
+        # A collapse is an ordinary end: the best versions are still chosen, and the reason is in
+        # each state.
         return {turn.name: turn.stopped(str(error)) for turn in turns if turn.steps and not turn.is_finished}
     return {}
 
 
 async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> None:
     """Let the algorithms check their needs before the first rollout costs anything."""
+    # Setting up takes memory, so algorithms whose turn is later are only checked.
     able = _able_to_begin(turns, schedule)
     for turn in turns:
         if turn not in able and not turn.is_finished:
@@ -293,6 +318,7 @@ async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> 
 def _able_to_begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> list[DrivenAlgorithm]:
     """Return the algorithms that can be set up now, because no earlier one changes their resources."""
     waiting = [turn for turn in turns if not turn.is_finished]
+    # The second of a sequence starts from weights that the first has yet to make.
     if schedule.mode == "sequential":
         return waiting[:1]
     first = [turn for turn in waiting if turn.name in schedule.first]

@@ -22,6 +22,7 @@ def as_greedy(rollout: Rollout, policies: Iterable[str]) -> Rollout:
     Raises:
         ConfigError: The rollout may train.
     """
+    # A greedy answer has no log-probability of a draw, so no gradient could be corrected for it.
     if rollout.mode == "train":
         raise ConfigError(f"the rollout {rollout.rollout_id} trains, and greedy answers teach nothing; use mode 'test'")
     return msgspec.structs.replace(rollout, metadata={**rollout.metadata, _KEY: list(policies)})

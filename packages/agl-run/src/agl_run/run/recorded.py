@@ -38,6 +38,8 @@ class SourceReader:
         """See :class:`agl.contracts.RecordedFn`."""
         if not self._algorithm.source:
             raise ConfigError('the algorithm has no source; name the algorithm to learn from: source = "grpo"')
+        # Positions come from the caller, which saves them with its own state: a repeated step reads
+        # the same rollouts.
         known = dict(after or {})
         states = await self._changed_states(known)
         external = {PREFIX + name: await self._from_experiment(name, known) for name in self._experiments}
@@ -47,6 +49,8 @@ class SourceReader:
             async for rollout in self._rollouts(algorithm, after=known.get(algorithm, 0), last=state.step)
         ]
         rollouts += [rollout for part in external.values() for rollout in part.rollouts]
+        # Age is counted in versions of what this algorithm tunes, because that is how far its
+        # policy has moved.
         ages = await self._ages(max_age)
         young = [rollout for rollout in rollouts if max_age is None or _is_young(rollout, ages)]
         kept, left_out = await self._collector.read(young)
@@ -77,6 +81,7 @@ class SourceReader:
         """Wait until a source has a new step, or all are finished; returns the sources' states."""
         goes_on = self._driver.session.plan.config.schedule.mode == "concurrent"  # while this algorithm waits
         while True:
+            # Begun before the states are read; a step that ends in between still wakes this.
             changed = asyncio.ensure_future(self._driver.changed())  # before reading, so that no step is missed
             try:
                 states = {source.name: await self._driver.load(source) for source in self._sources}
@@ -90,11 +95,13 @@ class SourceReader:
     async def _rollouts(self, algorithm: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
         """Read the finished rollouts of the steps above ``after`` up to ``last``; ids sort by step."""
         prefix = id_prefix(self._driver.name, self._driver.state.run, algorithm, "train")
+        # Step names have leading zeros, so that the order of ids is the order of steps.
         first = prefix + step_name(after + 1)
         query = RolloutQuery(experiment=self._driver.name, mode="train", after=first, limit=PAGE)
         while True:
             page = await self._store.rollouts(query)
             for rollout in page:
+                # Ids are ordered, so the first one beyond ends the read.
                 if not rollout.rollout_id.startswith(prefix) or _step(rollout) > last:
                     return
                 if rollout.is_finished and rollout.metadata.get("algorithm") == algorithm:
@@ -112,6 +119,7 @@ class SourceReader:
     async def _lineage(self, name: str, count: int) -> set[str]:
         version = self._driver.session.live.current(name)
         found = {version.version}
+        # Along the parents, not by numbers: after a rollback the numbers no longer tell the age.
         while len(found) < count and version.parent:
             version = await self._store.resource(name, version.parent)
             found.add(version.version)

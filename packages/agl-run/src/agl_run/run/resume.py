@@ -60,9 +60,13 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
     previous = await load_experiment(store, name)
     reopened: dict[str, AlgorithmState] = {}
     agent = plan.agent.identity
+    # A fresh start has a new number: its rollouts, versions and metrics never mix with those
+    # before.
     if previous is None or fresh:
         state = ExperimentRecord(name=name, run=previous.run + 1 if previous else 1, owner=worker_name(), agent=agent)
+        # Workers elsewhere would otherwise go on to run what nobody waits for any more.
         await cancel_unfinished(store, name)
+    # One name belongs to one agent; comparisons over its history would be meaningless otherwise.
     elif is_of_another_agent(previous, plan):
         raise ConfigError(
             f"experiment {name!r} in this store runs the agent {previous.agent!r}, and this one is {agent!r}; give "
@@ -74,8 +78,12 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
             config.name: await load_algorithm(store, name, previous.run, config.name) or AlgorithmState()
             for config in plan.config.algorithm
         }
+        # Refusals come before the first write, so a resume that is refused changes nothing.
         reopened = _reopened(plan, previous, states)
+        # Rollouts of steps that were never saved wait for versions that are not live any more.
         await remove_unreachable(store, name, states)
+        # A finished run may have its best versions live; more steps go on from the last ones, whose
+        # optimizer state is saved.
         live = await load_last_versions(store, previous) if previous.status == "finished" else previous.live
         state = msgspec.structs.replace(previous, status="running", live=live, owner=worker_name(), agent=agent)
     elif previous.status == "finished":
@@ -105,12 +113,14 @@ def _reopened(
     configs = plan.config.algorithm
     for config in configs:
         refuse_other_kind(plan.name, config, states[config.name].settings)
+    # A fixed point: reopening one algorithm may give another, which learns from it, more to do.
     going_on = {name for name, state in states.items() if not state.is_finished}
     for _ in configs:  # until nothing changes: an algorithm continues if one that it learns from does
         going_on |= {c.name for c in configs if c.name not in going_on and _has_more(plan, c, states, going_on)}
     if previous.status == "finished" and not going_on:
         raise _nothing_more(plan, states)
     opened = [c for c in configs if c.name in going_on and (states[c.name].is_finished or not states[c.name].step)]
+    # Checked after the whole set is known, because an order in the file decides about pairs.
     for config in opened:
         _refuse_outdated_steps(config, configs, plan.config.schedule, states)
     return {
@@ -121,6 +131,7 @@ def _reopened(
 
 
 def _has_more(plan: Plan, config: AlgorithmConfig, states: Mapping[str, AlgorithmState], going_on: set[str]) -> bool:
+    # Only the algorithm knows whether its budget leaves steps; it is asked without being set up.
     algorithm = plan.manager.build(plan.manager.algorithm(config.use), **config.params)
     return isinstance(algorithm, ExtendableAlgorithm) and algorithm.has_more(
         states[config.name].state,
@@ -167,5 +178,6 @@ def _position(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], sched
     """Return an algorithm's position in the schedule; algorithms that take turns share one."""
     first = [other.name for other in configs if other.name in schedule.first]
     if config.name in first:
+        # The algorithms of ``first`` run one by one before all others.
         return first.index(config.name)
     return len(first) + (configs.index(config) if schedule.mode == "sequential" else 0)

@@ -36,8 +36,11 @@ async def to_end(work: Coroutine[Any, Any, T]) -> T:
     """Await ``work`` to its end even if this is cancelled meanwhile; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     try:
+        # The shield lets the cancellation arrive here while the work goes on.
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        # ``wait`` does not raise the task's error; the cancellation stays the reason that the
+        # caller sees.
         await asyncio.wait({task})
         if not task.cancelled():
             task.exception()  # seen: the cancellation says why this ends
@@ -62,6 +65,8 @@ class Collecting:
 
     def stop(self) -> None:
         """Cancel what collects, and whatever is to collect from now on: the run stops."""
+        # Set first: a task that is cancelled below may try to collect again from an ``except`` of
+        # its own.
         self._is_over = True
         for task in [task for task, count in self._tasks.items() if task is not None and count]:
             task.cancel()
@@ -90,6 +95,7 @@ async def remove_unreachable(store: Store, experiment: str, states: Mapping[str,
     their attempts get the same ids again. So a rollout stays, and goes on with the live versions, if a worker that may
     not have ended has tried it: that worker could still write to it.
     """
+    # Each version is looked up once; the rollouts of a step share a few of them.
     lost: dict[tuple[str, str], bool] = {}
     gone: list[str] = []
     query = RolloutQuery(experiment=experiment, status=("queued", "running"), limit=_PAGE)
@@ -97,10 +103,12 @@ async def remove_unreachable(store: Store, experiment: str, states: Mapping[str,
         for version in recording.rollout.resources.items():
             if version not in lost:
                 lost[version] = await _is_lost(store, version, states)
+        # Only a worker of this machine can be known to have ended; one elsewhere may still write.
         is_held = not all(worker_is_dead(attempt.worker) for attempt in recording.attempts)
         if _pinned_to(recording.rollout, lost) and not is_held:
             gone.append(recording.rollout.rollout_id)
     if gone:
+        # Cancelled before they are deleted, because stores delete finished rollouts only.
         await store.cancel(gone)
         await store.delete(gone)
     return len(gone)
@@ -112,6 +120,7 @@ async def _is_lost(store: Store, version: tuple[str, str], states: Mapping[str, 
         found = await store.resource(*version)
     except NotFoundError:
         return False
+    # Versions of an algorithm that left the file are never removed.
     state = states.get(found.algorithm)
     return DEFERRED in found.metadata and state is not None and found.step > state.step
 

@@ -11,6 +11,7 @@ async def run_schedule(
     turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig, *, after_step: Callable[[], Awaitable[None]]
 ) -> None:
     """Run the algorithms of ``schedule.first`` to their end, then the others in the schedule's mode."""
+    # The order of the file counts in both lists.
     first = [turn for turn in turns if turn.name in schedule.first]
     rest = [turn for turn in turns if turn.name not in schedule.first]
     try:
@@ -42,6 +43,8 @@ async def sequential(turns: Sequence[DrivenAlgorithm], *, after_step: Callable[[
 
 async def alternate(turns: Sequence[DrivenAlgorithm], *, every: int, after_step: Callable[[], Awaitable[None]]) -> None:
     """Take ``every`` steps each in turn until all are finished; a restart keeps the order of an unbroken run."""
+    # The order of an unbroken run is replayed from its start without taking the steps that are
+    # done, so a resumed run alternates as if it had never stopped.
     taken = [turn.steps for turn in turns]
     position = 0
     while not all(turn.is_finished for turn in turns):
@@ -68,9 +71,11 @@ async def concurrent(turns: Sequence[DrivenAlgorithm], *, after_step: Callable[[
             await turn.end()
 
     try:
+        # The group cancels the others when one fails, and waits for them.
         async with asyncio.TaskGroup() as group:
             for turn in turns:
                 if not turn.is_finished:
                     group.create_task(run(turn))
     except BaseExceptionGroup as failures:
+        # A person gets the error itself; the group is its cause.
         raise failures.exceptions[0] from failures

@@ -86,12 +86,19 @@ class Session:
         Raises:
             ConfigError: Another process runs the experiment, here or on another machine.
         """
+        # The lock comes before the store: two trainers in one folder would overwrite each other's
+        # weights even where their stores differ.
         lock = ExperimentLock(self.plan.workdir)
         lock.acquire()
+        # Everything that is started is pushed onto one stack, so that a start which fails half way
+        # stops exactly what runs.
         self._stack.callback(lock.release)
         store = checked_store(self.plan.store) if self.plan.store else open_store(self.plan)
         if self.plan.store is None:
             self._stack.push_async_callback(store.close)
+        # The lock above is this machine's; the lease in the store keeps out trainers elsewhere.
+        # From here on only the fenced store is used, so a trainer that was taken over can no longer
+        # write.
         ownership = Ownership(store, self.plan.name, workdir=self.plan.workdir)
         self._ownership = await self._stack.enter_async_context(ownership)
         self.store = ownership.store
@@ -111,20 +118,35 @@ class Session:
             say: Called with a line while a model loads, and when rollouts wait for a worker that nobody started.
         """
         self._say = say
+        # Reservations come first: workers and policies would otherwise take the machines that an
+        # algorithm asks for.
         await self._reserve()
+        # A killed trainer leaves its record behind, and workers that find it would join a gateway
+        # that is gone.
         await withdraw(self.store, self.plan.name)
+        # Before the first claim, so that no rollout finishes unseen, and below the worker on the
+        # stack, so that the last outcomes are still sent.
         await self._start_exporters()
+        # Attempts of a trainer that died on this machine are ended now; waiting for their leases
+        # would idle half a minute.
         await reclaim_lost(self.store, self.plan.name)
         await self._start_policies()
+        # The gateway needs to know where the policies serve, so they start before it.
         upstreams = self._upstreams()
         await self._start_gateway(upstreams)
         llms = self._agent_llms()
         self.live = LiveResources(self.store, llms)
+        # Versions are restored before the worker claims: an attempt that started earlier would see
+        # the initial weights.
         await self._make_live(state)
+        # The feed begins at the end of the change log; requests enqueue only after it, so no end is
+        # missed.
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
         context = self._context(upstreams)
         worker = Worker(context, make_runner(self.plan, context), keep=self.feed.keep)
         self.worker = await self._stack.enter_async_context(worker)
+        # Losing the lease has to reach whoever waits for rollouts, and the worker's failure is what
+        # they watch.
         self._ownership.on_loss = self.worker.fail
         running = make_running(
             self.plan,
@@ -134,6 +156,8 @@ class Session:
             endpoints=llms,
             live=self.live.versions(),
         )
+        # The record invites workers on other machines, so it is written last, when everything that
+        # they need answers.
         heartbeat = Heartbeat(self.store, self.plan.name, running)
         self._heartbeat = await self._stack.enter_async_context(heartbeat)
         if self.plan.fleet is not None:
@@ -162,6 +186,8 @@ class Session:
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
         """Store a version and make it live; its policy serves it before this returns."""
+        # Stored before it is served: a rollout that is pinned to a version must find it after a
+        # crash at any point below.
         version = await self.live.publish(version)
         policy = self.policies.get(version.name)
         if policy is not None:
@@ -175,6 +201,8 @@ class Session:
         """Make earlier versions live; their policies serve them before this returns."""
         for name, version in versions.items():
             if self.live.current(name).version != version:
+                # Versions are immutable, so going back is a load of the stored one and changes no
+                # history.
                 found = await self.store.resource(name, version)
                 if name in self.policies:
                     await self._load(name, self.policies[name], found)
@@ -207,6 +235,7 @@ class Session:
                 await fleet.reserve(placed)
 
     def _fleet_setup(self) -> FleetSetup:
+        # An object as a store exists in this process alone; others reach it through the gateway.
         url = store_for_workers("" if self.plan.store else store_url_of(self.plan), self._advertised_url)
         query = RolloutQuery(experiment=self.plan.name, status=("queued", "running"))
         return FleetSetup(
@@ -230,7 +259,10 @@ class Session:
             self.policies[name] = policy
             if name in trained and self.plan.needs_token_ids() and not policy.has_token_ids:
                 raise ConfigError(no_token_ids(name, config.use))
+        # All policies are built before the first one starts: a wrong parameter of the second costs
+        # no model load of the first.
         for name, policy in self.policies.items():
+            # Pushed before the start, because a server that fails half way may have left a process.
             self._stack.push_async_callback(policy.stop)
             config = self.plan.config.policy[name]
             with waiting_for(loading(name, config.use, config.params, folder=self.plan.folder), say=self._say):
@@ -260,6 +292,8 @@ class Session:
             _require_no_gateway(upstreams)
             return
         try:
+            # ``auto`` does without a gateway that is not installed, unless something here works
+            # only with one.
             entry = manager.gateway("gateway" if config.use == "auto" else config.use)
         except UnknownComponentError:
             needs_gateway = self.plan.agent.is_program or any(
@@ -274,6 +308,8 @@ class Session:
         (self._say or _LOG.info)(where)
         self._stack.push_async_callback(gateway.stop)
         url = await gateway.start(store=self.store, upstreams=upstreams, secret=signing_keys())
+        # Two addresses of one gateway: workers elsewhere get the advertised one, agents here the
+        # nearest.
         self._advertised_url = advertised_url(url, config.advertise)
         # a certificate carries the name that others use
         own_url = self._advertised_url if url.startswith("https:") else local_url(url)
@@ -284,6 +320,8 @@ class Session:
         llms = {name: served.llm for name, served in self._served.items()}
         if not self._gateway_url:
             return {name: _with_key(llm) for name, llm in llms.items()}
+        # Behind the gateway the model's name selects the policy, so two policies of one model must
+        # ask under their own names.
         count = Counter(llm.model for llm in llms.values())
         return {
             name: msgspec.structs.replace(
@@ -306,8 +344,12 @@ class Session:
         version = f"{self.plan.name}-{state.run}-initial"
         for name, resource in initial.items():
             if name in state.live:
+                # A resumed run keeps its versions even if the file has changed since; silence about
+                # that would look like the edit had worked.
                 if state.owner and name in self.plan.resources:  # a trial, which no process owns, says it itself
                     await self._say_if_changed(name, resource, first=version)
+            # A fresh run begins with the file's own value unless a label names a version to
+            # continue from.
             elif not await self._start_from_label(name):
                 origin: dict[str, Json] = {"experiment": self.plan.name}
                 first = ResourceVersion(
@@ -366,10 +408,14 @@ def _with_key(llm: LLM) -> LLM:
 
 async def _load_between_calls(gateway: Gateway, name: str, policy: Policy, version: ResourceVersion) -> ServedModel:
     """Load new weights while the gateway holds the policy's calls back."""
+    # Calls wait at the gateway while the weights change, so no answer is drawn half from the old
+    # and half from the new ones.
     await gateway.pause(name)
     try:
         served = await policy.load(version)
     except BaseException:
+        # A load that failed may have replaced some of the weights, so calls are marked until the
+        # next good load.
         await gateway.resume(name, model_version=f"unverified-{version.version}")
         raise
     await gateway.resume(name, model_version=served.version, model=served.model)
@@ -422,6 +468,8 @@ class ExperimentLock:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire()
+        # The lock belongs to an open file, not to a process id, so a holder that was killed never
+        # blocks this.
         except Timeout:
             raise ConfigError(
                 f"{self._who()} runs this experiment already; wait for it, stop it, or use another [experiment] name"
@@ -431,11 +479,13 @@ class ExperimentLock:
                 f"{self._file} cannot be locked ({error.strerror or error}), so that nothing would keep a second "
                 "trainer from this experiment; set [experiment] workdir to a folder on a local disk"
             ) from error
+        # For people only: the id is never read to decide who runs.
         self._holder.write_text(str(os.getpid()), encoding="utf-8")
 
     def release(self) -> None:
         """Give it back; idempotent."""
         if self._lock.is_locked:
+            # Emptied before the release: afterwards the file may already hold the next owner's id.
             self._holder.write_text("", encoding="utf-8")
             self._lock.release()
 

@@ -102,7 +102,10 @@ class Trainer:
         **settings: Any,
     ) -> None:
         resources = dict(initial_resources or {})
+        # An ``LLM`` that is passed as a resource is a model server, and so it becomes a policy.
         served = {key: _served(value) for key, value in resources.items() if isinstance(value, LLM)}
+        # One record in the end, whether it comes from Python or from a file, so both are checked by
+        # the same rules.
         self._config = validated(
             ExperimentConfig(
                 experiment=_section(settings, name=name, store=store if isinstance(store, str) else "memory://"),
@@ -121,6 +124,7 @@ class Trainer:
             )
         )
         self._store = None if isinstance(store, str) else store
+        # Objects cannot be written into a configuration; it names them, and they travel next to it.
         self._rewards = given_rewards(_several(rewards))
         self._manager = plugins
         self._progress = progress
@@ -206,6 +210,7 @@ class Trainer:
             ConfigError: The experiment cannot run, or the event loop of an async program runs here; use
                 :meth:`fit_async` there.
         """
+        # Before the plan, which imports the agent: the mistake is in the call.
         require_blocking("fit")
         return run_blocking(self._fit(self.plan(agent, train_dataset, val_dataset), resume=resume, fresh=fresh))
 
@@ -280,6 +285,7 @@ class Trainer:
 
 
 def _section(settings: dict[str, Any], *, name: str, store: str) -> ExperimentSection:
+    # The section's own fields are the list of settings, so a new key needs no change here.
     known = ExperimentSection.__struct_fields__
     for key in settings:
         if key not in known:

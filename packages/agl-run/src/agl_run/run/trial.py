@@ -40,12 +40,18 @@ async def trial(
         progress: Shows the progress, and says which resources differ from the experiment's file.
         live: Versions by resource, which take the place of those that the experiment has reached.
     """
+    # Its own name means its own lock and lease, so a trainer of the experiment may run meanwhile.
     session = Session(plan.renamed(record_as))
     try:
         store = await session.open_store()
+        # A record under this name belongs to an experiment that can be resumed, and its queue is
+        # left alone.
         if await load_experiment(store, record_as) is None:
             await cancel_unfinished(store, record_as)
+        # A trial shows the agent with the versions that training has reached, not with those of the
+        # file.
         previous = await reached(store, plan)
+        # What is asked for explicitly wins.
         versions = {**(previous.live if previous else {}), **(live or {})}
         state = ExperimentRecord(name=record_as, run=previous.run if previous else 1, live=versions)
         await session.start(state, say=progress.say)
@@ -68,6 +74,7 @@ class Tasks:
 
     async def run(self, tasks: Sequence[Json], *, samples: int = 1, mode: Mode) -> Sequence[Episode]:
         """Run tasks, ``samples`` times each; again for further ones."""
+        # Rounds are steps of one caller, so the ids of a further round never collide.
         collected = await self._collect(tasks, step=self._rounds, n=samples, mode=mode, keeps_all=True)
         self._rounds += 1
         self._driver.patterns.end()

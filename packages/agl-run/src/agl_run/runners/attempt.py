@@ -63,13 +63,19 @@ async def run_attempt(
         resources: Named resources, not yet bound to the attempt.
         recorder: Collects the spans that are made in this process.
     """
+    # Wrapped around the recorder: the attempt's error can then say why a client had no key.
     refused = RefusedCalls(active.record, has_gateway=bool(active.gateway_url))
     active = replace(active, record=refused.record)
+    # Wall time, because spans of several machines are compared.
     started = time.time_ns()
     with activate(active):
         status, error, value = await _run_limited(agent, rollout, bind_resources(resources, token=active.token))
+    # An agent may swallow a divergence as if it were a failed call, and end well with wrong
+    # answers.
     status, error = _checked(active, status, error)
     for tracer in active.tracers:
+        # Frameworks end their spans in threads of their own; what is not flushed now would belong
+        # to no attempt.
         tracer.flush(1.0)
     status, error, output, rewards = _read(status, refused.explained(error), value, active)
     root = _root_span(active, started, status, error, output)
@@ -77,6 +83,7 @@ async def run_attempt(
         attempt_id=active.attempt_id,
         status=status,
         error=error,
+        # The root is written with the outcome, because it ends with the attempt.
         spans=(root, *recorder.drain(), *rewards),
     )
 
@@ -130,6 +137,7 @@ def _checked(
 
 def upstreams_of(rollout: Rollout, upstreams: Sequence[Upstream]) -> tuple[Upstream, ...]:
     """Return the policies as a rollout's calls reach them: one that does not train samples as the agent asks."""
+    # Validation measures the agent as it will be used, with the sampling that it asks for.
     if sampling_mode(rollout) == "train":
         return tuple(upstreams)
     return tuple(msgspec.structs.replace(upstream, sampling="") for upstream in upstreams)
@@ -139,9 +147,12 @@ async def _run_limited(
     agent: LoadedAgent, rollout: Rollout, resources: NamedResources
 ) -> tuple[AttemptStatus, ErrorInfo | None, Any]:
     invocation = _Invocation(agent, rollout, resources)
+    # A task of its own: a timeout must be able to leave it behind if it does not stop.
     task = asyncio.ensure_future(invocation.run())
     task.add_done_callback(_notice)
     try:
+        # ``wait`` and not ``wait_for``: the latter would wait for an agent that ignores its
+        # cancellation.
         done, _ = await asyncio.wait({task}, timeout=rollout.retry.timeout_s)
     except asyncio.CancelledError:
         await invocation.stop(task)
@@ -149,6 +160,7 @@ async def _run_limited(
     if not done:
         stopped = await invocation.stop(task)
         return "timeout", _timeout_error(rollout.retry.timeout_s, stopped=stopped), None
+    # The agent cancelled itself; a cancellation of the attempt is handled above.
     if task.cancelled():
         return "failed", ErrorInfo(type="asyncio.CancelledError", message="the agent raised CancelledError"), None
     error = task.exception()
@@ -179,16 +191,22 @@ class _Invocation:
         try:
             if self._agent.is_async:
                 return await self._agent.call(*self._arguments)
+            # The thread needs the variable that names the attempt, or its calls would be nobody's.
             context = contextvars.copy_context()
             self._future = asyncio.get_running_loop().run_in_executor(AgentThreads(), context.run, self._in_thread)
             self._future.add_done_callback(_notice)
+            # Cancelling this must not abandon the thread's future: ``stop`` interrupts the thread
+            # and waits for it.
             value = await asyncio.shield(self._future)
+            # A plain function may return a coroutine, as decorated agents do.
             return await value if inspect.isawaitable(value) else value
         except (SystemExit, KeyboardInterrupt) as error:
             raise _AgentExitError(error) from error
 
     def _in_thread(self) -> Any:
         with self._lock:
+            # Under the lock, so that an interrupt never hits a thread that has gone on to something
+            # else.
             self._thread = threading.get_ident()
         try:
             return self._agent.call(*self._arguments)
@@ -200,6 +218,7 @@ class _Invocation:
 
     async def stop(self, task: "asyncio.Future[Any]") -> bool:
         """Cancel the coroutine and interrupt the thread; returns true if the agent ended."""
+        # Both ways at once: a coroutine may be waiting for a thread that it started here.
         self._interrupt()
         task.cancel()
         waiting = {task} if self._future is None else {task, self._future}
@@ -209,6 +228,8 @@ class _Invocation:
     def _interrupt(self) -> None:
         with self._lock:
             if self._thread is not None:
+                # The only way to end a thread in Python; it acts at the thread's next bytecode, so
+                # a call in C delays it.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread), ctypes.py_object(AttemptStopped)
                 )
@@ -217,6 +238,7 @@ class _Invocation:
 def _notice(future: "asyncio.Future[Any]") -> None:
     """Retrieve a stopped agent's exception, so that the event loop does not report it as never retrieved."""
     if not future.cancelled():
+        # Marks it as retrieved.
         future.exception()
 
 
@@ -296,5 +318,6 @@ class AgentThreads(Executor):
             else:
                 future.set_result(value)
 
+        # A daemon: the process may end although an agent never returns.
         threading.Thread(target=run, name="agl-agent", daemon=True).start()
         return future

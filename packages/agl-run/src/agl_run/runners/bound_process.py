@@ -70,10 +70,15 @@ class BoundProcess:
         if sys.platform == "win32":
             flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
             return await cls._spawn(words, None, is_leader=False, env=environment, creationflags=flags, **options)
+        # The keeper sees the end of this process as the end of its socket, after ``kill -9`` too,
+        # because the system closes it.
         ours, its = socket.socketpair()
+        # The process id is a second sign: a forked child of ours may hold the socket open.
         numbers = (str(its.fileno()), str(os.getpid()), str(GRACE_S), "stop" if stops_rest else "leave")
         try:
             kept = await cls._spawn(
+                # Isolated and without site packages: it starts in a few milliseconds and runs none
+                # of the user's code.
                 (sys.executable, "-I", "-S", KEEPER, *numbers, *words),
                 ours,
                 is_leader=has_session,
@@ -86,6 +91,7 @@ class BoundProcess:
             ours.close()
             raise
         finally:
+            # Ours alone must keep the pair open.
             its.close()
         try:
             await kept._require_start(words[0])
@@ -102,6 +108,8 @@ class BoundProcess:
 
         asyncio itself waits forever if a start is cancelled before the pipes are connected.
         """
+        # Shielded from cancellation until the pipes are connected; then the process can be killed
+        # and waited for.
         starting = asyncio.create_task(asyncio.create_subprocess_exec(*words, **options))
         try:
             return cls(await asyncio.shield(starting), control, is_leader=is_leader)
@@ -114,9 +122,12 @@ class BoundProcess:
     async def _require_start(self, name: str) -> None:
         assert self._control is not None  # noqa: S101  # made with one
         self._control.setblocking(False)
+        # The keeper reports the error of exec by its number, because this process only sees the
+        # keeper start.
         answer = await asyncio.get_running_loop().sock_recv(self._control, 16)
         if answer.isdigit():
             raise OSError(int(answer), os.strerror(int(answer)), name)
+        # Without it a keeper that was killed would leave a program that nobody ends.
         self._watch = asyncio.create_task(self._watch_keeper(self._control))
 
     async def _watch_keeper(self, control: socket.socket) -> None:
@@ -144,8 +155,11 @@ class BoundProcess:
     async def _end(self, request: bytes) -> None:
         if self._control is not None:
             with suppress(OSError):
+                # A byte asks for a kill at once; closing the socket asks for a stop with grace.
                 self._control.send(request)
             if self._watch is not None:
+                # The loop must forget the socket before it is closed, or a new socket of the same
+                # number would be read.
                 self._watch.cancel()
                 await asyncio.gather(self._watch, return_exceptions=True)  # its loop forgets the socket
             self._control.close()
@@ -156,6 +170,7 @@ class BoundProcess:
             with suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_S + _SLACK_S):
                     await self._exit()
+        # The keeper did not end by itself, or was killed: its session is all that is left to reach.
         if self.returncode is None or self.returncode == -9:
             self._kill_keeper()
             await self._exit()
@@ -167,8 +182,10 @@ class BoundProcess:
         pipes = [pipe for number in range(3) if (pipe := transport.get_pipe_transport(number)) is not None]
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
+                # What the program printed last may still be on its way.
                 while not all(pipe.is_closing() for pipe in pipes):
                     await asyncio.sleep(_POLL_S)
+        # A descendant that holds the other end would keep the pipes open for ever.
         transport.close()
         await asyncio.sleep(0)  # they close in the loop's next turn
 
@@ -183,6 +200,8 @@ class BoundProcess:
             return
         with suppress(ProcessLookupError, PermissionError):
             if self._is_leader:
+                # The keeper leads the session, so its process id names the group of everything
+                # below that made no session of its own.
                 os.killpg(self.process.pid, signal.SIGKILL)
             elif self.returncode is None:
                 os.kill(self.process.pid, signal.SIGKILL)

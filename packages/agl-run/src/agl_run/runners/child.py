@@ -31,6 +31,7 @@ FLUSH_S = 1.0
 
 def main() -> None:
     """Serve the parent on the pipes."""
+    # First of all: whatever the agent's imports print must not end up among the messages.
     source, sink = _take_pipes()
     start = read_to_child(source)
     if not isinstance(start, ChildStart):
@@ -43,12 +44,16 @@ def main() -> None:
         is_ours = isinstance(error, AglError)
         write(frame(ChildReady(error=described.message if is_ours else f"{described.type}: {described.message}")))
         return
+    # The parent waits for this, so that an agent which cannot be imported fails before the first
+    # attempt.
     write(frame(ChildReady()))
+    # After the import of the agent, which may make its clients, and before the first call.
     separate_loops()
     try:
         asyncio.run(_serve(source, write, start, agent, tracers))
     finally:
         for tracer in tracers:
+            # Ends what tracers run in threads, so that the process can end.
             tracer.uninstall()
 
 
@@ -58,6 +63,7 @@ class _Writer:
         self._lock = threading.Lock()
 
     def __call__(self, data: bytes) -> None:
+        # Spans are flushed from the loop while the outcome may be written.
         with self._lock:
             self._sink.write(data)
             self._sink.flush()
@@ -66,6 +72,7 @@ class _Writer:
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     source = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # A print of the agent, or of a library in C, goes to standard error from now on.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
@@ -73,10 +80,12 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _prepare(start: ChildStart) -> tuple[LoadedAgent, list[Tracer]]:
+    # The parent's path, so that modules next to a script or a notebook are found here as well.
     sys.path[:0] = [entry for entry in start.sys_path if entry not in sys.path]
     manager = PluginManager.from_environment()
     tracers: list[Tracer] = [manager.build(manager.tracer(name)) for name in start.tracers]
     for tracer in tracers:
+        # Before the agent is imported: frameworks read such variables at import.
         os.environ.update(tracer.worker_env())
     install_tracers(zip(start.tracers, tracers, strict=True))
     return AgentSpec(path=start.agent_path, folder=start.folder).load(), tracers
@@ -86,6 +95,8 @@ async def _serve(
     source: BinaryIO, write: _Writer, start: ChildStart, agent: LoadedAgent, tracers: list[Tracer]
 ) -> None:
     while True:
+        # In a thread, because a pipe cannot be awaited on every system; it blocks until the next
+        # attempt.
         message = await asyncio.to_thread(read_to_child, source)
         if not isinstance(message, ChildRun):
             break
@@ -102,8 +113,10 @@ async def _serve(
             replay=message.replay,
         )
         flusher = asyncio.create_task(_flush_loop(recorder, write))
+        # One attempt at a time runs here, so its key may stand in the environment of the process.
         with environment(_credentials(start, message.token)):
             outcome = await run_attempt(agent, message.rollout, active, resources=resources, recorder=recorder)
+        # The flusher has ended before the outcome is sent, so no span of this attempt follows it.
         write(frame(ChildDone(outcome=_sendable(await _flushed(flusher, outcome)))))
 
 
@@ -115,6 +128,7 @@ def _credentials(start: ChildStart, token: str) -> dict[str, str]:
 async def _flush_loop(recorder: SpanRecorder, write: _Writer) -> None:
     while True:
         await asyncio.sleep(FLUSH_S)
+        # Cleaned before they are sent: the parent writes them without a look.
         spans = tuple(map(storable_span, recorder.drain()))
         if spans:
             write(frame(ChildSpans(spans=spans)))

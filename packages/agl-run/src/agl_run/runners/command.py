@@ -55,6 +55,7 @@ class PrintedText:
         self._in_tail = 0
         self._total = 0
         self._line = b""
+        # The beginning of a line that has not ended; bounded like everything here.
         self._open = bytearray()
 
     async def read(self, stream: asyncio.StreamReader) -> None:
@@ -66,16 +67,20 @@ class PrintedText:
         """Add bytes."""
         self._total += len(data)
         self._follow(data)
+        # The head keeps what failed first, the tail what failed last; both say more than the
+        # middle.
         room = HEAD - len(self._head)
         self._head += data[:room]
         if data := data[room:]:
             self._tail.append(data)
             self._in_tail += len(data)
+        # Whole chunks are dropped, so a byte is copied once however much is printed.
         while self._tail and self._in_tail - len(self._tail[0]) >= TAIL:
             self._in_tail -= len(self._tail.popleft())
 
     def _follow(self, data: bytes) -> None:
         """Keep the last line that ended and is not blank, and the one that has not ended."""
+        # Progress bars end their lines with a carriage return.
         ended, separator, rest = data.replace(b"\r", b"\n").rpartition(b"\n")
         if separator:
             lines = bytes(self._open + ended).rstrip()
@@ -114,6 +119,7 @@ class CommandRunner:
 
     async def start(self) -> None:
         """Remove what killed runners left behind; attempts share no state."""
+        # Here and not at the end: a runner that was killed had no end.
         remove_abandoned()
 
     async def execute(self, claim: Claim) -> Outcome:
@@ -124,8 +130,11 @@ class CommandRunner:
     async def _execute(self, claim: Claim, folder: Path) -> Outcome:
         rollout, attempt = claim.rollout, claim.attempt
         task = to_json(rollout.visible_task)
+        # A file as well as standard input: languages differ in what is easy to read.
         (folder / "task.json").write_bytes(task)
         root = root_of(claim)
+        # Without a gateway a Python program records itself into this file, which outlives the
+        # program.
         spool = Spool(folder / "spool", root)
         environment = self._environment(claim, folder, root, spool)
         try:
@@ -150,23 +159,29 @@ class CommandRunner:
         return {
             **environment_for_agents(setup),
             **setup.environment(token),
+            # With a gateway the calls are recorded there; recording them twice would double the
+            # rows.
             **({} if setup.gateway_url else spool.environment(upstreams_of(rollout, setup.upstreams))),
             "AGL_ROLLOUT_ID": rollout.rollout_id,
             "AGL_ATTEMPT_ID": claim.attempt.attempt_id,
             ADMIN_TOKEN_ENV: token,
             "AGL_GATEWAY_URL": setup.gateway_url,
             "AGL_TASK_FILE": str(folder / "task.json"),
+            # The standard header of W3C: programs with OpenTelemetry place their spans below the
+            # attempt.
             "TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01",
         }
 
     async def _spawn(self, folder: Path, environment: dict[str, str]) -> BoundProcess:
         words = [word.replace("{task}", str(folder / "task.json")) for word in self._setup.agent.command]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        # Everything that the program starts ends with the attempt.
         return await BoundProcess.start(words, environment=environment, cwd=self._setup.agent.folder or None, **pipes)
 
     async def _watch(
         self, process: asyncio.subprocess.Process, task: bytes, limit: float | None
     ) -> tuple[AttemptStatus, ErrorInfo | None, PrintedText]:
+        # Bounded: a program that prints without end must not fill the memory.
         printed, complaints = PrintedText(), PrintedText()
         try:
             async with asyncio.timeout(limit):
@@ -176,6 +191,7 @@ class CommandRunner:
             return "timeout", ErrorInfo(type="TimeoutError", message=text), printed
         if process.returncode == 0:
             return "succeeded", None, printed
+        # Programs like to print their environment when they fail, keys included.
         tail = redact(complaints.text())
         last = tail.strip().splitlines()[-1] if tail.strip() else "it printed nothing on standard error"
         text = f"the command ended with exit code {process.returncode}: {last}"
@@ -192,6 +208,7 @@ async def _converse(
     """Send a program its task, read its output as it prints, and wait for its end."""
     assert process.stdout is not None and process.stderr is not None  # noqa: S101, PT018  # spawned with pipes
     async with asyncio.TaskGroup() as group:
+        # All at once: a program that prints before it reads would fill a pipe and wait for ever.
         group.create_task(_feed(process, task))
         group.create_task(printed.read(process.stdout))
         group.create_task(complaints.read(process.stderr))
@@ -228,12 +245,15 @@ def _outcome(
 
 def _printed_rewards(root: Span, printed: PrintedText) -> list[Span]:
     line = printed.last_line
+    # A reward that was cut off must not count as no reward.
     if len(line) > LINE and line.startswith(b"{") and printed.text().rstrip().endswith("}"):
         raise RunError(
             f"the last line that the command printed is longer than {LINE} bytes, so that no reward in it is read; "
             'print the reward on a line of its own behind it, as in {"reward": 1.0}'
         )
     try:
+        # The standard library reads NaN, which is then refused by name, where a strict parser would
+        # see no JSON.
         last: Any = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return []

@@ -42,6 +42,7 @@ def separate_loops() -> Undo:
     for name in _MODULES:
         if find_spec(name) is not None:
             pool = importlib.import_module(name).AsyncConnectionPool
+            # On the class: clients that exist already are covered as well.
             undo += [patch(pool, "handle_async_request", _request), patch(pool, "aclose", _close)]
 
     def revert() -> None:
@@ -54,6 +55,7 @@ def separate_loops() -> Undo:
 def _request(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     async def handle_async_request(self: Any, request: Any) -> Any:
+        # Outside of a rollout the program's own use of its client is left alone.
         pool = self if current() is None else _twin(self)
         return await original(pool, request)
 
@@ -65,6 +67,7 @@ def _close(original: Callable[..., Any]) -> Callable[..., Any]:
     async def aclose(self: Any) -> None:
         twins: _Twins = self.__dict__.get(_TWINS, {})
         loop = _running_loop()
+        # The twin of this loop can be awaited here; those of others close in theirs.
         twin = twins.pop(loop, None) if loop is not None else None
         _close_all(twins)
         if twin is not None:
@@ -79,10 +82,12 @@ def _close_all(twins: _Twins) -> None:
     while twins:
         loop, twin = twins.popitem()
         with suppress(RuntimeError, AttributeError):  # the loop is closed, or is none of asyncio's
+            # A connection may only be closed by the loop that opened it.
             loop.call_soon_threadsafe(_close_soon, loop, twin)
 
 
 def _close_soon(loop: asyncio.AbstractEventLoop, twin: Any) -> None:
+    # The loop holds tasks weakly; without a reference the closing could be collected half way.
     setattr(twin, _CLOSING, loop.create_task(twin.aclose()))
 
 
@@ -92,10 +97,14 @@ def _twin(pool: Any) -> Any:
     A pool of a release that keeps its state elsewhere is its own twin.
     """
     loop = _running_loop()
+    # Another release of httpcore may keep other state, and then nothing is changed rather than
+    # broken.
     if loop is None or hasattr(pool, _IS_TWIN) or not pool.__dict__.keys() >= _STATE:
         return pool
     twins = _twins(pool)
     if loop not in twins:
+        # Threads that call ``asyncio.run`` make a loop per call, and the table must not grow with
+        # them.
         for other in [one for one in list(twins) if one.is_closed()]:
             twins.pop(other, None)
         twins[loop] = _copy(pool)
@@ -105,13 +114,16 @@ def _twin(pool: Any) -> Any:
 def _twins(pool: Any) -> _Twins:
     """Return the pool's twins, which outlive it until they are closed."""
     fresh: _Twins = {}
+    # ``setdefault`` is atomic, so two threads agree on one table.
     twins: _Twins = pool.__dict__.setdefault(_TWINS, fresh)
     if twins is fresh:
+        # At the end of the interpreter the loops are gone; the sockets close with the process.
         weakref.finalize(pool, _close_all, twins).atexit = False
     return twins
 
 
 def _copy(pool: Any) -> Any:
+    # A shallow copy shares the settings: limits, TLS context, proxies.
     twin = copy.copy(pool)
     twin.__dict__.pop(_TWINS, None)
     setattr(twin, _IS_TWIN, True)

@@ -26,6 +26,8 @@ def own_folder() -> Generator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        # Removed while the lock is held: afterwards another process may have locked a new file of
+        # that name.
         Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
 
@@ -38,6 +40,8 @@ def _make() -> tuple[Path, FileLock]:
         lock = _lock_of(file)
         with suppress(Timeout):
             lock.acquire()
+            # Between mkdtemp and the lock another process may have found the folder without an
+            # owner and removed it.
             if file.exists() and path.exists():
                 return path, lock
             lock.release()
@@ -47,8 +51,10 @@ def remove_abandoned() -> None:
     """Remove the folders of this user whose owners have ended."""
     for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_LOCK}"):
         with suppress(OSError, Timeout):  # another user's, or in use, or gone meanwhile
+            # ``lstat``: a link that another user put there must not lead to a file of ours.
             if hasattr(os, "getuid") and file.lstat().st_uid != os.getuid():
                 continue
+            # Only a lock that can be taken proves that the owner has ended.
             with _lock_of(file):
                 shutil.rmtree(file.with_name(file.name.removesuffix(_LOCK)), ignore_errors=True)
                 file.unlink(missing_ok=True)

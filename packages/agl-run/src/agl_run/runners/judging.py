@@ -26,6 +26,7 @@ async def judged(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Seq
         raise
     except Exception as error:  # an emitter may raise anything
         text = str(error)
+        # The experiment's own rewards are wrapped already, with their file and line.
         is_named = f"the reward {name!r}" in text
         raise RewardError(
             text if is_named else f"the reward {name!r} failed: {text or type(error).__name__}"
@@ -46,6 +47,7 @@ async def rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans:
         RunError: A reward is NaN or infinite.
     """
     value: Any = emitter(rollout, spans)
+    # An emitter may be a coroutine function, or any callable that returns an awaitable.
     if inspect.isawaitable(value):
         value = await value
     if value is None:

@@ -36,9 +36,13 @@ LAST_S = 3.0
 
 def main(control: int, owner: int, grace_s: float, rest: str, words: list[str]) -> int:
     """Run the program; returns its exit code, or minus the number of the signal that killed it."""
+    # The program must not hold the socket, whose end means that the owner is gone.
     os.set_inheritable(control, False)
     wake = _wake_up()
+    # Orphans below become children of this process, even from sessions of their own, so that they
+    # can be found and ended.
     _prctl(PR_SET_CHILD_SUBREAPER)
+    # Ctrl-C reaches the whole foreground group; the keeper has to outlive the program.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
     pid, error = _start(words, before)
     _tell(control, str(error).encode() if error else b"+")
@@ -48,9 +52,11 @@ def main(control: int, owner: int, grace_s: float, rest: str, words: list[str]) 
     is_stopped = False
     while (code := _reap(pid)) is None and not is_stopped:
         grace_s, is_stopped = _wait(control, owner, wake, grace_s)
+    # Servers that a program starts on purpose are left alone with ``leave``.
     if is_stopped or rest == "stop":
         ended = _end_descendants(grace_s, pid)
         code = ended if code is None else code
+    # The owner takes a socket that closes without this for a keeper that was killed.
     _tell(control, b".")
     return 0 if code is None else code
 
@@ -59,6 +65,7 @@ def _wake_up() -> int:
     """Make signals readable: a child's end, and the request to stop."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
+    # A byte per signal makes select return; a full pipe is awake already.
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, _ignore)
@@ -82,6 +89,7 @@ def _start(words: list[str], before: Mapping[signal.Signals, object]) -> tuple[i
     if pid == 0:
         _become(words, before, keeper, writing)
     os.close(writing)
+    # The pipe closes by itself when exec succeeds, because it is not inherited.
     error = os.read(reading, 16)
     os.close(reading)
     if error:
@@ -92,9 +100,12 @@ def _start(words: list[str], before: Mapping[signal.Signals, object]) -> tuple[i
 def _become(words: list[str], before: Mapping[signal.Signals, object], keeper: int, writing: int) -> None:
     """Turn this process into the program; never returns."""
     try:
+        # The system itself kills the program if the keeper is killed.
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The keeper may have died between the fork and the line above.
         if os.getppid() != keeper:
             os._exit(127)
+        # The program starts with signals as if nothing stood between it and its owner.
         signal.set_wakeup_fd(-1)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if handler is signal.SIG_IGN else signal.SIG_DFL)
@@ -121,6 +132,7 @@ def _drop_pipes() -> None:
 
 def _wait(control: int, owner: int, wake: int, grace_s: float) -> tuple[float, bool]:
     """Wait for a signal or the owner; returns the grace from now on, and whether everything must stop."""
+    # An owner that was killed leaves its children to another parent.
     if os.getppid() != owner:
         return grace_s, True
     # The owner's forked children may hold the socket open, so its end is looked for besides.
@@ -155,6 +167,7 @@ def _end_descendants(grace_s: float, pid: int) -> int | None:
     asked: set[int] = set()
     while (left := descendants(os.getpid())) and time.monotonic() < give_up_at:
         is_killing = time.monotonic() >= kill_at
+        # Asked once, killed again and again: new descendants appear while old ones end.
         for one in left if is_killing else left - asked:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(one, signal.SIGKILL if is_killing else signal.SIGTERM)
@@ -177,6 +190,7 @@ def descendants(root: int) -> set[int]:
 
 
 def _parents() -> dict[int, int]:
+    # macOS has no /proc.
     if not os.path.exists("/proc/self/stat"):
         import subprocess
 
@@ -186,6 +200,7 @@ def _parents() -> dict[int, int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                # The name of a program stands in parentheses and may hold some itself.
                 parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
     return parents
 
@@ -193,10 +208,12 @@ def _parents() -> dict[int, int]:
 def _end_like(code: int) -> None:
     """End with the program's exit code, or by the signal that killed it; never returns."""
     if code < 0:
+        # The program has written its core; a second one of the keeper would only confuse.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError):  # the handlers of two signals cannot be changed
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
+        # Signals that were blocked when this process started would otherwise stay pending.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
     os._exit(code if code >= 0 else 128 - code)
 

@@ -39,6 +39,7 @@ class AsyncRunner:
             raise ConfigError("a command runs with the 'command' runner; set [runner] use = \"command\"")
         self._setup = setup
         self._agent = setup.agent.load()
+        # One for each running attempt, which the flusher drains.
         self._recorders: dict[str, SpanRecorder] = {}
         self._flushing = asyncio.Lock()
         self._environment: list[str] = []
@@ -55,6 +56,7 @@ class AsyncRunner:
     def _set_environment(self) -> None:
         """Set the variables without which clients cannot be built; never overrides one that is set."""
         for name, value in self._setup.environment().items():
+            # What a person has set wins; agents get their key from the wire hook anyway.
             if name not in os.environ:
                 os.environ[name] = value
                 self._environment.append(name)
@@ -64,6 +66,7 @@ class AsyncRunner:
         setup = self._setup
         recorder = SpanRecorder()
         attempt_id = claim.attempt.attempt_id
+        # Read per attempt and not per run: versions change while the run goes on.
         resources = await setup.resources(claim.rollout)
         active = new_attempt(
             claim.rollout,
@@ -81,6 +84,7 @@ class AsyncRunner:
         finally:
             del self._recorders[attempt_id]
         async with self._flushing:  # a write in progress finishes before the attempt ends
+            # Spans that the store refused while the attempt ran were put back by the flusher.
             rest = recorder.drain()
         return msgspec.structs.replace(outcome, spans=(*outcome.spans, *rest)) if rest else outcome
 
@@ -92,6 +96,7 @@ class AsyncRunner:
 
     async def _flush(self) -> None:
         """Write the pending spans; keep those that the store refuses for the end of their attempt."""
+        # One write for all attempts: a thousand agents cost one request a second.
         drained = [(recorder, recorder.drain()) for recorder in list(self._recorders.values())]
         spans = [span for _, own in drained for span in own]
         if not spans:
@@ -102,6 +107,8 @@ class AsyncRunner:
             _LOG.warning("%d spans could not be written and are kept: %s", len(spans), error)
             for recorder, own in drained:
                 for span in own:
+                    # Put back: the end of the attempt tries once more, and then says what was
+                    # wrong.
                     recorder.record(span)
 
     async def stop(self) -> None:
@@ -112,6 +119,7 @@ class AsyncRunner:
         for _, tracer in self._setup.tracers:
             tracer.uninstall()
         if self._unpatch is not None:
+            # Patches outlive a runner otherwise, and a notebook runs many.
             self._unpatch()
             self._unpatch = None
         for name in self._environment:

@@ -43,24 +43,29 @@ class ProcessRunner:
 
     async def start(self) -> None:
         """Start one child, so that an agent that cannot be imported fails now."""
+        # The child is used by the first attempt, so the check costs nothing.
         self._idle.append(await self._new_child())
 
     async def execute(self, claim: Claim) -> Outcome:
         """Run one attempt in an idle or a new child."""
         setup = self._setup
         run = ChildRun(
+            # Hidden fields of the task never leave this process.
             rollout=claim.rollout.for_agent,
             attempt=claim.attempt,
             resources={n: resource_for_child(r) for n, r in (await setup.resources(claim.rollout)).items()},
             token=setup.token_of(claim),
             replay=await load_script(setup.store, claim.rollout),
         )
+        # The number of children follows the number of attempts at once, which the worker bounds.
         child = await self._idle_child() or await self._new_child()
         try:
             outcome = await self._converse(child, run)
         except BaseException:
             await self._discard(child)
             raise
+        # A child whose agent failed may hold broken state; a fresh one is cheap compared with a
+        # wrong result.
         if child.is_alive and outcome.status == "succeeded":
             self._idle.append(child)
         else:
@@ -80,6 +85,7 @@ class ProcessRunner:
         limit = run.rollout.retry.timeout_s
         attempt_id = run.attempt.attempt_id
         try:
+            # The child stops its agent at the limit by itself; killing is for what does not stop.
             async with asyncio.timeout(None if limit is None else limit + KILL_GRACE_S):
                 await child.send(frame(run))
                 while True:
@@ -87,6 +93,8 @@ class ProcessRunner:
                     if isinstance(message, ChildDone):
                         return message.outcome
                     if isinstance(message, ChildSpans):
+                        # Written as they come, so that a crash of the agent loses at most a second
+                        # of its record.
                         await self._setup.store.append_spans(message.spans)
         except TimeoutError:
             if limit is None:
@@ -100,6 +108,8 @@ class ProcessRunner:
             return Outcome(attempt_id=attempt_id, status="failed", error=ErrorInfo(type="ProcessExit", message=text))
 
     async def _new_child(self) -> "_Child":
+        # The out-of-memory killer may take a child while others shrink; an agent that cannot start
+        # fails every time.
         for _ in range(START_TRIES - 1):
             try:
                 return await self._try_child()
@@ -109,6 +119,7 @@ class ProcessRunner:
 
     async def _try_child(self) -> "_Child":
         child = await _Child.spawn(self._setup)
+        # Before the greeting: ``stop`` must find children that still start.
         self._all.add(child)
         try:
             await child.greet(self._setup)
@@ -146,6 +157,7 @@ class _Child:
             environment=environment,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            # The buffer of the stream: 64 MiB for the spans of one second.
             limit=2**26,
         )
         return cls(kept)
@@ -154,6 +166,7 @@ class _Child:
         start = ChildStart(
             agent_path=setup.agent.path,
             folder=setup.agent.folder,
+            # The child starts with ``-m`` and would not know the folder of the script.
             sys_path=tuple(sys.path),
             gateway_url=setup.gateway_url,
             upstreams=tuple(setup.upstreams),

@@ -89,6 +89,8 @@ class StopRequest:
         """Return whether a cancellation of the current task was this request's, and take it back then."""
         if self.number is None or self._task is None:
             return False
+        # The cancellation was only the messenger; with its count left, every later timeout would
+        # misfire.
         self._task.uncancel()
         return True
 
@@ -118,12 +120,15 @@ async def record_command(
         RunError: The program cannot be started; no rollout is kept then.
         asyncio.CancelledError: A signal arrived before the program started; no rollout is kept then.
     """
+    # Before the store is opened, so that a typing mistake leaves no trace.
     _require_program(command[0])
     request = request or StopRequest()
+    # From here on a signal cancels this task, and the record is completed instead of lost.
     request.listen()
     async with AsyncExitStack() as stack:
         store = build_store(manager, store_url)
         stack.push_async_callback(store.close)
+        # An experiment of its own per program keeps workers of other experiments from claiming it.
         claim = await _claim(store, command, timeout_s)
         remove_abandoned()
         folder = stack.enter_context(own_folder())
@@ -133,19 +138,25 @@ async def record_command(
             gateway, environment = await _capture(stack, manager, store, claim, upstream, spool)
             process = await _start(command, {**os.environ, **environment})
         except BaseException:
+            # A rollout without a program would look like one that failed.
             await _discard(store, claim.rollout.rollout_id)
             raise
+        # A program may run for days; without renewals the store would give its attempt to nobody
+        # and end it.
         renewing = asyncio.create_task(_renew(store, claim.attempt.attempt_id))
         stack.callback(renewing.cancel)
         status, code, error = await _end_of(process, timeout_s, request)
+        # The program has ended; a further Ctrl-C may now end the writing too.
         request.end()
         if gateway is not None:
+            # The last calls are written behind their answers.
             await gateway.settle(claim.attempt.attempt_id)
         closed = msgspec.structs.replace(root, end_ns=time.time_ns(), status="ok" if code == 0 else "error")
         outcome = Outcome(
             attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=(closed, *spool.read())
         )
         await store.finish([outcome])
+        # Read back from the store, since the gateway's spans never passed through this process.
         spans = await all_spans(store, claim.rollout.rollout_id)
         return RecordedRun(
             rollout_id=claim.rollout.rollout_id,
@@ -179,6 +190,7 @@ async def _claim(store: Store, command: Sequence[str], timeout_s: float | None) 
                 task={"command": list(command)},
                 experiment=experiment,
                 mode="test",
+                # A program is not repeated behind the back of the person who started it.
                 retry=RetryPolicy(timeout_s=timeout_s, grace_s=LEASE_S, max_losses=0),  # this process decides
                 created_at=time.time(),
             )
@@ -213,6 +225,7 @@ async def _capture(
     gateway: Gateway = manager.build(entry)
     stack.push_async_callback(gateway.stop)
     secret = signing_keys()
+    # The gateway takes over the program's key, which gets a token in its place.
     key = "OPENAI_API_KEY" if os.environ.get("OPENAI_API_KEY") else ""
     target = Upstream(name="upstream", base_url=upstream, aliases=("*",), api_key_env=key)
     url = await gateway.start(store=store, upstreams=[target], secret=secret)
@@ -222,6 +235,8 @@ async def _capture(
 
 async def _start(command: Sequence[str], environment: dict[str, str]) -> BoundProcess:
     try:
+        # In the terminal's session, so that an interactive program keeps its keyboard, and servers
+        # that it leaves behind stay.
         return await BoundProcess.start(command, environment=environment, stops_rest=False, has_session=False)
     except OSError as error:
         raise RunError(f"cannot start {command[0]!r}: {error}") from error
@@ -238,12 +253,14 @@ async def _end_of(
         print(f"agl: stopped after {timeout_s:g} s", file=sys.stderr)
         return "timeout", 124, ErrorInfo(type="TimeoutError", message="exit status 124")
     except asyncio.CancelledError:
+        # A cancellation that no signal caused is someone else's.
         if not request.is_answered() or request.number is None:
             raise
         text = f"stopped by {request.number.name}"
         return "failed", 128 + request.number, ErrorInfo(type="Interrupted", message=text)
     finally:
         await process.stop()
+    # As a shell reports a program that a signal ended.
     code = code if code >= 0 else 128 - code
     if code == 0:
         return "succeeded", 0, None

@@ -34,6 +34,7 @@ class RefusedCalls:
 
     def record(self, span: Span) -> None:
         """Take a span."""
+        # Only the span says which client it was; the agent's own error names a status.
         if span.attributes.get(semconv.UNRECORDED) == REFUSED:
             self._clients[str(span.attributes.get(semconv.CLIENT))] = None
         self._record(span)

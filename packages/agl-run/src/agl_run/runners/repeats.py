@@ -24,12 +24,14 @@ class RepeatedWarnings:
 
     def add(self, attempt_id: str, error: BaseException) -> None:
         """Warn of the first error of a kind, and say when it has come 10, 100, 1000 times."""
+        # Ids and numbers differ between errors of one cause, so they do not count.
         kind = kind_of(f"{type(error).__name__}: {error}")
         self._counts[kind] += 1
         self._first.setdefault(kind, str(error))
         count = self._counts[kind]
         if count == 1:
             _LOG.warning("attempt %s could not be run or judged", attempt_id, exc_info=error)
+        # Powers of ten: enough to see that it goes on, too few to fill a terminal.
         elif str(count).strip("0") == "1":
             _LOG.warning("%d attempts by now could not be run or judged for one reason: %s", count, self._first[kind])
 

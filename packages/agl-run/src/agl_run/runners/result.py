@@ -37,6 +37,7 @@ def read_result(value: Any) -> AgentResult:
         return AgentResult(output=_json(value))
     if reward.fault:
         raise RunError(f"the agent returned {reward.fault} as a reward; return a finite number, or None for no reward")
+    # A number is both: the reward, and what the agent answered.
     return AgentResult(reward=reward, output=float(value) if isinstance(value, Real) else None)
 
 
@@ -44,6 +45,7 @@ def read_reward(value: Any) -> Reward | None:
     """Return a reward, a number or a dict of numbers as a reward, which may not be finite; ``None`` for the rest."""
     if isinstance(value, Reward):
         return value
+    # Numbers of numpy and torch scalars are ``Real`` too.
     if isinstance(value, Real):
         return Reward(value=_float(value), name="return")
     if _is_dimensions(value):
@@ -64,11 +66,13 @@ def describe_error(error: BaseException) -> ErrorInfo:
     from agl.tracing import plain
 
     kind = type(error)
+    # As a traceback ends: people search for that text.
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     try:
         message = str(error)
     except Exception:  # noqa: BLE001  # the attempt boundary: the agent's own class
         message = f"{name}, whose __str__ raised"
+    # A recursion without end makes tracebacks of megabytes.
     text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     return ErrorInfo(type=name, message=plain(message) or f"{name} without a message", traceback=plain(text))
 
@@ -90,6 +94,7 @@ def _text(value: Any) -> str:
 
 def _json(value: Any) -> Json:
     try:
+        # Frameworks return subclasses of ``str``, which would not survive the store.
         plain = msgspec.to_builtins(value, enc_hook=_text)
         to_json(plain)
     except (TypeError, ValueError, NotImplementedError, RecursionError, msgspec.MsgspecError):

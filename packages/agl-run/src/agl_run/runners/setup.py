@@ -85,6 +85,8 @@ class RunContext:
         Raises:
             TokenError: There is neither a token nor a key.
         """
+        # A worker with a token of its own gets the attempt's from the gateway; it could not sign
+        # one.
         if isinstance(claim, IssuedClaim):
             return claim.token
         if self._tokens is None:
@@ -110,13 +112,17 @@ class RunContext:
 
         With a gateway that has a certificate they also make clients trust its authority.
         """
+        # Plain http needs no authority, and a variable that is set needlessly can break another
+        # client.
         trust = trust_variables(self.ca) if self.gateway_url.startswith("https:") else {}
         return {**client_environment(self.base_url, token), **trust} if self.base_url else {}
 
 
 def environment_for_agents(setup: RunContext) -> dict[str, str]:
     """Return this process's environment without the keys of the store, and without those that a gateway holds."""
+    # The agent does not need keys that the gateway adds, and what it does not have it cannot leak.
     held = {upstream.api_key_env for upstream in setup.upstreams} if setup.gateway_url else set[str]()
+    # With one of these an agent could sign tokens for any attempt, or read the whole store.
     own = {SECRET_ENV, SECRET_FILE_ENV, ADMIN_TOKEN_ENV, TOKEN_FILE_ENV, WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV}
     return {name: value for name, value in os.environ.items() if name not in {*own, POLICY_KEY_ENV, *held}}
 
@@ -124,6 +130,7 @@ def environment_for_agents(setup: RunContext) -> dict[str, str]:
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Generator[None]:
     """Set environment variables, and restore the previous ones at the end."""
+    # ``None`` stands for a variable that was not set, and is removed again.
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -142,6 +149,7 @@ def client_environment(base_url: str, token: str) -> dict[str, str]:
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,
         "OPENAI_API_KEY": token,
+        # Anthropic's client adds the version to its paths itself.
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": token,
     }

@@ -67,6 +67,7 @@ class Spool:
             gateway_url=gateway_url,
             token=token,
         )
+        # In front of the user's own path: Python imports the first sitecustomize that it finds.
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "inject"), os.environ.get("PYTHONPATH")]))
         return {VARIABLE: to_json(settings).decode(), "PYTHONPATH": path}
 
@@ -77,6 +78,8 @@ class Spool:
         data = self._file.read_bytes()
         spans: list[Span] = []
         position = 0
+        # The program may have been killed in the middle of a write, so the last span may be
+        # incomplete.
         while position + _HEADER.size <= len(data):
             size = _HEADER.unpack_from(data, position)[0]
             position += _HEADER.size
@@ -92,11 +95,14 @@ def record_this_process() -> None:
     from agl.tracing import ActiveAttempt, WireTracer, activate
     from agl_run.tracers.unrecorded import UnrecordedCalls
 
+    # Removed from the environment: programs that this one starts are other processes and would
+    # record under the same span.
     settings = from_json(os.environ.pop(VARIABLE), SpoolSettings)
     lock = threading.Lock()
 
     def record(span: Span) -> None:
         data = encode(span)
+        # Opened for each span: a fork shares an open file's position, and appends stay whole.
         with lock, open(settings.file, "ab") as file:
             file.write(_HEADER.pack(len(data)) + data)
 
@@ -112,4 +118,5 @@ def record_this_process() -> None:
     )
     WireTracer().install()
     UnrecordedCalls().install()
+    # Never left: the whole process is the attempt.
     activate(attempt).__enter__()

@@ -26,9 +26,11 @@ def storable_span(span: Span) -> Span:
     if not fault:
         return span
     parts: dict[str, Any] = {name: getattr(span, name) for name in span.__struct_fields__}
+    # Names may hold halves of characters, as from a file name that is not UTF-8.
     parts |= {name: plain(parts[name]) for name in ("span_id", "name", "status_message")}
     parts["attributes"] = _fitting(span.attributes) | {semconv.NOT_STORED: plain(fault)}
     parts["call"] = None if span.call is None else _fitting_call(span.call)
+    # What still does not fit is left out; the attribute above says so.
     return Span(**{name: value for name, value in parts.items() if not fault_of(value)})
 
 
@@ -38,10 +40,13 @@ def storable_outcome(outcome: Outcome, refusal: Exception) -> Outcome | None:
     A success becomes a failure with the refusal as its error. Spans of other attempts, and those with a reward that is
     no finite number, are left out.
     """
+    # A tracer that mixes up two attempts must not write into the other one.
     own = [span for span in outcome.spans if _is_own(span, outcome.attempt_id)]
     spans = tuple(storable_span(span) for span in own)
+    # The store refused something that this function finds no fault with.
     if spans == outcome.spans and not fault_of(outcome.error) and not isinstance(refusal, ConflictError):
         return None
+    # A success whose result is lost would train on a reward that is not there.
     if outcome.status not in _ENDED_OTHERWISE:
         error = describe_error(refusal)
         return Outcome(attempt_id=outcome.attempt_id, status="failed", error=error, spans=spans)

@@ -27,6 +27,7 @@ class ModuleTracer(Tracer):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # One set for each kind of tracer: modules are changed once for all of its instances.
         cls._installed, cls._undo = set(), []
 
     def install(self) -> None:
@@ -42,6 +43,7 @@ class ModuleTracer(Tracer):
     def uninstall(self) -> None:
         """Undo the changes when the last one is uninstalled."""
         self._installed.discard(self)
+        # In reverse, so that of two patches on one method the outer one goes first.
         while self._undo and not self._installed:
             self._undo.pop()()
 

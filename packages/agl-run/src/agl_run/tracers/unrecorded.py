@@ -62,6 +62,7 @@ def _getresponse(original: Callable[..., Any]) -> Callable[..., Any]:
     def getresponse(self: Any, *args: Any, **options: Any) -> Any:
         response = original(self, *args, **options)
         posted: tuple[str, int] | None = getattr(self, "_agl_posted", None)
+        # Cleared, because connections are used for several requests.
         self._agl_posted = None
         if posted is not None and _is_told(response.status, posted[0]):
             _tell(response.status, _url_of(self, posted[0]), library="http.client", start_ns=posted[1])
@@ -99,6 +100,7 @@ def _tell(status: int, url: str, *, library: str, start_ns: int) -> None:
         return
     is_refused = status == UNAUTHORIZED
     kind = _refused_kind(url, attempt) if is_refused else _unrecorded_kind(url, attempt)
+    # The stack is walked only for calls that count.
     library = _library_above(library) if kind else ""
     if library:
         about: dict[str, Any] = {"client": library, "server": url, "attributes": {semconv.UNRECORDED: kind}}

@@ -37,6 +37,8 @@ class PatternReport(Observer):
 
     def batch(self, batch: Batch) -> None:
         """Check the patterns that concern the caller; see :meth:`AgentPatternCheck.check`."""
+        # One check per caller: an agent that only one algorithm's tasks need is not missing
+        # elsewhere.
         if batch.mode != "val" and batch.caller not in self._checks:
             self._checks[batch.caller] = AgentPatternCheck(self._plan, batch.algorithm, report=self)
         if batch.mode != "val":
@@ -49,6 +51,7 @@ class PatternReport(Observer):
     def add(self, setting: str, pattern: str, names: set[str], *, matches: _Matches) -> bool:
         """Match a pattern with the names that it may match; returns true if any name in it has matched one by now."""
         parts = set(_parts(pattern))
+        # Parts that matched once are settled; the rest may match in a later batch.
         left = self._unmatched.get(setting, parts)
         self._unmatched[setting] = {part for part in left if not any(matches(part, name) for name in names)}
         return self._unmatched[setting] != parts
@@ -56,6 +59,7 @@ class PatternReport(Observer):
     def warn(self, setting: str, text: str) -> None:
         """Log a warning about a setting, once in a run."""
         if setting not in self._warned:
+            # Said once a run, since every batch would find the same.
             self._warned.add(setting)
             _LOG.warning("%s", text)
 
@@ -104,6 +108,7 @@ class AgentPatternCheck:
             self._check_algorithm(self._algorithm, calls, trains=trains)
         for role in self._roles:
             self._check_role(role, calls)
+        # Later batches may lack an agent by chance, so only the first one raises.
         self._is_first = False
 
     def _check_policy(self, policy: str, pattern: str, calls: Sequence[Transition], *, trains: bool) -> None:
@@ -113,6 +118,7 @@ class AgentPatternCheck:
         if is_matched or not self._is_first:
             return
         text = f"{setting} matched none of the agents, nodes and roles of the first rollouts; {seen(_names(calls))}"
+        # Nothing will train, so waiting for a later batch would only cost rollouts.
         if trains and self._algorithm is not None and policy in self._algorithm.tunes:
             raise ConfigError(text)
         self._report.warn(setting, text)
@@ -122,6 +128,7 @@ class AgentPatternCheck:
         is_matched = self._report.add(setting, algorithm.agents, _names(calls), matches=re.search)
         if not self._is_first:
             return
+        # The batch shows agents, and none of them is selected.
         if trains and all(call.reject == "not_selected" for call in calls):
             raise ConfigError(f"{setting} selected none of the calls of its policy; {seen(_names(calls))}")
         if not is_matched:

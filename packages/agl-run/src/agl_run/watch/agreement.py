@@ -95,9 +95,12 @@ class AgreementReport(Observer):
     def _report(self, kind: str, concerned: Sequence[Episode], *, of: int, trains: bool) -> None:
         setting = self._settings[kind]
         text = f"{len(concerned)} of {of} rollouts have {describe(concerned, kind)}"
+        # A trial exists to show problems, so it never ends at the first.
         if setting == "error" and not self._is_trial:
             raise RunError(text)
+        # Once for rollouts that train and once for others, because what follows from it differs.
         if self._is_new(kind, trains=trains):
+            # Calls to servers of others, such as a tool's model, are reported and cost nothing.
             if not any(_counts(episode, kind) for episode in concerned):
                 setting = "accept"
             lacks = "their records are incomplete" if kind == UNSEEN else "no agent is recorded for these calls"

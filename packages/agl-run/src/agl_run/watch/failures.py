@@ -62,6 +62,7 @@ class RolloutCounts:
             self.total += 1
             if rollout.status != "succeeded":
                 text = error_of(rollout, attempt)
+                # Errors that differ in ids or numbers have one cause.
                 kind = kind_of(text)
                 self._errors[kind] += 1
                 self._first.setdefault(kind, (text, rollout.rollout_id))

@@ -46,6 +46,7 @@ class SamplingReport(Observer):
     def rollout(self, caller: str, recording: Recording) -> None:
         """Count the calls among the spans of a rollout that ``caller`` collected; log a new parameter."""
         for span in recording.spans:
+            # A call may have had one parameter overridden and another one kept.
             for attribute in span.attributes.keys() & _METRICS.keys():
                 self._counts.setdefault(caller, Counter())[_METRICS[attribute]] += 1
                 self._total[attribute] += 1
@@ -53,6 +54,7 @@ class SamplingReport(Observer):
 
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
         """Return an algorithm's counts since its last step, without those that are 0."""
+        # Popped, so that each step reports its own calls.
         return {name: float(count) for name, count in self._counts.pop(caller, Counter()).items()}
 
     def end(self) -> None:
@@ -68,6 +70,7 @@ class SamplingReport(Observer):
     def _log_new(self, attribute: str, span: Span) -> None:
         asked = cast("list[str]", span.attributes[attribute])
         policy = span.call.policy if span.call else ""
+        # By parameter and not by value: an agent that varies its temperature is reported once.
         new = [text for text in asked if (policy, attribute, text.split(" ")[0]) not in self._logged]
         self._logged.update((policy, attribute, text.split(" ")[0]) for text in new)
         if new:

@@ -34,6 +34,8 @@ class StepShares(Observer):
     def batch(self, batch: Batch) -> None:
         """Count the rollouts that broke in a reward, and the time of slots."""
         if batch.is_own:
+            # A broken reward fails the rollout like a broken agent does; only the share tells them
+            # apart.
             broken = sum(broke_in_reward(episode.attempt) for episode in batch.episodes)
             self._batches[batch.caller].append((len(batch.episodes), broken, batch.slot_s, batch.taken_s))
 
@@ -50,6 +52,8 @@ class StepShares(Observer):
             found["evaluator_failed_share"] = broken / rollouts
         if taken_s > 0:  # a repeated step finds its rollouts finished
             found["places"] = float(self._slots)
+            # Clamped, because agents that outlive their slot may run a moment longer than was
+            # offered.
             found["places_idle_share"] = max(0.0, 1 - taken_s / slot_s)
         return found
 
@@ -67,6 +71,8 @@ class TallyObserver(Observer):
 
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
         """Store the sums of a step."""
+        # Stored before the step is saved, so a saved step never lacks its sums; a repeated one
+        # replaces them.
         await add_tallies(self._store, self._record, self._tallies.take(caller, step=step, uses=uses))
         return {}
 
@@ -87,6 +93,7 @@ class StepWatch(Observer):
         """Look at the steps so far, of which this one is the newest."""
         steps = self._steps[algorithm]
         steps[report.step] = report.metrics
+        # The middle of a long run is forgotten: the rules compare its start with its end.
         for number in list(steps)[_FIRST:-_LAST]:
             del steps[number]
         for found in suggestions_for(algorithm, steps, validations={}):

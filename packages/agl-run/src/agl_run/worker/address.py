@@ -14,6 +14,7 @@ _UNUSED_ADDRESS = ("192.0.2.1", 9)
 
 def local_url(url: str) -> str:
     """Return ``url`` as this machine reaches it; a gateway that listens on all interfaces is reached over loopback."""
+    # A wildcard address cannot be called on every system.
     return _with_host(url, _WILDCARDS.get(urlsplit(url).hostname or "", ""))
 
 
@@ -60,6 +61,8 @@ def _own_address() -> str:
     """Return the address of the outgoing network interface, or the host name if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
+            # Connecting a datagram socket sends nothing; it only makes the system choose an
+            # interface.
             probe.connect(_UNUSED_ADDRESS)
             return probe.getsockname()[0]
         except OSError:

@@ -53,6 +53,7 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
         store=None,
         workdir=folder / section.workdir / section.name,
     )
+    # Looked up without being built: a missing package is named now, and not at the first attempt.
     manager.runner(config.runner.use)
     for name in config.tracers:
         manager.tracer(name)
@@ -66,10 +67,13 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
 
 def differences(serving: RunningExperiment, plan: Plan) -> JoinProblem | None:
     """Compare the running experiment's settings and release with those of this machine."""
+    # Records and tokens are not promised to be equal between releases, so the releases must be.
     if serving.release != agl.__version__:
         return _differs(serving, f"runs with agl-core {serving.release} and this is {agl.__version__}: install that")
     mine = settings_of(plan)
     for key, theirs in serving.settings.items():
+        # Compared as JSON: the other side's values went through the store, which has lists where
+        # records have tuples.
         if key in mine and to_json(mine[key]) != to_json(theirs):
             what = f"{key} is {_shown(theirs)} there and {_shown(mine[key])} here"
             return _differs(serving, f"has other settings: {what}; use the same experiment file")
@@ -79,6 +83,8 @@ def differences(serving: RunningExperiment, plan: Plan) -> JoinProblem | None:
 async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
     """Check that this machine reaches the experiment's gateway; ``is_given`` if its address is an option's."""
     where = f"the gateway {gateway.url} of the experiment on {serving.host!r}"
+    # An address that was given may be the end of a tunnel, so only the advertised one is judged by
+    # its form.
     if is_loopback(gateway.url) and serving.place != host_id() and not is_given:
         return JoinProblem(
             kind="gateway",
@@ -103,6 +109,7 @@ async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_
 
 def unreachable_policies(serving: RunningExperiment) -> dict[str, str]:
     """Return the policies that only the experiment's machine reaches directly, with the remedy."""
+    # On the experiment's own machine everything that listens on loopback is reachable.
     if serving.place == host_id():
         return {}
     return {

@@ -23,6 +23,7 @@ def with_fleet(config: ExperimentConfig, manager: PluginManager) -> tuple[Experi
     """
     runner = config.runner
     entry = manager.runner(runner.use)
+    # Runners of this machine ignore placements, and a setting that is ignored is refused.
     if not isinstance(manager.resolve(entry), Fleet):
         _refuse_placements(config)
         return config, None
@@ -30,6 +31,7 @@ def with_fleet(config: ExperimentConfig, manager: PluginManager) -> tuple[Experi
         if name in runner.params:
             raise ConfigError(f"runner.params has {name!r}, which the runner {runner.use!r} is given anyway; remove it")
     fleet: Fleet = manager.build(entry, placement=runner.resources, concurrency=runner.concurrency, **runner.params)
+    # From here on the configuration describes the runner within each worker.
     use, params = fleet.attempts()
     if isinstance(manager.resolve(manager.runner(use)), Fleet):
         raise ConfigError(f"each worker of the runner {runner.use!r} would run {use!r}, which places workers itself")
@@ -54,6 +56,7 @@ def on_ray(config: ExperimentConfig, address: str) -> ExperimentConfig:
     params = {**runner.params, "address": address}
     if runner.use != RAY:
         own = {"runner": runner.use} if runner.use != ASYNC else {}
+        # ``--ray`` wraps the runner of the file: it becomes the one that each worker runs.
         params = {"address": address, **own, **({"runner_params": runner.params} if runner.params else {})}
     concurrency = runner.concurrency or RunnerConfig().concurrency
     changed = msgspec.structs.replace(runner, use=RAY, params=params, concurrency=concurrency)
@@ -72,6 +75,7 @@ def store_for_workers(url: str, gateway_url: str) -> str:
     """
     if url and not url.startswith((SQLITE, "memory:")):
         return url
+    # The gateway also serves the store, with tokens that reach one experiment only.
     if gateway_url:
         return gateway_url
     if url.startswith(SQLITE):

@@ -41,18 +41,22 @@ class LiveResources:
     def set(self, version: ResourceVersion) -> None:
         """Make a version live."""
         self._live[version.name] = version
+        # The weights of now are what most rollouts ask for.
         self._pinned.keep(version)
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
         """Store a version, unless an equal one was stored when the step ran before; does not make it live."""
         existing = await self._find(version.name, version.version)
         number = 2
+        # A step that is repeated after a kill may publish other weights under its own version;
+        # versions never change, so it gets the next suffix.
         while existing is not None and existing.resource != version.resource:
             version = msgspec.structs.replace(version, version=f"{version.version.partition('.')[0]}.{number}")
             existing = await self._find(version.name, version.version)
             number += 1
         if existing is not None:
             return existing
+        # Not made live here: its policy has to load it first.
         await self._store.publish([version])
         return version
 
@@ -98,12 +102,16 @@ class PinnedResources:
 
     async def for_rollout(self, rollout: Rollout) -> NamedResources:
         """Return the resources of one rollout: a policy as the LLM that serves it, JSON as its value."""
+        # The pinned version wins: a rollout that waited in the queue runs with the versions of its
+        # request.
         versions = {**await self._live(), **rollout.resources}
         found = {name: await self._version(name, version) for name, version in versions.items()}
         return {name: self._endpoints.get(name) or value_for_agent(one.resource) for name, one in found.items()}
 
     async def _version(self, name: str, version: str) -> ResourceVersion:
         if (name, version) not in self._cache:
+            # Emptying all of it is crude and enough: the rollouts of a step share a handful of
+            # versions.
             if len(self._cache) >= _CACHED:
                 self._cache.clear()
             self.keep(await self._store.resource(name, version))

@@ -20,6 +20,8 @@ def settle_heap() -> None:
     Call it once, when a program has started, and only in a program that owns its process. Garbage in cycles that lives
     for long is found later than by default; what is counted down to zero is freed at once as ever.
     """
+    # Collected first, because whatever is garbage now would stay for ever once it is frozen.
     gc.collect()
     gc.freeze()
+    # The first threshold stays: young garbage is the cheapest.
     gc.set_threshold(gc.get_threshold()[0], _MIDDLE_AFTER, _FULL_AFTER)

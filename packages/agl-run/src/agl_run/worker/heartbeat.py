@@ -72,6 +72,7 @@ class RunningExperiment(Record, frozen=True, kw_only=True):
 async def load_running(store: Store, name: str) -> RunningExperiment | None:
     """Read the record of the running experiment, ``None`` if there is none; a killed one leaves its record."""
     for presence in await store.presences(name, member=OWNER):
+        # The fields of the presence itself count; the details only repeat them.
         found = {**presence.details, "session": presence.session, "beat": presence.beat}
         return msgspec.convert(found, RunningExperiment)
     return None
@@ -120,6 +121,7 @@ class Heartbeat:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
         try:
+            # The absence of the record is how workers learn of an orderly end.
             await withdraw(self._store, self._name)
             await self._see_workers_off()
         except FencedError:
@@ -131,6 +133,7 @@ class Heartbeat:
 
     async def update(self, live: Mapping[str, str]) -> None:
         """Write the live versions to the record."""
+        # Workers read the live versions here for resources that a rollout does not pin.
         self._serving = msgspec.structs.replace(self._serving, live=dict(live))
         await self._write()
 
@@ -163,6 +166,7 @@ class Heartbeat:
             if not await self._store.presences(self._name):
                 return
             await asyncio.sleep(_LOOK_S)
+        # Workers that were killed never sign off; their entries must not greet the next run.
         await self._store.withdraw(self._name, [left.member for left in await self._store.presences(self._name)])
 
 
@@ -177,6 +181,7 @@ def make_running(
         place=host_id(),
         release=agl.__version__,
         gateway_url=gateway_url,
+        # The record can be read by everyone who reads the store, so addresses lose their keys.
         upstreams=tuple(_public(upstream) for upstream in context.upstreams),
         endpoints={
             name: msgspec.structs.replace(llm, endpoint=without_credentials(llm.endpoint), api_key="")
@@ -218,6 +223,7 @@ class UnclaimedReport:
         while True:
             await asyncio.sleep(pause)
             try:
+                # A running rollout proves that there is a worker, which may simply be busy.
                 is_idle = await self._has("queued") and not await self._has("running")
             except StoreError as error:
                 _LOG.warning("the queue could not be read to check for workers: %s", error)
@@ -227,6 +233,7 @@ class UnclaimedReport:
                     f"rollouts wait and no worker claims them ([runner] concurrency is 0); start one, here or on "
                     f"another machine: agl worker FILE, with the file of experiment {self._name!r}"
                 )
+                # A reminder, not an alarm: nobody may have started a worker yet.
                 pause = min(2 * pause, LONGEST_UNCLAIMED_S)
             else:
                 pause = self._first_s

@@ -61,6 +61,7 @@ class WorkerOrder:
             or without_credentials(self.store_url) != self.store_url
         ):
             return self
+        # Nobody renews the token, so it has to outlast the run.
         expires_at = time.time() + WORKER_DAYS * 86_400
         name = self.config.experiment.name
         token = AttemptTokens(lambda: self.secret.encode()).issue_for_worker(name, expires_at=expires_at)
@@ -68,6 +69,7 @@ class WorkerOrder:
 
     def open_store(self) -> tuple[PluginManager, Store]:
         """Take over the order's environment, and open the store; the caller closes it."""
+        # A machine may have keys of its own for other stores, and two of them together are refused.
         for name in _KEYS:
             os.environ.pop(name, None)
         os.environ.update(
@@ -109,7 +111,10 @@ class OrderedWorker:
         manager, store = self._order.open_store()
         try:
             plan = make_worker_plan(self._order.config, folder=Path(self._order.folder), manager=manager)
+            # After the imports: what exists now lives as long as the process.
             settle_heap()
+            # Only a process that replaces one on the same machine may judge which of its attempts
+            # are dead.
             if self._reclaims:
                 await reclaim_lost(store, plan.name)
             at_once = plan.config.runner.concurrency
@@ -122,6 +127,7 @@ class OrderedWorker:
 def order_of(plan: Plan, *, store_url: str, secret: bytes) -> WorkerOrder:
     """Make the order for workers elsewhere; raises :class:`ConfigError` for an agent that they cannot import."""
     agent = plan.agent
+    # Placements are the fleet's affair; a worker has no fleet, and would refuse them.
     algorithms = tuple(msgspec.structs.replace(algorithm, resources=None) for algorithm in plan.config.algorithm)
     config = msgspec.structs.replace(plan.config, algorithm=algorithms)
     if agent.is_imported:
@@ -130,6 +136,7 @@ def order_of(plan: Plan, *, store_url: str, secret: bytes) -> WorkerOrder:
                 "workers in other processes import the agent, so it must be importable: move it to a module and pass "
                 "'module:attribute'; functions of the main script or within functions are not"
             )
+        # The object that was passed to the trainer cannot travel; its import path can.
         section = msgspec.structs.replace(config.experiment, agent=agent.path)
         config = msgspec.structs.replace(config, experiment=section)
     return WorkerOrder(
@@ -148,6 +155,7 @@ async def reclaim_lost(store: Store, experiment: str) -> None:
         attempt
         async for recording in read_recordings(store, query, spans="none")
         for attempt in recording.attempts
+        # Only processes of this machine can be known to be dead; others keep their lease.
         if attempt.status == "running" and worker_is_dead(attempt.worker)
     ]
     for attempt in lost:

@@ -71,6 +71,8 @@ class RemoteWorker:
         self._gateway_url = gateway_url.rstrip("/").removesuffix("/v1")
         self._stays = stays
         self._name = worker_name()
+        # Before the first join a problem is a mistake of the setup; afterwards it may pass, and the
+        # worker waits.
         self._has_joined = False
         self._is_over = False
         self._said = ""
@@ -88,6 +90,7 @@ class RemoteWorker:
         Raises:
             ConfigError: The experiment runs and this machine cannot join it; names the reason and the next step.
         """
+        # One round for each start of the experiment.
         while not self._is_over:
             found = await self._wait()
             if found is not None:
@@ -102,12 +105,14 @@ class RemoteWorker:
 
     async def _wait(self) -> tuple[RunningExperiment, RemoteGateway | None] | None:
         """Wait until the experiment can be joined; returns its record and gateway, ``None`` if it is finished."""
+        # The session and the beat of the first look; see below.
         seen: tuple[str, int] | None = None
         while True:
             try:
                 serving = await load_running(self._store, self._plan.name)
                 if serving is None and await self._check_finished():
                     return None
+            # A token that is refused now is refused later too, unlike a store that does not answer.
             except TokenError as error:
                 raise ConfigError(str(error)) from error
             except StoreError as error:
@@ -121,6 +126,8 @@ class RemoteWorker:
                 problem = await self._join_problem(serving, gateway)
                 if problem is None:
                     return serving, gateway
+                # A killed experiment leaves its record; only a beat that moves between two looks
+                # proves that it runs.
                 if seen is None or seen[0] != serving.session:
                     seen = (serving.session, serving.beat)
                 self._refuse(serving, problem, runs=seen[1] != serving.beat)
@@ -129,16 +136,21 @@ class RemoteWorker:
     async def _check_finished(self) -> bool:
         """Return true if the experiment is finished and the worker does not wait for its next run."""
         state = await load_experiment(self._store, self._plan.name)
+        # A record that says ``running`` without a heartbeat is a stopped experiment, which may be
+        # resumed.
         self._is_over = state is not None and state.status == "finished" and not self._stays
         return self._is_over
 
     def _gateway_of(self, serving: RunningExperiment) -> RemoteGateway | None:
+        # The option replaces the advertised address; it cannot add a gateway that the experiment
+        # does not have.
         url = (self._gateway_url or serving.gateway_url) if serving.gateway_url else ""
         if not url:
             return None
         return RemoteGateway(url, key=worker_key() or AdminKey(signing_keys()), ca=ca_of(self._plan))
 
     async def _join_problem(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> JoinProblem | None:
+        # The checks that cost nothing come first.
         found = differences(serving, self._plan) or check_direct_calls(serving)
         if found is None and gateway is not None:
             found = await try_gateway(serving, gateway, is_given=bool(self._gateway_url))
@@ -192,6 +204,8 @@ class RemoteWorker:
 
     def _make_worker(self, serving: RunningExperiment, gateway: RemoteGateway | None, stack: ExitStack) -> Worker:
         url = gateway.url if gateway is not None else ""
+        # Agents here reach the gateway by this machine's address of it, not by the experiment's
+        # own.
         endpoints = {
             name: msgspec.structs.replace(llm, endpoint=f"{url}/v1") if url else llm
             for name, llm in serving.endpoints.items()
@@ -201,6 +215,7 @@ class RemoteWorker:
             make_tracers(self._plan, stack),
             unreachable=unreachable_policies(serving),
             store=self._store,
+            # A worker's token cannot sign; its claims come with a token for each attempt.
             secret=None if worker_key() else signing_keys(),
             resources=PinnedResources(self._store, endpoints, live=self._live).for_rollout,
             gateway_url=url,
@@ -210,6 +225,8 @@ class RemoteWorker:
             concurrency=self._concurrency,
         )
         runner = make_runner(self._plan, context)
+        # A failure while the gateway was silent says nothing about the agent, and the guard repeats
+        # it.
         return Worker(context, runner if gateway is None else GuardedRunner(runner, gateway), finished=self._count)
 
     def _count(self, rollout: Rollout) -> None:
@@ -224,6 +241,7 @@ class RemoteWorker:
     ) -> None:
         if worker.failure is None:
             raise RuntimeError("the worker is not running")
+        # The loss of the gateway wakes the loop at once, instead of at the next look.
         lost = asyncio.ensure_future((gateway.lost if gateway is not None else asyncio.Event()).wait())
         summary_at, shown = time.monotonic() + SUMMARY_S, self.finished.total()
         beat_at = time.monotonic() + BEAT_S
@@ -234,6 +252,7 @@ class RemoteWorker:
                     member = msgspec.structs.replace(member, beat=member.beat + 1)
                     await self._store.announce(member)
                 await asyncio.wait({worker.failure, lost}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                # Raised here, so that ``agl worker`` ends with the reason.
                 if worker.failure.done():
                     worker.failure.result()
                 if time.monotonic() >= summary_at and self.finished.total() != shown:
@@ -250,6 +269,7 @@ class RemoteWorker:
         if current is None:
             is_finished = await self._check_finished()
             return f"experiment {self._plan.name!r} " + ("is finished" if is_finished else "ended or was stopped")
+        # A restart has other tokens and another gateway, so everything is set up anew.
         if current.session != serving.session:
             return f"experiment {self._plan.name!r} was started again"
         if gateway is None:
@@ -258,5 +278,6 @@ class RemoteWorker:
             problem = await gateway.look()
         except GatewayLostError as error:
             return str(error)
+        # A short silence is a restart of the gateway or a slow network; attempts go on meanwhile.
         is_gone = gateway.lost.is_set() or gateway.silence_s() > PATIENCE_S
         return f"the gateway {gateway.url} {problem or 'went away'}" if is_gone else ""

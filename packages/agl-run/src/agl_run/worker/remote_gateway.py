@@ -51,6 +51,7 @@ class RemoteGateway:
     ) -> None:
         self.url = url
         self._ca = ca
+        # Made once, because loading the system's authorities is slow compared with a request.
         self._context = client_context(ca) if url.startswith("https:") else None
         self.lost = asyncio.Event()
         self.is_refused = False
@@ -58,6 +59,7 @@ class RemoteGateway:
         self._key = key
         self._id = ""
         self._start = ""
+        # Times of the monotonic clock; minus infinity stands for never.
         self._answered_at = float("-inf")
         self._failed_at = float("-inf")
 
@@ -72,6 +74,7 @@ class RemoteGateway:
             self._recognise(answer)
             return ""
         self._failed_at = time.monotonic()
+        # Kept apart from other failures, because waiting does not help against a wrong secret.
         self.is_refused = status == 401
         if self.is_refused and isinstance(self._key, WorkerKey):
             return f"refuses the token in {WORKER_TOKEN_ENV} or in its file: {answer}"
@@ -94,6 +97,7 @@ class RemoteGateway:
         """Return once the gateway answers; raises :class:`GatewayLostError` if it is gone or stays silent."""
         if self.lost.is_set():
             raise self._gone("is gone")
+        # One look serves all attempts that start within two seconds.
         if self.silence_s() < FRESH_S:
             return
         deadline = time.monotonic() + self._patience_s
@@ -118,6 +122,7 @@ class RemoteGateway:
                 return self._recognise(answer)
             if status == 409:
                 raise CaptureError(answer)
+            # The gateway is alive and waits for its store, so its patience begins anew.
             if status == 202:
                 self._recognise(answer)
                 deadline = time.monotonic() + self._patience_s
@@ -131,6 +136,8 @@ class RemoteGateway:
         """Compare an answer's ids with the first one's: a gateway that kept all calls starts again under its own id."""
         gateway_id, _, start = answer.partition(" ")
         self._id, self._start = self._id or gateway_id, self._start or start
+        # A new id means that the spool of the earlier gateway is gone, and with it calls that were
+        # answered and not stored.
         if gateway_id != self._id:
             raise self._gone("was started again; calls of running attempts may be lost")
         if start != self._start:
@@ -149,6 +156,7 @@ class RemoteGateway:
         except (OSError, http.client.HTTPException) as error:
             return 0, refusal_of(error, self._ca) or f"{type(error).__name__}: {error}"
         try:
+            # A proxy or another program may answer on that port with anything.
             data: Any = msgspec.json.decode(answer)
             is_fine = status in (200, 202)
             text = f"{data['gateway']} {data.get('start', '')}" if is_fine else data["error"]["message"]
@@ -159,6 +167,8 @@ class RemoteGateway:
     def _request(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
         parts = urlsplit(self.url)
         host, port, context = parts.hostname or "", parts.port, self._context
+        # The standard library, without a proxy: settings for agents' traffic must not redirect
+        # control messages.
         connection = (
             http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=context)
             if context
@@ -201,9 +211,12 @@ class GuardedRunner:
         try:
             await self._gateway.ready()
         except GatewayLostError:
+            # Waits until it is cancelled; returning would fail an attempt that another worker can
+            # run.
             await asyncio.Event().wait()
         started = time.monotonic()
         outcome = await self._runner.execute(claim)
+        # A success needs no excuse, so only failures are doubted.
         if outcome.status == "failed":
             await self._gateway.settle(claim.attempt.attempt_id)
             if self._gateway.failed_since(started):

@@ -46,6 +46,7 @@ def run_context(
     return RunContext(
         agent=plan.agent,
         experiment=plan.name,
+        # Errors name the reward and its line, since a worker's log may be all that a person sees.
         rewards=[(name, named(name, emitter, folder=plan.folder)) for name, emitter in rewards],
         tracers=tracers,
         plugins=plan.manager.worker_env(),
@@ -58,6 +59,8 @@ def run_context(
 def make_runner(plan: Plan, context: RunContext) -> Runner:
     """Build the runner of an experiment; without slots one that runs nothing."""
     config = plan.config.runner
+    # Without slots nothing is claimed, and building the runner could fail for what only workers
+    # have.
     if not context.concurrency:
         return NoRunner()
     return plan.manager.build(plan.manager.runner(config.use), setup=context, **config.params)
@@ -72,8 +75,10 @@ def ca_of(plan: Plan) -> Path | None:
 def make_tracers(plan: Plan, stack: ExitStack) -> list[tuple[str, Tracer]]:
     """Build the experiment's tracers by name; their environment is set until ``stack`` closes."""
     manager = plan.manager
+    # A tracer that is listed although it is always on is installed once.
     names = dict.fromkeys((*plan.config.tracers, *ALWAYS_ON))
     tracers: list[tuple[str, Tracer]] = [(name, manager.build(manager.tracer(name))) for name in names]
     for _, tracer in tracers:
+        # Child processes inherit the settings of tracers by the environment.
         stack.enter_context(environment(tracer.worker_env()))
     return tracers

@@ -76,20 +76,28 @@ class Worker:
 
     async def __aenter__(self) -> "Worker":
         """Start the runner and begin to claim."""
+        # The runner starts before the first claim, so that an agent which cannot be imported costs
+        # no attempt.
         await self._runner.start()
+        # A future and not an exception of the loops below: those who wait for rollouts race it
+        # against their wait.
         self.failure = asyncio.get_running_loop().create_future()
         self._loops = [self._spawn(self._claim_loop), self._spawn(self._renew_loop)]
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         """Stop claiming, give running attempts back to the queue, and stop the runner."""
+        # Claiming stops before attempts are given back; otherwise this worker would claim them
+        # again.
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
+        # A copy, because every task removes itself when it ends.
         running = list(self._running.items())
         for _, task in running:
             task.cancel()
         await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+        # Last: attempts that were cancelled still need it to clean up.
         await self._runner.stop()
         self._warnings.conclude()
         if self.failure is not None and not self.failure.cancel() and not self.failure.cancelled():
@@ -116,7 +124,10 @@ class Worker:
 
     async def _claim_loop(self) -> None:
         while True:
+            # Capacity first: a claim that nothing can run would only hold a lease.
             claims = await self._claim(limit=await self._wait_for_capacity())
+            # A suspect may end the whole process, so it runs alone; the state of the previous claim
+            # decides whether this worker was ready for one.
             was_careful, self._is_careful = self._is_careful, any(_is_suspect(claim.rollout) for claim in claims)
             for claim in claims:
                 self._launch(claim, is_declined=_is_suspect(claim.rollout) and not was_careful)
@@ -128,11 +139,15 @@ class Worker:
             worker=self._name,
             lease_s=LEASE_S,
             experiment=self._context.experiment,
+            # The same id in a repeated claim returns the same rollouts, so an answer that was lost
+            # is not a lost rollout.
             claim_id=new_trace_id(),
         )
         try:
             return await claim(limit=limit, wait_s=CLAIM_WAIT_S)
         except asyncio.CancelledError:
+            # Best effort while stopping: what is not given back here returns to the queue when its
+            # lease lapses.
             with suppress(StoreError, TimeoutError):  # the leases lapse
                 async with asyncio.timeout(GIVE_BACK_S):
                     for taken in await claim(limit=1):
@@ -141,8 +156,10 @@ class Worker:
 
     async def _wait_for_capacity(self) -> int:
         """Return the number of attempts that may start; after a suspect that is one, once nothing else runs."""
+        # The suspect starts once nothing is left that it could take down.
         while self._is_careful and self._running:
             await asyncio.wait(list(self._running.values()))
+        # The loop is needed: an attempt may start between the event and this check.
         while not self._is_careful and self.slots.free <= 0:
             self._free.clear()
             await self._free.wait()
@@ -152,6 +169,8 @@ class Worker:
         key = claim.attempt.attempt_id
         if not is_declined:
             self.slots.take()
+        # A declined suspect keeps its place in the table, so that its lease is renewed until it is
+        # given back.
         task = asyncio.create_task(self._decline(claim) if is_declined else self._run(claim))
         self._running[key] = task
         task.add_done_callback(lambda ended: self._ended(key, ended))
@@ -173,6 +192,7 @@ class Worker:
 
     async def _renew_loop(self) -> None:
         while True:
+            # Two renewals may fail before a lease lapses.
             await asyncio.sleep(LEASE_S / 3)
             held = list(self._running)
             if not held:
@@ -180,6 +200,7 @@ class Worker:
             kept = set(await self._renew(held))
             for attempt_id in held:
                 task = self._running.get(attempt_id)
+                # Another worker has it by now; two agents on one attempt would mix their spans.
                 if attempt_id not in kept and task is not None:
                     _LOG.info("attempt %s was taken from this worker; stopping it", attempt_id)
                     task.cancel()
@@ -187,8 +208,11 @@ class Worker:
     async def _renew(self, held: Sequence[str]) -> list[str]:
         """Renew leases and return those that are held on; an attempt that was removed costs no other its lease."""
         try:
+            # One request for all leases, which is what keeps hundreds of attempts cheap.
             return await self._context.store.renew(held, lease_s=LEASE_S)
         except NotFoundError:
+            # The store refuses the whole request for one removed attempt, so it is found by asking
+            # one by one.
             if len(held) == 1:
                 return []
         return [kept for own in await asyncio.gather(*(self._renew([each]) for each in held)) for kept in own]
@@ -200,6 +224,7 @@ class Worker:
             await self._release(claim, None)
             await self._give_back(claim)
             raise
+        # Not the agent's fault, so the attempt is repeated and counts among the losses.
         except (GatewayLostError, LostError) as error:
             _LOG.info("attempt %s is given back: %s", claim.attempt.attempt_id, error)
             await self._release(claim, None)
@@ -211,10 +236,13 @@ class Worker:
     async def _outcome(self, claim: Claim) -> Outcome:
         """Run an attempt and judge it; raises only what gives it back."""
         context = self._context
+        # What is reported if even the runner raises.
         outcome = Outcome(attempt_id=claim.attempt.attempt_id, status="failed")
         try:
             outcome = await self._execute(claim)
             if context.gateway is not None:
+                # The gateway writes calls behind the answer; an outcome before the last of them
+                # would lack rows.
                 await context.gateway.settle(claim.attempt.attempt_id)
             return await self._judge(claim.rollout, outcome)
         except (GatewayLostError, LostError):
@@ -237,12 +265,16 @@ class Worker:
         try:
             return await self._runner.execute(claim)
         finally:
+            # Freed before the outcome is judged and written, so that slow rewards do not idle a
+            # slot.
             self.slots.leave()
             self._free.set()
 
     async def _finish(self, outcome: Outcome) -> None:
         try:
             rollouts = await self._write(outcome)
+        # Another worker has taken the attempt over, or a person removed the rollout: there is
+        # nothing to report.
         except (FencedError, NotFoundError) as error:
             _LOG.info("the outcome of attempt %s is dropped: %s", outcome.attempt_id, error)
             return
@@ -257,7 +289,9 @@ class Worker:
         except (FencedError, NotFoundError):
             raise
         except (StoreError, *UNFIT) as error:
+            # An odd value of one agent must not end a run of thousands of rollouts.
             fitting = storable_outcome(outcome, error)
+            # Nothing in the outcome is at fault, so the store is; that ends the worker.
             if fitting is None:
                 raise
             self._warnings.add(outcome.attempt_id, error)
@@ -275,9 +309,13 @@ class Worker:
     async def _judge(self, rollout: Rollout, outcome: Outcome) -> Outcome:
         """Add the reward emitters' spans; a success without model calls becomes a failure if calls are required."""
         context = self._context
+        # Reading the spans costs a request per attempt, which most experiments without rewards
+        # never need.
         if outcome.status != "succeeded" or not (context.rewards or context.requires_calls):
             return outcome
         recorded = await all_spans(context.store, rollout.rollout_id, outcome.attempt_id)
+        # Emitters see the attempt as the store will have it, although its last spans are not
+        # written yet.
         spans = [*recorded, *outcome.spans]
         if context.requires_calls and not any(span.call is not None for span in spans):
             error = describe_error(NoModelCallsError(_no_calls(spans, outcome.attempt_id)))
@@ -287,13 +325,18 @@ class Worker:
             for name, emitter in context.rewards
             for reward in await judged(name, emitter, rollout, spans)
         ]
+        # The rewards travel with the outcome: one write makes both visible, so no reader sees a
+        # judged rollout without them.
         outcome = msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
+        # The collector of this process can skip reading them again.
         self._keep(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
         return outcome
 
 
 def _is_suspect(rollout: Rollout) -> bool:
     """Return true if the rollout has lost so many workers that it runs alone, and no other shares its worker's fate."""
+    # Half of the losses that are allowed: early enough to protect others, late enough to spare the
+    # innocent.
     return rollout.losses > 0 and 2 * rollout.losses >= rollout.retry.max_losses
 
 
@@ -304,7 +347,9 @@ def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:
     for span in added:
         if span.span_id not in known:
             known.add(span.span_id)
+            # The store numbers spans in the order of their arrival.
             sequence = max(span.sequence, spans[-1].sequence + 1 if spans else 1)
+            # A round trip makes the copy equal to what a store returns, tuples as lists included.
             spans.append(decode(encode(msgspec.structs.replace(span, sequence=sequence, is_late=False)), Span))
     return spans
 
@@ -356,6 +401,7 @@ class Slots:
     def now(self) -> tuple[float, float]:
         """Return the time, and the seconds that all agents together have run until then."""
         now = self._clock()
+        # An integral over time, brought up to date at each change.
         self._total_s += self.taken * (now - self._since)
         self._since = now
         return now, self._total_s

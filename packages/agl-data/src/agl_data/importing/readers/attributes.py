@@ -9,7 +9,7 @@ from typing import Any
 from agl import semconv
 from agl.schemas import Json
 from agl_data.importing.readers.genai import TOOLS
-from agl_data.importing.readers.payloads import FLOATS, WHOLE, answer_of, messages_of, parsed, token_counts
+from agl_data.importing.readers.payloads import FLOATS, WHOLE, answer_of, chat_usage, messages_of, parsed
 from agl_data.importing.traces import agent_attributes, tool_attributes
 from agl_data.importing.values import as_dict, as_text, first
 
@@ -17,7 +17,6 @@ _TYPE, _INPUT, _OUTPUT = "langfuse.observation.type", "langfuse.observation.inpu
 LANGFUSE_CONTENT = (_INPUT, _OUTPUT)
 """Names of Langfuse's attributes that hold what a call's own fields hold."""
 
-COUNTS = (("prompt_tokens", "completion_tokens"), ("input", "output"), ("input_tokens", "output_tokens"))
 """Pairs of names that Langfuse has for the tokens of a prompt and an answer."""
 
 _KIND = "openinference.span.kind"
@@ -139,7 +138,7 @@ def _langfuse_call(attributes: dict[str, Json]) -> dict[str, Json]:
     asked = parsed(attributes.get(_INPUT))
     settings = as_dict(parsed(attributes.get("langfuse.observation.model.parameters")))
     answer = answer_of(attributes.get(_OUTPUT))
-    counts = token_counts(attributes.get("langfuse.observation.usage_details"), *COUNTS)
+    counts = chat_usage(attributes.get("langfuse.observation.usage_details"))
     return {
         semconv.OPERATION: semconv.OP_CHAT,
         semconv.REQUEST_MODEL: attributes.get("langfuse.observation.model.name"),

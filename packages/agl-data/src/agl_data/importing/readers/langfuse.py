@@ -15,8 +15,7 @@ import msgspec
 
 from agl.errors import DatasetError
 from agl.schemas import Json, RewardSource, SpanStatus
-from agl_data.importing.readers.attributes import COUNTS
-from agl_data.importing.readers.payloads import call_of, parsed, token_counts
+from agl_data.importing.readers.payloads import call_of, chat_usage, parsed
 from agl_data.importing.runs import Run, own_call, own_reward
 from agl_data.importing.source import read_lines
 from agl_data.importing.traces import (
@@ -171,7 +170,7 @@ def _observation(place: str, record: dict[str, Any], trace: str) -> tuple[str, P
     )
     match kind:
         case "GENERATION":
-            usage = token_counts(record.get("usageDetails"), *COUNTS) or token_counts(record.get("usage"), *COUNTS)
+            usage = chat_usage(record.get("usageDetails")) or chat_usage(record.get("usage"))
             part.call = call_of(
                 own,
                 asked,

@@ -11,16 +11,15 @@ from typing import Any
 
 from agl.errors import DatasetError
 from agl.schemas import Json, Reward, RewardSource
-from agl_data.importing.readers.payloads import call_of, parsed, token_counts
+from agl_data.importing.readers.payloads import call_of, chat_usage, parsed
 from agl_data.importing.runs import Run
 from agl_data.importing.source import Line, read_lines
 from agl_data.importing.traces import Part, Scored, agent_attributes, judged, marked, runs_of, tool_attributes
-from agl_data.importing.values import as_dict, as_text, dicts_in, first, json_text, ns_of, number_of
+from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, first, json_text, ns_of, number_of
 
 _NO_NUMBER = "feedback that is not a number: its text is kept, without a value"
 _ATTACHED = "attachments of runs: left out"
 _NO_TRACE = "feedback without a run: left out"
-_COUNTS = (("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens"))
 _SOURCES: dict[str, RewardSource] = {"app": "human", "api": "evaluator", "model": "evaluator", "auto_eval": "evaluator"}
 _STARTED = re.compile(r"\d{8}T\d{6}\d*Z")
 
@@ -101,8 +100,7 @@ def _call(record: dict[str, Any], metadata: dict[str, Any], asked: Json, answere
     settings = as_dict(as_dict(parsed(record.get("extra"))).get("invocation_params"))
     names = ("temperature", "max_tokens", "stop")
     known = {name: metadata[f"ls_{name}"] for name in names if metadata.get(f"ls_{name}") is not None}
-    counted = (record, metadata.get("usage_metadata"), as_dict(answered).get("usage_metadata"))
-    usage = first(token_counts(each, *_COUNTS) for each in counted)
+    usage = first(map(chat_usage, _counted(record, metadata, as_dict(answered))))
     return call_of(
         as_text(record.get("id")),
         asked,
@@ -113,6 +111,18 @@ def _call(record: dict[str, Any], metadata: dict[str, Any], asked: Json, answere
         usage=usage,
         error=as_text(record.get("error")),
     )
+
+
+def _counted(record: dict[str, Any], metadata: dict[str, Any], answered: dict[str, Any]) -> Iterator[Json]:
+    """Yield the places in which token counts may stand, the run's own sums first."""
+    yield record
+    yield metadata.get("usage_metadata")
+    yield answered.get("usage_metadata")
+    for generation in dicts_in(first(as_list(answered.get("generations")))):  # as LangChain answers
+        message = as_dict(generation.get("message"))
+        yield as_dict(message.get("kwargs")).get("usage_metadata") or message.get("usage_metadata")
+    told = as_dict(answered.get("llm_output"))
+    yield told.get("token_usage") or told.get("usage")
 
 
 def _only(value: Json, name: str) -> Json:

@@ -10,7 +10,7 @@ from typing import Any
 
 from agl.errors import DatasetError
 from agl.schemas import Json, RewardSource, SpanEvent
-from agl_data.importing.readers.payloads import call_of, decoded, token_counts
+from agl_data.importing.readers.payloads import call_of, chat_usage, decoded
 from agl_data.importing.runs import CHANGED_TEXT, Run
 from agl_data.importing.source import read_lines
 from agl_data.importing.traces import Part, Scored, agent_attributes, judged, runs_of, tool_attributes
@@ -18,7 +18,6 @@ from agl_data.importing.values import as_dict, as_text, dicts_in, json_text, ns_
 
 _EXPECTED = "expectations of a trace, which are not rewards: left out"
 _NO_NUMBER = "feedback that is neither a number nor yes or no: its words are kept, without a value"
-_COUNTS = (("input_tokens", "output_tokens"), ("prompt_tokens", "completion_tokens"))
 _SOURCES: dict[str, RewardSource] = {"HUMAN": "human", "LLM_JUDGE": "evaluator", "CODE": "evaluator"}
 _WORDS = {"yes": 1.0, "no": 0.0}  # how the judges of MLflow answer
 
@@ -93,7 +92,7 @@ def _part(place: str, span: dict[str, Any]) -> Part:
                 model=as_text(given.get("mlflow.llm.model")) or as_text(given.get("model")),
                 settings=given,
                 tools=given.get("mlflow.chat.tools"),
-                usage=token_counts(given.get("mlflow.chat.tokenUsage"), *_COUNTS),
+                usage=chat_usage(given.get("mlflow.chat.tokenUsage")),
                 error=(part.message or "error") if is_error else "",
             )
         case "AGENT":

@@ -7,7 +7,7 @@ are, in their own dialect; the rest becomes OpenAI's chat.
 import json
 from typing import Any
 
-from agl.schemas import Dialect, Json, ModelCall, Sampling
+from agl.schemas import Dialect, Json, ModelCall, Sampling, Usage
 from agl_data.importing.runs import IDS_MISSING
 from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, first, json_text, number_of, whole_of
 
@@ -54,7 +54,7 @@ def call_of(
         model: The model's name, unless it is a field of the request.
         settings: Sampling parameters, unless they are fields of the request.
         tools: Definitions of the tools, likewise.
-        usage: Counts of tokens, as ``prompt_tokens`` and ``completion_tokens``.
+        usage: Counts of tokens in chat's form.
         error: The text of the failure, ``""`` without one.
     """
     asked, answered = parsed(asked), parsed(answered)
@@ -172,14 +172,19 @@ def decoded(value: Json) -> Json:
         return value
 
 
-def token_counts(found: Json, *names: tuple[str, str]) -> dict[str, int]:
-    """Return counts of tokens in chat's names, from the first pair of names that an object has."""
-    counts = as_dict(parsed(found))
-    for given, answered in names:
-        values = (counts.get(given), counts.get(answered))
-        if all(isinstance(value, int) for value in values):
-            return {"prompt_tokens": int(counts[given]), "completion_tokens": int(counts[answered])}
-    return {}
+def chat_usage(found: Json) -> dict[str, Json]:
+    """Return counts of tokens in chat's form, from those of any provider; empty where nothing was counted."""
+    usage = Usage.read(parsed(found))
+    if not usage.prompt and not usage.answer:
+        return {}
+    counts: dict[str, Json] = {"prompt_tokens": usage.prompt, "completion_tokens": usage.answer}
+    cached: dict[str, Json] = {"cached_tokens": usage.cached}
+    thoughts: dict[str, Json] = {"reasoning_tokens": usage.thoughts}
+    return (
+        counts
+        | ({"prompt_tokens_details": cached} if usage.cached else {})
+        | ({"completion_tokens_details": thoughts} if usage.thoughts else {})
+    )
 
 
 def sampling_of(settings: dict[str, Any]) -> Sampling:
