@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from agl.errors import ConfigError
 from agl.schemas import Row, Segment, pack_floats, pack_ids
-from agl_algo_torch.learner.batch import RowSample, from_row, loss_weights, micro_batches, split_updates
-from agl_objectives.aggregation import AGGREGATIONS
+from agl_algo_torch.learner.batch import RowSample, from_row, micro_batches
+from agl_objectives.aggregation import loss_weights, split_updates
 from agl_objectives.losses import PPOClip
 
 CPU = torch.device("cpu")
@@ -81,7 +79,7 @@ def cut(name: str, rollout: tuple[list[int], list[int], float], parts: list[int]
 
 
 @settings(max_examples=60)
-@given(rollouts(), st.data(), st.sampled_from(AGGREGATIONS), st.integers(1, 40))
+@given(rollouts(), st.data(), st.sampled_from(["token", "sequence", "constant"]), st.integers(1, 40))
 def test_a_split_rollout_has_the_gradient_of_the_whole(
     given_rollouts: list[tuple[list[int], list[int], float]], data: st.DataObject, aggregation: str, budget: int
 ) -> None:
@@ -94,7 +92,7 @@ def test_a_split_rollout_has_the_gradient_of_the_whole(
 
 
 @settings(max_examples=40)
-@given(rollouts(), st.sampled_from(AGGREGATIONS))
+@given(rollouts(), st.sampled_from(["token", "sequence", "constant"]))
 def test_skipping_silent_rows_changes_nothing(
     given_rollouts: list[tuple[list[int], list[int], float]], aggregation: str
 ) -> None:
@@ -169,8 +167,3 @@ def test_scatter_is_the_inverse_of_flattening() -> None:
     (batch,) = micro_batches(samples, [1.0, 1.0], token_budget=64, device=CPU)
     by_row = batch.scatter(batch.targets_M.float())
     assert {index: values.tolist() for index, values in by_row.items()} == {0: [0, 2, 0], 1: [0, 0, 3, 0, 5]}
-
-
-def test_a_budget_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="token budget"):
-        list(micro_batches([], [], token_budget=0, device=CPU))

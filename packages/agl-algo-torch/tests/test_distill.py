@@ -302,7 +302,7 @@ def test_row_that_the_teacher_agrees_with_leaves_the_others_their_old_logprobs(m
     algorithm = made(Distill, teacher="./big", updates_per_step=2, threads=1, device="cpu")
     learner = algorithm._tuned.tried_out(Weights(uri=str(model_dir)))
     silent = replace(sample_of([4, 5, 6]), advantages=torch.zeros(3))
-    rows = algorithm._with_old_logprobs(learner, [sample_of([1, 2, 3]), silent])
+    rows = algorithm._objective.prepared([sample_of([1, 2, 3]), silent], learner=learner, skips_silent=False)
     assert all(row.old is not None for row in rows)
 
 

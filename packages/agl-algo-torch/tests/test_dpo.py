@@ -14,7 +14,7 @@ import torch
 from agl.contracts import Recorded
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.preferences import DPO, Pair, make_pairs
+from agl_algo_torch.preferences import DPO, Example, make_pairs
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -96,7 +96,7 @@ def test_pairs_are_the_extremes_or_all_that_differ_enough(model_dir: Path) -> No
     played = paid_by_another(model_dir, count=5)
     group = [msgspec.structs.replace(e, reward=reward) for e, reward in zip(played, rewards, strict=True)]
 
-    def named(pairs: list[Pair]) -> list[tuple[str, str]]:
+    def named(pairs: list[Example]) -> list[tuple[str, str]]:
         return [(pair.chosen[-1], pair.rejected[-1]) for pair in pairs]
 
     assert [("1", "3")] == named(make_pairs(group, gap=0.1, pairing="extremes"))

@@ -12,7 +12,7 @@ import torch
 from agl.contracts import Recorded
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.preferences import KTO, Label, Ratio
+from agl_algo_torch.preferences import KTO, Example, Ratio
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -74,7 +74,8 @@ def replace_group(episode: Episode, *, group: str) -> Episode:
 
 def labels(model_dir: Path, *rewards: float | None, **params: Any) -> list[tuple[bool, float]]:
     group = with_rewards(paid_by_another(model_dir, count=len(rewards)), *rewards)
-    return [(label.is_good, label.weight) for label in made(KTO, **params).examples([group])]
+    kto = made(KTO, **params)
+    return [(bool(label.chosen), label.weight) for label in kto.weighed(kto.examples([group]))]
 
 
 def test_rollouts_are_compared_with_the_mean_of_their_group(model_dir: Path) -> None:
@@ -107,13 +108,13 @@ def test_first_loss_is_a_half(model_dir: Path, tmp_path: Path) -> None:
 def test_gradient_equals_that_of_the_whole_loss(model_dir: Path, tmp_path: Path, offset: float) -> None:
     group = with_rewards(paid_by_another(model_dir, count=4, rows=2), 0.0, 1.0, 0.0, 0.0)
     kto = made(KTO, beta=0.7, weights=(1.0, 1.5), lr=1e-9, threads=1, device="cpu", token_budget=12)
-    given = kto.examples([group])
+    given = kto.weighed(kto.examples([group]))
 
     def loss(ratios: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
         del tokens
         point = torch.stack(list(ratios.values())).mean().detach().clamp(min=0)
         each = [
-            label.weight * (1 - torch.sigmoid(0.7 * (1 if label.is_good else -1) * (ratios[label.rollout] - point)))
+            label.weight * (1 - torch.sigmoid(0.7 * (1 if label.chosen else -1) * (ratios[label.rollouts[0]] - point)))
             for label in given
         ]
         return torch.stack(each).mean()
@@ -123,12 +124,14 @@ def test_gradient_equals_that_of_the_whole_loss(model_dir: Path, tmp_path: Path,
 
 
 def test_loss_of_a_good_and_a_bad_rollout_by_hand() -> None:
-    given = [Label(rollout="g", is_good=True, weight=1.0), Label(rollout="b", is_good=False, weight=1.0)]
-    found = made(KTO, beta=1.0).judge(given, {"g": Ratio(total=2.0, tokens=1), "b": Ratio(total=0.0, tokens=1)})
+    given = [Example(chosen="g"), Example(rejected="b")]
+    factors, metrics = made(KTO, beta=1.0).judge(
+        given, {"g": Ratio(total=2.0, tokens=1), "b": Ratio(total=0.0, tokens=1)}
+    )
     value = 1 / (1 + torch.e**-1.0)  # both are one nat on the right side of the mean
-    assert 1 - value == pytest.approx(found.metrics["loss"])
-    assert {"g": value * (1 - value) / 2, "b": -value * (1 - value) / 2} == pytest.approx(found.factors)
-    assert (2.0, 1.0) == (found.metrics["margin"], found.metrics["reference_kl"])
+    assert 1 - value == pytest.approx(metrics["loss"])
+    assert {"g": value * (1 - value) / 2, "b": -value * (1 - value) / 2} == pytest.approx(factors)
+    assert (2.0, 1.0) == (metrics["margin"], metrics["reference_kl"])
 
 
 def test_single_rollouts_need_a_reward_to_be_compared_with() -> None:

@@ -15,12 +15,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.grpo import GRPO
-from agl_algo_torch.learner import update_time
+from agl_algo_torch.learner import policy_learner
 from agl_algo_torch.learner.batch import micro_batches
 from agl_algo_torch.learner.model import checkpoint_gradients
 from agl_algo_torch.learner.packing import pack, packs_rows
+from agl_algo_torch.learner.policy_learner import random_row, update_seconds
 from agl_algo_torch.learner.scoring import find_head
-from agl_algo_torch.learner.update_time import random_row, update_seconds
 from agl_inspect.forecast.costs import Training, memory_of
 from agl_inspect.forecast.models import shape_from
 
@@ -131,7 +131,7 @@ def test_update_is_measured_on_rows_of_the_given_lengths(model_dir: Path) -> Non
 
 
 def test_measurement_of_many_long_rows_tries_a_part_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_time, "LIMIT_S", 0.4)
+    monkeypatch.setattr(policy_learner, "MEASURED_S", 0.4)
     tried: list[int] = []
 
     def update(rows: Sequence[RowSample]) -> None:

@@ -92,39 +92,39 @@ def names(found: Any) -> list[str]:
 
 def test_the_newest_come_first_then_the_largest_advantages_and_each_once() -> None:
     kept = buffer()
-    kept.take("v1", own=9)
-    kept.add("v1", [row("old", advantage=9.0)], uses=uses("old"))
-    kept.take("v2", own=0)
-    kept.add("v2", [row("small", advantage=-0.5), row("large", advantage=-2.0)], uses=uses("small", "large"))
-    found = kept.take("v3", own=2)
+    kept.pool.take("v1", own=9)
+    kept.pool.add("v1", [row("old", advantage=9.0)], uses=uses("old"))
+    kept.pool.take("v2", own=0)
+    kept.pool.add("v2", [row("small", advantage=-0.5), row("large", advantage=-2.0)], uses=uses("small", "large"))
+    found = kept.pool.take("v3", own=2)
     assert (["large", "small"], (1, 1)) == (names(found), found.ages)
-    found = kept.take("v3", own=2)
+    found = kept.pool.take("v3", own=2)
     assert (["old"], (2,)) == (names(found), found.ages)
-    assert [] == names(kept.take("v3", own=2))
+    assert [] == names(kept.pool.take("v3", own=2))
 
 
 def test_rollouts_of_the_live_version_and_silent_ones_are_not_replayed() -> None:
     kept = buffer()
-    kept.take("v1", own=1)
-    kept.add("v1", [row("loud"), row("silent", advantage=0.0)], uses=uses("loud", "silent"))
-    assert [] == names(kept.take("v1", own=9))
-    assert ["loud"] == names(kept.take("v2", own=9))
+    kept.pool.take("v1", own=1)
+    kept.pool.add("v1", [row("loud"), row("silent", advantage=0.0)], uses=uses("loud", "silent"))
+    assert [] == names(kept.pool.take("v1", own=9))
+    assert ["loud"] == names(kept.pool.take("v2", own=9))
 
 
 def test_no_rollout_is_replayed_after_more_versions_than_allowed() -> None:
     kept = buffer(max_staleness=2)
-    kept.take("v1", own=1)
-    kept.add("v1", [row("a"), row("b")], uses=uses("a", "b"))
-    kept.take("v2", own=0)
-    assert (2,) == kept.take("v3", own=1).ages
-    assert [] == names(kept.take("v4", own=9))
+    kept.pool.take("v1", own=1)
+    kept.pool.add("v1", [row("a"), row("b")], uses=uses("a", "b"))
+    kept.pool.take("v2", own=0)
+    assert (2,) == kept.pool.take("v3", own=1).ages
+    assert [] == names(kept.pool.take("v4", own=9))
 
 
 def test_the_share_is_that_of_all_rollouts_that_a_step_trains_on() -> None:
     kept = buffer(share=0.25)
-    kept.take("v1", own=1)
-    kept.add("v1", [row(str(n)) for n in range(20)], uses=uses(*map(str, range(20))))
-    assert 4 == len(names(kept.take("v2", own=12)))
+    kept.pool.take("v1", own=1)
+    kept.pool.add("v1", [row(str(n)) for n in range(20)], uses=uses(*map(str, range(20))))
+    assert 4 == len(names(kept.pool.take("v2", own=12)))
 
 
 class Known:
@@ -153,11 +153,11 @@ def test_weights_are_the_ratio_to_the_policy_that_drew_the_tokens_up_to_the_boun
 
 def test_a_saved_buffer_goes_on_as_if_it_had_not_been_saved(tmp_path: Path) -> None:
     one, two = buffer(), buffer()
-    one.take("v1", own=1)
-    one.add("v1", [row("a"), row("a", advantage=-2.0), row("b")], uses=uses("a", "b"))
+    one.pool.take("v1", own=1)
+    one.pool.add("v1", [row("a"), row("a", advantage=-2.0), row("b")], uses=uses("a", "b"))
     one.save(tmp_path, step=1, keep=2)
     two.load(tmp_path, step=1)
-    first, second = one.take("v2", own=1), two.take("v2", own=1)
+    first, second = one.pool.take("v2", own=1), two.pool.take("v2", own=1)
     assert (names(first), first.uses(bound=2.0)) == (names(second), second.uses(bound=2.0))
     for left, right in zip(first.rows, second.rows, strict=True):
         assert all(torch.equal(getattr(left, name), getattr(right, name)) for name in ("ids", "mask", "advantages"))

@@ -11,7 +11,7 @@ import pytest
 
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import Episode, Weights
-from agl_algo_torch.data.written_pairs import read_answers, read_pairs
+from agl_algo_torch.data.dialogues import read_answers, read_pairs
 from agl_algo_torch.learner.model import load_model
 from agl_algo_torch.preferences import DPO, IPO, KTO
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
@@ -107,7 +107,10 @@ def test_only_what_stands_behind_the_prompt_is_trained(model_dir: Path, tmp_path
         ("{", "p.jsonl:2: the line is not JSON"),
         ("[]", "p.jsonl:2: expected .*agl data export --format dpo"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "p.jsonl:2: expected .*agl data export --format dpo"),
-        (lines({**pair("a", "b", "c"), "rejected": [said("user", "x")]}), "p.jsonl:2: no message of rejected has the"),
+        (
+            lines({**pair("a", "b", "c"), "rejected": [said("user", "x")]}),
+            "p.jsonl:2 rejected: no message has the role",
+        ),
     ],
     ids=["no JSON", "no object", "texts", "no answer"],
 )
@@ -178,7 +181,7 @@ def test_kto_learns_from_labelled_answers_and_from_pairs(
         ({"prompt": [said("user", "a")], "completion": [said("assistant", "b")]}, "p.jsonl:1: label is None"),
         (labelled("a", "b", is_good=True) | {"label": "good"}, "p.jsonl:1: label is 'good'"),
         (labelled("a", "b", is_good=True) | {"completion": "b"}, "p.jsonl:1: expected .*or for kto"),
-        (labelled("a", "b", is_good=True) | {"completion": [said("user", "b")]}, "no message of completion has the"),
+        (labelled("a", "b", is_good=True) | {"completion": [said("user", "b")]}, "no message has the role"),
     ],
 )
 def test_answer_without_a_label_or_a_text_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def with_rewards(episodes: Sequence[Episode], *rewards: float | None) -> list[Ep
 
 
 def check_gradient(
-    algorithm: PreferenceAlgorithm[Any],
+    algorithm: PreferenceAlgorithm,
     bench: AlgorithmBench,
     group: Sequence[Episode],
     examples: Sequence[Any],

@@ -242,12 +242,12 @@ def test_rollouts_without_tokens_are_planned_too() -> None:
 @pytest.mark.parametrize(
     ("device", "model", "training", "verdict"),
     [
-        ("h200", "0.5B", FULL, "trainer and server fit beside each other"),
+        ("h200", "0.5B", FULL, "trainer and server fit side by side"),
         ("h100", "8B", FULL, "the trainer does not fit; gradient_checkpointing or lora_rank would help"),
-        ("h100", "8B", SMALL, "trainer and server fit beside each other"),
+        ("h100", "8B", SMALL, "trainer and server fit side by side"),
         ("h200", "70B", SMALL, "the trainer does not fit; a smaller token_budget would help"),
         ("l4", "70B", SMALL, "the trainer does not fit; a smaller token_budget would help"),
-        ("h100", "3B", Training(gradient_checkpointing=True), "trainer and server fit beside each other"),
+        ("h100", "3B", Training(gradient_checkpointing=True), "trainer and server fit side by side"),
         ("h100", "20B", SMALL, "trainer and server fit on a device each, not on one"),
         ("a100-80", "3.8B", Training(gradient_checkpointing=True), "fill more than 90% of it"),
         ("a10", "1.5B", Training(dtype="float32"), 'dtype = "bfloat16"'),

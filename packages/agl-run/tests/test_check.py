@@ -70,11 +70,11 @@ def test_server_that_needs_no_key_is_accepted(tmp_path: Path, section: str) -> N
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("Answer as {json: 1}", "'{json: 1}' is read as a placeholder and is none"),
-        ('Answer as {"answer": 1}', "'{\"answer\": 1}' is read as a placeholder and is none"),
-        ("Answer as {answer:[1, 2]}", "'{answer:[1, 2]}' is read as a placeholder and is none"),
-        ("Answer as {}", "'{}' is read as a placeholder and is none"),
-        ("Answer as {0}", "'{0}' is read as a placeholder and is none"),
+        ("Answer as {json: 1}", "'{json: 1}' is read as a placeholder and is not one"),
+        ('Answer as {"answer": 1}', "'{\"answer\": 1}' is read as a placeholder and is not one"),
+        ("Answer as {answer:[1, 2]}", "'{answer:[1, 2]}' is read as a placeholder and is not one"),
+        ("Answer as {}", "'{}' is read as a placeholder and is not one"),
+        ("Answer as {0}", "'{0}' is read as a placeholder and is not one"),
         ("Answer as {question", "expected '}' before end of string"),
         ("Answer as }", "Single '}' encountered in format string"),
     ],
@@ -198,7 +198,7 @@ def test_tasks_that_are_no_objects_are_a_warning(tmp_path: Path) -> None:
     result = check(tmp_path, train='"what is 2?"\n"what is 3?"\n')
 
     assert 0 == result.exit_code, result.output
-    assert "warning: the task 'what is 2?' is no object; rewards and prompts that read a key" in result.output
+    assert "warning: the task 'what is 2?' is not an object; rewards and prompts that read a key" in result.output
     assert "no error found; start with: agl run" in result.output
 
 

@@ -76,11 +76,11 @@ def written(folder: Path, *, val: int) -> dict[str, Any]:
     [
         (0, {"validation_limit": 3}, "validation_limit is 3, and there are no validation tasks; set [experiment] val"),
         (0, {"final": "last"}, "final is 'last', and there are no validation tasks; set [experiment] val"),
-        (4, {"on_collapse": "stop", "validate_every": 1}, "from 5 validation tasks on, of which there are 4; give"),
+        (4, {"on_collapse": "stop", "validate_every": 1}, "from 5 validation tasks on, and there are 4; give"),
         (
             9,
             {"on_collapse": "continue", "validate_every": 1, "validation_limit": 3},
-            "a collapse shows from 5 validation tasks on, of which there are 3; give more of them",
+            "a collapse shows from 5 validation tasks on, and there are 3; give more of them",
         ),
     ],
 )
@@ -172,7 +172,7 @@ def test_group_key_is_looked_for_in_every_task(tmp_path: Path) -> None:
             "tunes weights, and 'prompt' is a prompt_template",
         ),
         ({"algorithm": [{"use": "prompt-toy", "tunes": "main"}]}, "tunes prompt_template, and 'main' is a policy"),
-        ({"algorithm": [{"use": "weights-toy", "tunes": "main", "agents": "a("}]}, "is no regular expression"),
+        ({"algorithm": [{"use": "weights-toy", "tunes": "main", "agents": "a("}]}, "is not a regular expression"),
         (
             {"algorithm": [{"use": "weights-toy", "tunes": "main"}, {"use": "weights-toy", "tunes": "main"}]},
             "two algorithms are called 'weights-toy'",
@@ -190,7 +190,7 @@ def test_group_key_is_looked_for_in_every_task(tmp_path: Path) -> None:
         ({"schedule": {"first": "weights-toy"}}, 'schedule.first is ignored in mode "sequential"'),
         (
             {"schedule": {"mode": "alternate", "first": ["weight-toy"]}},
-            "schedule.first names 'weight-toy', which is no algorithm; did you mean 'weights-toy'",
+            "schedule.first names 'weight-toy', which is not an algorithm; did you mean 'weights-toy'",
         ),
         (
             {"policy": {"main": {"use": "openai", "model": "m"}}},
@@ -276,8 +276,8 @@ def test_lines_that_are_arrays_are_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"q": 1}\n\n"q"\n', r"train\.jsonl, line 3: 'q' is no object, and other tasks are; write every task as"),
-        ('[{"q": 1}, 7]', r"train\.jsonl, task 2: '7' is no object, and other tasks are"),
+        ('{"q": 1}\n\n"q"\n', r"train\.jsonl, line 3: 'q' is not an object, and other tasks are; write every task as"),
+        ('[{"q": 1}, 7]', r"train\.jsonl, task 2: '7' is not an object, and other tasks are"),
         ('[\n{"q": 1},\n]', r"train\.jsonl:1: not JSON: .*; every line must be one JSON value, or the whole file one"),
         ("[]", "is empty"),
     ],
@@ -303,7 +303,7 @@ def test_missing_file_lists_the_files_beside_it(tmp_path: Path) -> None:
 
 def test_invalid_toml_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text("[experiment\n")
-    with pytest.raises(ConfigError, match=r"no valid TOML: .*line 1"):
+    with pytest.raises(ConfigError, match=r"not valid TOML: .*line 1"):
         load_config(tmp_path / "e.toml")
 
 
@@ -388,7 +388,7 @@ def test_setting_a_key_of_the_only_table_of_a_list_needs_no_position(
     [
         ("algorithm.use=sft", "there are 2 entries in 'algorithm'; say which: algorithm.0.use or algorithm.1.use"),
         ("algorithm.params.lr=1", "say which: algorithm.0.params or algorithm.1.params"),
-        ("algorithm.1=sft", "'algorithm' is a list of tables, and '1' is no key of one, as in algorithm.0.use=NAME"),
+        ("algorithm.1=sft", "'algorithm' is a list of tables, and '1' is not a key of one, as in algorithm.0.use=NAME"),
         ("algorithm.sft.use=dpo", "there is no 'sft' in that list"),
         ("experiment.name.first=a", "'experiment.name' is 'lists', which has no keys; write --set experiment.name=VAL"),
         ("experiment.hidden.0=a", r"'experiment.hidden' is a list of values; set it as a whole: --set 'experiment.hid"),

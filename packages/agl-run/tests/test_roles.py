@@ -13,5 +13,5 @@ def test_patterns_that_name_one_agent_twice_are_refused():
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused():
-    with pytest.raises(ConfigError, match=r"\[policy.a\] agents = '\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"\[policy.a\] agents = '\(' is not a regular expression"):
         check_patterns({"a": "("})

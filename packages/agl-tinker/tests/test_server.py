@@ -15,12 +15,13 @@ import tinker
 import torch
 from tinker import types
 
-from agl_algo_torch.learner.batch import from_tokens, loss_weights, micro_batches
+from agl_algo_torch.learner.batch import from_tokens, micro_batches
 from agl_algo_torch.learner.model import load_model
 from agl_algo_torch.serving.hosting import Adapter, HostedModel
+from agl_objectives.aggregation import loss_weights
 from agl_objectives.contract import TokenBatch
 from agl_objectives.registry import find_loss
-from agl_tinker.server.samplers import Samplers
+from agl_tinker.server.service import Samplers
 
 from .world import KEY, Served
 

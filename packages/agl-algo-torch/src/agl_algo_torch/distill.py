@@ -33,12 +33,12 @@ import msgspec
 from agl.errors import ConfigError
 from agl_algo_torch.data.preparation import ESTIMATOR, estimator_of_samples, live_rows, needed_by, prepare
 from agl_algo_torch.data.teachers import LocalTeacher, ServedTeacher, Teacher, load_tokenizer
-from agl_algo_torch.learner.batch import RowSample, split_updates
 from agl_algo_torch.learner.objective import PolicyObjective, Tally
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, mean, tuned_weights
 from agl_algo_torch.learner.token_numbers import TokenNumbers, mean_advantages
 from agl_algo_torch.learner.tuned_policy import OnPolicy, TunedPolicy
 from agl_algo_torch.learner.typed_torch import backward
+from agl_objectives.aggregation import split_updates
 from agl_objectives.groups import GroupSampler
 from agl_objectives.reports import UnusedEstimator, averaged
 from agl_objectives.settings import (
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from agl.contracts import AlgorithmContext, CallUse, StepReport
     from agl.schemas import Episode
+    from agl_algo_torch.learner.batch import RowSample
 
 
 class Distill(OnPolicy):
@@ -75,7 +76,7 @@ class Distill(OnPolicy):
         group_size: Rollouts per task; more than 1 only makes a batch larger, unless `reward_coef` compares them.
         sampling: The choice of tasks. `refill` replaces groups whose rewards do not differ, and is refused without
             `reward_coef`, with which alone groups are compared.
-        reward_coef: Weight of the rewards' advantages, by `estimator`, beside the teacher's; 0 needs no reward.
+        reward_coef: Weight of the rewards' advantages, by `estimator`, added to the teacher's; 0 needs no reward.
         updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
         objective: The loss and the weights of tokens.
         correction: Importance weights for the difference between sampler and trainer.
@@ -104,6 +105,7 @@ class Distill(OnPolicy):
         compute: Compute = Compute(),
         saving: Saving = Saving(),
     ) -> None:
+        # A_i = (R_i - mean(R)) / std(R) is 0 for a rollout that is alone in its group.
         if reward_coef and group_size == 1:
             raise ConfigError(
                 "distill with reward_coef compares the rewards of a task's rollouts, but group_size is 1. Give at "
@@ -116,13 +118,17 @@ class Distill(OnPolicy):
             )
         self._teacher_name, self._reward_coef = teacher, reward_coef
         self._steps, self._updates_per_step, self._epochs = steps, updates_per_step, epochs
+        # With several updates r_t leaves 1, and log pi_old of all tokens is fixed before the first of them.
         updates = updates_per_step * epochs
+        # The policy gradient with r_t clipped as in PPO, or another loss; A_t is the teacher's, plus the rewards'.
         self._objective = PolicyObjective(
             "distill", Objective(**msgspec.structs.asdict(objective)), correction=correction, updates=updates
         )
+        # A_i of the rewards as in GRPO, scaled by `reward_coef`; without it nothing is compared and no reward needed.
         self._estimator = estimator_of_samples("distill", estimator)
         needed_by("distill", "reward_coef", reward_coef, estimator=estimator)
         self._unused = UnusedEstimator(estimator)
+        # Groups matter to A_i alone: without `reward_coef` every rollout is handed over, failed ones included.
         self._groups = GroupSampler(
             "distill",
             count=tasks_per_step,
@@ -133,12 +139,14 @@ class Distill(OnPolicy):
             compares_batch=self._estimator.entry.compares == "batch",
         )
         settings = LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps * updates)
+        # pi_theta. There is no reference: the teacher q is what the policy is held to.
         self._tuned = TunedPolicy("distill", settings=settings, saving=saving)
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check the policy, the tasks and the teacher, which must answer and have the policy's tokenizer."""
         await super().setup(context)
         self._teacher = self._find_teacher(context)
+        # q is asked about token ids, so both must split a text alike.
         weights = tuned_weights(context.current(self._tuned.name).resource, name=self._tuned.name)
         path = weights.uri if weights.format == "hf" else weights.base_model
         await self._teacher.start(await asyncio.to_thread(load_tokenizer, path))
@@ -148,22 +156,23 @@ class Distill(OnPolicy):
         learner = await self._tuned.learner()
         moves = learner.moves
 
-        # 1. Collect.
-        started = time.perf_counter()
+        # 1. Collect answers y of the policy as it is, pi. Training on its own states, and not on the teacher's texts,
+        # is what distinguishes on-policy distillation from fine-tuning on a teacher's answers (GKD with lambda = 1).
         collected = await self._groups.collect(self._tuned.step + 1)
-        collect_s = time.perf_counter() - started
 
-        # 2. and 3. Rows with the rewards' part of the advantages, then the teacher's.
+        # 2. and 3. Rows with the rewards' part of the advantages, then the teacher's: log q(y_t | y_<t), by one forward
+        # pass of the teacher over the very tokens of the row.
+        # q is asked at temperature 1, whatever the policy was sampled with.
         groups = collected.groups
         samples, metrics = self._rows(groups)
         started = time.perf_counter()
         scores = await self._teacher.score(samples)
         metrics["teacher_s"] = time.perf_counter() - started
         rows = [taught(row, scores_T) for row, scores_T in zip(samples, scores, strict=True)]
-        metrics |= collected.metrics | _gap(samples, scores) | {"collect_s": collect_s}
-        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
+        metrics |= collected.metrics | _gap(samples, scores)
 
-        # 4. Update, make the new weights live, and save them unless that may wait.
+        # 4. Update with A_t = log q(y_t) - log pi(y_t) + reward_coef A_i, make the new weights live, and save them
+        # unless that may wait.
         started = time.perf_counter()
         self._tuned.start_updates()
         tokens = TokenNumbers()
@@ -171,6 +180,7 @@ class Distill(OnPolicy):
         metrics |= await self._train(learner, rows, tokens=tokens)
         metrics["update_s"] = time.perf_counter() - started
         published = await self._tuned.finish(has_moved=learner.moves > moves)
+        # Every call of a rollout trains, except those that were rejected: no outcome leaves one out.
         uses = tokens.added(_uses(groups, rows)) | collected.uses
         return self._report(metrics, trained=[row.rollout for row in rows], published=published, uses=uses)
 
@@ -182,6 +192,7 @@ class Distill(OnPolicy):
 
     def _find_teacher(self, context: AlgorithmContext) -> Teacher:
         name = self._teacher_name
+        # A model here is asked by its folder or hub name, both of which have a slash; a policy's name has none.
         if "/" in name:
             path = str(context.folder / name) if name.startswith(".") else name
             return LocalTeacher(path, self._tuned.settings.compute, say=context.say)
@@ -194,15 +205,19 @@ class Distill(OnPolicy):
 
     def _rows(self, groups: Sequence[Sequence[Episode]]) -> tuple[list[RowSample], dict[str, float]]:
         """Return the rows that train, with the rewards' part of the advantages, and metrics of the batch."""
+        # The rewards' part: reward_coef A_i at every token of call i, by credit and estimator.
         if self._reward_coef:
             batch = prepare(groups, credit=self._context.credit, estimator=self._estimator.call)
             if notice := self._unused.news(final=batch.final, calls=batch.calls):
                 self._context.say(f"{self._context.name}: {notice}")
+            # No group statistic sees the teacher: its part is added after A_i was compared and scaled.
             scaled = [replace(row, advantages=self._reward_coef * row.advantages) for row in batch.samples]
             return scaled, batch.metrics
         episodes = [episode for group in groups for episode in group]
+        # Without one all calls train, also those of rollouts that failed: the teacher judges tokens, not outcomes.
         rows = [row for episode in episodes for row in live_rows(episode, advantage=0.0)]
         rewards = [episode.reward for episode in episodes if episode.reward is not None]
+        # A reward is logged where there is one, and trains nothing.
         metrics = {"groups": float(len(groups)), "rollouts": float(len(episodes)), "rows": float(len(rows))}
         return rows, metrics | ({"reward": mean(rewards)} if rewards else {})
 
@@ -210,7 +225,9 @@ class Distill(OnPolicy):
         self, learner: PolicyLearner, samples: list[RowSample], *, tokens: TokenNumbers
     ) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""
-        samples = await asyncio.to_thread(self._with_old_logprobs, learner, samples)
+        # Every row gets log pi_old, because the updates leave none out: one without would cost its micro-batch theirs.
+        samples = await asyncio.to_thread(self._objective.prepared, samples, learner=learner, skips_silent=False)
+        # q is asked once per step: its log-probabilities stay as they are while pi moves, and r_t accounts for that.
         parts = split_updates(samples, updates=self._updates_per_step)
         reports = [
             await asyncio.to_thread(self._update, learner, part, tokens=tokens)
@@ -219,44 +236,46 @@ class Distill(OnPolicy):
         ]
         return averaged(reports) or {"updates_skipped": 1.0}
 
-    def _with_old_logprobs(self, learner: PolicyLearner, samples: list[RowSample]) -> list[RowSample]:
-        """Return `samples` with log pi_old where the updates cannot take it from their own forward pass."""
-        if self._updates_per_step * self._epochs == 1 and not self._objective.needs_rollouts:
-            return samples
-        # Every row has it, because the updates leave none out: one without would cost its whole micro-batch theirs.
-        return self._objective.with_old_logprobs(samples, learner=learner, skips_silent=False)
-
     def _update(
         self, learner: PolicyLearner, samples: Sequence[RowSample], *, tokens: TokenNumbers | None = None
     ) -> dict[str, float]:
         """Do one optimizer update on whole rollouts and return its metrics."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
+        # w_t and the total of this update: 1 over its tokens with "token", 1 / (|y| rollouts) with "sequence".
         tally = Tally(tokens=tokens)
         weight, total = self._objective.weights(samples)
         rows = self._objective.surveyed(samples, learner=learner)
         for batch in learner.batches(rows, weight, total=total):
-            # sum_t w_t c_t max(-A_t r_t, -A_t clip(r_t)) / total. At r = 1 its gradient is -sum_t w_t A_t grad log pi,
-            # with A_t = log q(y_t) - log pi(y_t) that of the reverse KL per token.
+            # sum_t w_t c_t max(-A_t r_t, -A_t clip(r_t)) / total, r_t = pi_theta(y_t) / pi(y_t). At r = 1 its gradient
+            # is
+            #     -sum_t w_t A_t grad log pi(y_t),    A_t = log q(y_t) - log pi(y_t),
+            # whose mean over y_t ~ pi is the gradient of the reverse KL at this token,
+            #     grad KL(pi || q) = E_pi[(log pi(y) - log q(y)) grad log pi(y)],
+            # because E_pi[grad log pi] = 0. The states y_<t are taken as given: a discount of 0.
             backward(self._objective.loss(batch, model=learner.loaded.model, tuned=self._tuned, tally=tally))
         return learner.apply(tally.report())
 
 
 def taught(sample: RowSample, scores_T: Tensor) -> RowSample:
     """Return a sample with the teacher's part in its advantages; `scores_T` are log q of its tokens."""
+    # A_t = log q(y_t) - log pi(y_t), pi being the sampler's record: -A_t is the k1 estimate of KL(pi || q) at token t.
     gap_T = (scores_T - sample.behaviour) * sample.mask
     return replace(sample, advantages=sample.advantages + gap_T)
 
 
 def _gap(samples: Sequence[RowSample], scores: Sequence[Tensor]) -> dict[str, float]:
     """Return the estimate of the reverse KL per token in nats, and the share of tokens that the teacher has scored."""
+    # KL(pi || q) per token, estimated by the mean of log pi(y_t) - log q(y_t) over all tokens of the step.
     tokens = sum(sample.trained_tokens for sample in samples)
     gaps = [float((s.behaviour - q_T)[s.trained].sum()) for s, q_T in zip(samples, scores, strict=True)]
+    # A share below 1 means that a server could not score some tokens, for which the update is then skipped.
     scored = sum(int(q_T[s.trained].isfinite().sum()) for s, q_T in zip(samples, scores, strict=True))
     return {"reverse_kl": sum(gaps) / max(1, tokens), "teacher_share": scored / max(1, tokens)}
 
 
 def _uses(groups: Sequence[Sequence[Episode]], rows: Sequence[RowSample]) -> dict[str, tuple[CallUse, ...]]:
     """Return what became of every call, by rollout id, with the mean advantage of its tokens."""
+    # A_t differs from token to token, and `agl why` shows one number per call: its mean.
     means = mean_advantages(rows)
     return {
         episode.rollout.rollout_id: call_uses(

@@ -36,14 +36,14 @@ from typing import TYPE_CHECKING, Any
 from agl.errors import ConfigError
 from agl_algo_torch.data.preparation import prepare
 from agl_algo_torch.learner.anchor import Anchor
-from agl_algo_torch.learner.batch import RowSample, split_updates
+from agl_algo_torch.learner.batch import RowSample
 from agl_algo_torch.learner.objective import PolicyObjective, Tally
-from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, update_seconds
 from agl_algo_torch.learner.replay import ReplayBuffer
 from agl_algo_torch.learner.token_numbers import TokenNumbers
 from agl_algo_torch.learner.tuned_policy import OnPolicy, TunedPolicy
 from agl_algo_torch.learner.typed_torch import backward
-from agl_algo_torch.learner.update_time import update_seconds
+from agl_objectives.aggregation import split_updates
 from agl_objectives.answers import overlong_punishment, rollout_shares
 from agl_objectives.groups import GroupSampler
 from agl_objectives.registry import find_estimator
@@ -108,9 +108,12 @@ class GRPO(OnPolicy):
                 f"grpo with estimator {estimator!r} compares the rollouts of a group, but group_size is 1. "
                 'Give at least 2, or estimator = "reinforce++", which compares over the batch.'
             )
+        # J of equation 3: the clipped ratio, the weights 1/(G |o_i|) and beta KL, or what the settings put in their
+        # place.
         self._objective = PolicyObjective("grpo", objective, correction=correction, updates=updates)
         self._anchor = Anchor(coef=objective.anchor_coef, kl=objective.kl)
         self._mask_truncated, self._overlong = sampling.mask_truncated, overlong_punishment(sampling)
+        # The groups of G rollouts of a task; `refill` is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
         self._groups = GroupSampler(
             "grpo",
             count=tasks_per_step,
@@ -123,6 +126,7 @@ class GRPO(OnPolicy):
             compares_batch=entry.compares == "batch",
         )
         self._replay, self._keep = ReplayBuffer("grpo", replay), saving.keep
+        # pi_theta; and pi_ref, the policy at the start of this algorithm, where a penalty compares with it.
         self._tuned = TunedPolicy(
             "grpo",
             settings=LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps * updates),
@@ -130,6 +134,7 @@ class GRPO(OnPolicy):
             has_reference=bool(objective.kl_coef or objective.anchor_coef),
             others=self._write_replay,
         )
+        # Credit may give finished advantages (hierarchical, counterfactual), which leave A_i nothing to do.
         self._unused = UnusedEstimator(entry.name)
 
     async def step(self) -> StepReport:
@@ -138,9 +143,7 @@ class GRPO(OnPolicy):
         moves, version = learner.moves, context.current(self._tuned.name).version
 
         # 1. Collect G rollouts o_1 ... o_G of each task q, sampled from the weights that are live now, pi_theta_old.
-        started = time.perf_counter()
         collected = await self._groups.collect(self._tuned.step + 1)
-        collect_s = time.perf_counter() - started
 
         # 2. Advantages, section 4.1.2. With outcome rewards R_1 ... R_G of a task,
         #        A_i = (R_i - mean(R)) / (std(R) + eps)
@@ -156,19 +159,19 @@ class GRPO(OnPolicy):
         )
         if notice := self._unused.news(final=batch.final, calls=batch.calls):
             context.say(f"{context.name}: {notice}")
-        metrics = batch.metrics | collected.metrics | {"collect_s": collect_s}
-        dropped = sum(collected.dropped.values())
-        metrics |= rollout_shares(collected.episodes, dropped=dropped, loud=batch.loud)
-        # Rollouts that were not handed over, by reason: they failed, or have no reward, and the experiment drops such.
-        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
+        metrics = batch.metrics | collected.metrics
+        metrics |= rollout_shares(collected.episodes, dropped=collected.dropped.total(), loud=batch.loud)
 
         # 3. Update on these rollouts, and on some of earlier steps.
         started = time.perf_counter()
         self._tuned.start_updates()
+        # Calls of agents that share the weights and are not trained: the anchor holds the policy to pi_ref on them.
         held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
         own = [sample.rollout for sample in batch.samples]
-        replayed = self._replay.take(version, own=len(set(own)))
-        self._replay.add(version, batch.samples, uses=batch.uses)
+        # Rollouts that policies pi_k of earlier steps drew; their tokens count with c_t = min(pi_theta_old / pi_k,
+        # bound).
+        replayed = self._replay.pool.take(version, own=len(set(own)))
+        self._replay.pool.add(version, batch.samples, uses=batch.uses)
         tokens = TokenNumbers()
         tokens.note_advantages(batch.samples)
         metrics |= await self._train(learner, batch.samples, replayed=replayed.rows, held=held, tokens=tokens)
@@ -223,7 +226,7 @@ class GRPO(OnPolicy):
         tokens: TokenNumbers,
     ) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""
-        samples = await asyncio.to_thread(self._with_old_logprobs, learner, samples)
+        samples = await asyncio.to_thread(self._objective.prepared, samples, learner=learner)
         if replayed:
             replayed = await asyncio.to_thread(
                 self._replay.weighed, replayed, objective=self._objective, learner=learner
@@ -233,19 +236,13 @@ class GRPO(OnPolicy):
         old = split_updates(replayed, updates=len(parts))
         parts = [part + more for part, more in zip_longest(parts, old, fillvalue=list[RowSample]())]
         reports: list[dict[str, float]] = []
+        # mu iterations over the same rollouts (algorithm 1): r_t leaves 1 from the second update on, and the
+        # clip then bounds how far the policy moves away from pi_theta_old.
         for epoch in range(self._epochs):
             for index, part in enumerate(parts):
                 reports.append(await asyncio.to_thread(self._update, learner, part, held=held, tokens=tokens))
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
         return (averaged(reports) or {"updates_skipped": 1.0}) | self._replay.truncated(replayed)
-
-    def _with_old_logprobs(self, learner: PolicyLearner, samples: list[RowSample]) -> list[RowSample]:
-        """Return `samples` with log pi_old where the updates cannot take it from their own forward pass."""
-        # With one update pi_old is pi itself (r = 1), and the forward pass of the update gives it for free.
-        # With several, the weights move under the samples, so pi_old is fixed before the first of them.
-        if self._updates_per_step * self._epochs > 1 or self._objective.needs_rollouts:
-            return self._objective.with_old_logprobs(samples, learner=learner)
-        return samples
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments, replayed rollouts and the KL reference included."""
@@ -254,7 +251,7 @@ class GRPO(OnPolicy):
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
-        self._replay.clear()  # what other weights drew
+        self._replay.pool.clear()  # what other weights drew
         await asyncio.to_thread(self._write_replay, self._tuned.step, ())
         await super().go_back(state, rate=rate)
 
@@ -263,7 +260,7 @@ class GRPO(OnPolicy):
         learner = self._tuned.tried_out(weights)
 
         def update(samples: Sequence[RowSample]) -> None:
-            rows = self._with_old_logprobs(learner, list(samples))
+            rows = self._objective.prepared(samples, learner=learner)
             for _ in range(self._epochs):
                 for part in split_updates(rows, updates=self._updates_per_step):
                     self._update(learner, part, held=())

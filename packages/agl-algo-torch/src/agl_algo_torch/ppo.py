@@ -38,7 +38,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl_algo_torch.learner.anchor import Anchor
-from agl_algo_torch.learner.batch import RowSample, from_row, split_updates
+from agl_algo_torch.learner.batch import RowSample, from_row
 from agl_algo_torch.learner.critic import CriticLearner
 from agl_algo_torch.learner.objective import PolicyObjective, Tally
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, mean
@@ -46,6 +46,7 @@ from agl_algo_torch.learner.replay import ReplayBuffer
 from agl_algo_torch.learner.token_numbers import TokenNumbers, mean_advantages
 from agl_algo_torch.learner.tuned_policy import OnPolicy, TunedPolicy
 from agl_algo_torch.learner.typed_torch import backward, numbers
+from agl_objectives.aggregation import split_updates
 from agl_objectives.answers import overlong_punishment, rollout_shares, without_truncated
 from agl_objectives.groups import GroupSampler
 from agl_objectives.replay import Replayed
@@ -195,16 +196,20 @@ class PPO(OnPolicy):
         compute: Compute = Compute(),
         saving: Saving = Saving(),
     ) -> None:
+        # L^CLIP has one epsilon in the paper, section 6.1.
         if objective.loss == "ppo-clip" and objective.loss_params is None:
             # epsilon = 0.2 on both sides, the paper's; the loss's own bounds are DAPO's.
             objective = msgspec.structs.replace(objective, loss_params={"clip_low": 0.2, "clip_high": 0.2})
         self._steps, self._updates_per_step, self._epochs = steps, updates_per_step, epochs
         updates = updates_per_step * epochs
+        # V is trained as the policy is, by AdamW with the same shape of updates, and a rate of its own.
         self._gae, self._critic_settings = gae, critic
         self._critic_optim = msgspec.structs.replace(optim, lr=critic.lr)
+        # L^CLIP of equation 7, with beta KL and S, the entropy bonus of equation 9, where they have a weight.
         self._objective = PolicyObjective("ppo", objective, correction=correction, updates=updates)
         self._anchor = Anchor(coef=objective.anchor_coef, kl=objective.kl)
         self._mask_truncated, self._overlong = sampling.mask_truncated, overlong_punishment(sampling)
+        # The N actors of algorithm 1 are the rollouts of a step; each runs to its end, so T is its number of tokens.
         self._groups = GroupSampler(
             "ppo",
             count=tasks_per_step,
@@ -215,6 +220,7 @@ class PPO(OnPolicy):
             overlong=self._overlong,
         )
         self._replay, self._keep = ReplayBuffer("ppo", replay), saving.keep
+        # pi_theta; and pi_ref, the policy at the start of this algorithm, where a penalty compares with it.
         self._tuned = TunedPolicy(
             "ppo",
             settings=LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps * updates),
@@ -229,32 +235,35 @@ class PPO(OnPolicy):
         """Collect, evaluate, update policy and critic, save and publish."""
         learner = await self._tuned.learner()
         moves, version = learner.moves, self._context.current(self._tuned.name).version
+        # V starts as a copy of the policy's network, made with the first step.
         critic = self._critic = self._critic or await asyncio.to_thread(self._make_critic, learner)
 
-        # 1. Collect with the live weights.
-        started = time.perf_counter()
+        # 1. Collect with the live weights, pi_theta_old.
         collected = await self._groups.collect(self._tuned.step + 1)
-        metrics = {"collect_s": time.perf_counter() - started}
-        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
-        metrics |= {"reward": mean([e.reward for e in collected.episodes if e.reward is not None]), **collected.metrics}
+        metrics = {"reward": mean([e.reward for e in collected.episodes if e.reward is not None]), **collected.metrics}
 
         # 2. Values V_t, advantages A_t and targets R_t. All are fixed now, before the first update of the step.
         started = time.perf_counter()
+        # G_k, the return that credit gives to each call, becomes rewards r_t at the last token of each call.
         groups = collected.groups
         returns = [by_span for group in groups for by_span in self._returns(group)]
         episodes = [episode for group in groups for episode in group]
         made = [pair for e, by_span in zip(episodes, returns, strict=True) for pair in self._rows(e, by_span)]
         valued = await asyncio.to_thread(self._evaluate, learner, critic, made)
         metrics |= _value_metrics(valued)
+        # Rows with an advantage; without one a token has no gradient in the policy, though it has one in the critic.
         samples = [row.sample for row in valued]
         loud = {sample.rollout for sample in samples if not sample.is_silent}
-        metrics |= rollout_shares(collected.episodes, dropped=sum(collected.dropped.values()), loud=loud)
+        metrics |= rollout_shares(collected.episodes, dropped=collected.dropped.total(), loud=loud)
 
         # 3. Update policy and critic, the policy on some rollouts of earlier steps as well.
         self._tuned.start_updates()
+        # A_t differs from token to token here, and a person reads one number per call: its mean.
         means = mean_advantages(samples)
         advantages = [means[episode.rollout.rollout_id] for episode in episodes]
         uses = group_uses(groups, trained=advantages, loud=loud, credits=returns, advantages=advantages)
+        # Rollouts that policies pi_k of earlier steps drew keep the A_t of their own step; their tokens count with
+        # c_t = min(pi_theta_old / pi_k, bound).
         replayed = self._replayed(version, samples, uses=uses)
         held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
         tokens = TokenNumbers()
@@ -282,6 +291,7 @@ class PPO(OnPolicy):
         if self._mask_truncated:
             returns = without_truncated(episode, returns)
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
+        # s_t, the state before token t, is all of the row before it; a_t is the token. A row is one trajectory.
         # The returns stand in for advantages here only to say which calls train; `_evaluate` replaces them.
         made = [(row, from_row(row, advantages=returns, temperatures=temperatures)) for row in episode.rows]
         return [(sample, call_rewards(row, returns)) for row, sample in made if sample.trained_tokens]
@@ -291,10 +301,8 @@ class PPO(OnPolicy):
     ) -> list[ValuedRow]:
         """Return all rows with values, advantages and targets, and with log pi_old where several updates need it."""
         learner.use_threads()
-        samples = [sample for sample, _ in rows]
-        # With one update pi_old is pi itself and the update's own forward pass gives it.
-        if self._updates_per_step * self._epochs > 1 or self._objective.needs_rollouts:
-            samples = self._objective.with_old_logprobs(samples, learner=learner, skips_silent=False)
+        samples = self._objective.prepared([sample for sample, _ in rows], learner=learner, skips_silent=False)
+        # V_old(s_t) of all rows by one pass without gradient: the same values serve GAE and the clip of the value loss.
         valued: list[ValuedRow] = []
         for sample, values_T, (_, rewards_T) in zip(samples, critic.values(samples), rows, strict=True):
             predicted = sample.trained  # [T] bool, the steps of the trajectory
@@ -306,6 +314,7 @@ class PPO(OnPolicy):
             )
             trained = replace(sample, advantages=advantages_T.float(), mask=predicted)  # from here on A_t, not G_k
             valued.append(ValuedRow(sample=trained, values=values_T, targets=targets_T))
+        # Whitening is not in the paper, and usual since its authors' implementation.
         return self._whitened(valued) if self._gae.is_whitened else valued
 
     def _whitened(self, rows: list[ValuedRow]) -> list[ValuedRow]:
@@ -354,6 +363,7 @@ class PPO(OnPolicy):
         parts = split_updates([row.sample for row in rows], updates=self._updates_per_step)  # rollouts stay whole
         old = split_updates(replayed, updates=len(parts))  # so that every update has its share of them
         reports: list[dict[str, float]] = []
+        # K epochs over the same rollouts (algorithm 1): A_t and R_t stay as they are, r_t and V move.
         for epoch in range(self._epochs):
             for index, part in enumerate(parts):
                 chosen = [by_row[id(sample)] for sample in part]
@@ -401,6 +411,7 @@ class PPO(OnPolicy):
             # negated because the optimizer descends, or another loss in its place.
             loss = self._objective.loss(batch, model=learner.loaded.model, tuned=self._tuned, tally=tally)
             backward(loss)  # gradients of micro-batches add up in the parameters
+        # + anchor_coef KL(pi_theta, pi_ref) on the tokens of agents that are not trained.
         rollouts = {sample.rollout for sample in samples}
         anchored = self._anchor.add_gradient(learner, self._tuned, held, rollouts=rollouts)
         return learner.apply(report | tally.report() | anchored)
@@ -409,10 +420,11 @@ class PPO(OnPolicy):
         self, version: str, samples: Sequence[RowSample], *, uses: Mapping[str, tuple[CallUse, ...]]
     ) -> Replayed[RowSample]:
         """Return what a step replays, and keep its own rows; nothing while the critic learns alone."""
+        # Rollouts of the warm-up are not kept: their A_t come from values near 0.
         if self._tuned.step < self._critic_settings.warmup:
             return Replayed()
-        replayed = self._replay.take(version, own=len({sample.rollout for sample in samples}))
-        self._replay.add(version, samples, uses=uses)
+        replayed = self._replay.pool.take(version, own=len({sample.rollout for sample in samples}))
+        self._replay.pool.add(version, samples, uses=uses)
         return replayed
 
     def state(self) -> Mapping[str, Json]:
@@ -421,6 +433,7 @@ class PPO(OnPolicy):
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint of policy and critic, optimizer moments and the KL reference included."""
+        # The count alone is in the state; weights and moments of V are next to the policy's checkpoint.
         done = state.get("critic_updates")
         self._critic_updates = None if done is None else int(done)
         self._replay.load(self._context.workdir, step=int(state["step"]))
@@ -429,8 +442,8 @@ class PPO(OnPolicy):
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
-        self._replay.clear()  # what other weights drew
-        self._critic = None
+        self._replay.pool.clear()  # what other weights drew
+        self._critic = None  # V of other weights is wrong here; that of the earlier state is read again below
         await asyncio.to_thread(self._write_others, self._tuned.step, ())
         await super().go_back(state, rate=rate)
         await self._open_critic(state)
@@ -446,7 +459,7 @@ class PPO(OnPolicy):
             self._critic.save(self._context.workdir, self._tuned.opened, step=step, keep=self._keep, kept=kept)
 
     async def _open_critic(self, state: Mapping[str, Json]) -> None:
-        """Continue with the critic that was saved beside the checkpoint; without one the next step makes it."""
+        """Continue with the critic that was saved next to the checkpoint; without one the next step makes it."""
         checkpoint = str(state.get("checkpoint", ""))
         if checkpoint and Path(checkpoint).is_dir():
             learner = await self._tuned.learner()
@@ -469,6 +482,7 @@ class PPO(OnPolicy):
 
 def _return_of(credit: CallCredit) -> float:
     """Return the call's return; raises ConfigError for a finished advantage."""
+    # A finished advantage has its baseline taken off already, and V would be a second one.
     if credit.is_advantage:
         raise ConfigError(
             "ppo subtracts its critic's values from returns, and the configured credit gives finished advantages. "
@@ -487,6 +501,7 @@ def _value_metrics(rows: Sequence[ValuedRow]) -> dict[str, float]:
     # explained = 1 - var(R - V) / var(R), over the trained tokens, [M] each
     values_M = torch.cat([row.values[row.sample.mask] for row in rows]).double()
     targets_M = torch.cat([row.targets[row.sample.mask] for row in rows]).double()
+    # R is the return that was measured, A_t + V_old(s_t), so the share says how much of it the critic foresaw.
     spread = float(targets_M.var(correction=0))  # 0 when all targets are equal: then nothing is to be explained
     explained = 1.0 - float((targets_M - values_M).var(correction=0)) / spread if spread > 0 else 0.0
     return {"value": float(values_M.mean()), "explained_variance": explained, "rows": float(len(rows))}

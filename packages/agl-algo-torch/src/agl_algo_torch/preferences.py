@@ -4,7 +4,7 @@ All three compare the policy with a reference policy by the log-ratio of whole r
 
     r = log pi(rollout) - log ref(rollout),   log pi(rollout) = sum over the policy's tokens of all its turns and rows
 
-and differ in the loss that they make of it. w and l are the chosen and the rejected of two rollouts of one task, and
+and differ in the loss that they make of it. w and l are two rollouts of one task, the chosen and the rejected one, and
 m = r(w) - r(l) is their margin.
 
     dpo   loss = -log sigmoid(beta m)
@@ -27,8 +27,8 @@ stops at the margin 1 / (2 beta). KTO needs no pairs, and so fits feedback such 
     4. publish the new weights
 
 An update needs the ratios of all its rollouts at once, and their rows need not fit into one micro-batch. A first pass
-without gradient gives the ratios, and `_judge` says -d loss / d r of each rollout; this factor then weights the tokens
-of a second pass, whose loss is linear in log pi. That is exact and costs one more forward pass.
+without gradient gives the ratios, and `judge` returns -d loss / d r of each rollout; this factor then weights the
+tokens of a second pass, whose loss is linear in log pi. That is exact and costs one more forward pass.
 
 Deviations from the papers, and why:
 - Preferences come from rewards, not from people. A group gives the best against the worst, or every pair, whose rewards
@@ -55,36 +55,29 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
+from agl_algo_torch.data.dialogues import WrittenExample, read_answers, read_pairs
 from agl_algo_torch.data.preparation import live_rows
-from agl_algo_torch.data.supply import Age, RolloutSupply, Supplied
-from agl_algo_torch.data.written_pairs import (
-    WrittenAnswer,
-    WrittenPair,
-    check_ignored,
-    check_source,
-    read_answers,
-    read_pairs,
-    reading_notice,
-)
+from agl_algo_torch.data.supply import Age, RolloutSupply, Supplied, SuppliedGroups
 from agl_algo_torch.learner.policy_learner import LearnerSettings, mean
 from agl_algo_torch.learner.tuned_policy import TunedPolicy
 from agl_algo_torch.learner.typed_torch import backward
 from agl_objectives.reports import averaged
 from agl_objectives.settings import Compute, Count, Lora, Optim, Positive, Saving
 from agl_objectives.tasks import by_task
-from agl_objectives.uses import call_uses
+from agl_objectives.uses import rollout_uses
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
-    from agl.contracts import AlgorithmContext, CallUse
+    from agl.contracts import AlgorithmContext
     from agl.schemas import Episode
     from agl_algo_torch.learner.batch import RowSample
     from agl_algo_torch.learner.policy_learner import PolicyLearner
@@ -103,140 +96,122 @@ def sigmoid(x: float) -> float:
 
 
 def dpo_loss(margin: float, *, beta: float) -> tuple[float, float]:
-    """Return -log sigmoid(beta m) and -d loss / d m = beta sigmoid(-beta m), equation 7 of DPO's paper.
-
-    The slope is near beta where the policy has the pair the wrong way round, and near 0 where it already prefers the
-    chosen rollout clearly.
-    """
+    """Return -log sigmoid(beta m) and -d loss / d m = beta sigmoid(-beta m), equation 7 of DPO's paper."""
+    # Bradley and Terry: w beats l with the probability sigmoid(reward(w) - reward(l)). The policy that is optimal under
+    # a KL penalty beta has reward = beta log(pi / pi_ref) + const, so beta m is the difference of the implicit rewards,
+    # and the loss the negative log-likelihood of the preference.
     x = beta * margin
     # log sigmoid(x) = -log(1 + exp(-x)) = min(x, 0) - log(1 + exp(-|x|)), which loses no digits for large |x|.
-    return math.log1p(math.exp(-abs(x))) - min(x, 0.0), beta * sigmoid(-x)
+    loss = math.log1p(math.exp(-abs(x))) - min(x, 0.0)
+    # The slope is near beta where the policy has the pair the wrong way round, and near 0 where it already prefers w
+    # clearly: the paper's weight sigmoid(rhat(l) - rhat(w)), below its equation 7.
+    return loss, beta * sigmoid(-x)
 
 
 def ipo_loss(margin: float, *, beta: float) -> tuple[float, float]:
     """Return (m - 1 / (2 beta))^2 and -d loss / d m, equation 17 of IPO's paper; the margin is per token."""
+    # A regression of m (the paper's h_pi) on 1 / (2 tau): beyond that margin the slope turns negative and pulls the
+    # policy back, where DPO's would go on pushing.
     distance = margin - 1 / (2 * beta)
     return distance**2, -2 * distance
 
 
 def kto_loss(ratio: float, *, point: float, is_good: bool, beta: float) -> tuple[float, float]:
     """Return 1 - sigmoid(+-beta (r - z)) and -d loss / d r, equation 8 of KTO's paper, for a weight of 1."""
+    # Prospect theory: an outcome is a gain or a loss relative to a point of reference z, and each further gain counts
+    # for less. v is the paper's value of the rollout, and 1 - v what lambda_D or lambda_U weights.
     sign = 1.0 if is_good else -1.0
-    value = sigmoid(beta * sign * (ratio - point))  # v, how much better than z the rollout is in the policy's eyes
-    return 1.0 - value, sign * beta * value * (1.0 - value)  # the derivative of a sigmoid s is s (1 - s)
+    value = sigmoid(beta * sign * (ratio - point))
+    # The derivative of a sigmoid s is s (1 - s): rollouts far from z on either side hardly move.
+    return 1.0 - value, sign * beta * value * (1.0 - value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """The log-ratio of a rollout: its sum over the policy's tokens in nats, and how many these are."""
+    """The log-ratio of a rollout: its sum over the policy's tokens in nats, and the number of these tokens."""
 
-    total: float
+    total: float  # r = log pi(rollout) - log ref(rollout)
     tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """The slopes of the loss for the rollouts of one update, and the numbers to log.
+class Example:
+    """A pair of rollouts of one task, or a single rollout, good or bad; rollouts are ids.
 
     Attributes:
-        factors: -d loss / d r by rollout, where r is the sum of its log-ratio and the loss the update's mean.
-        metrics: Of the update, the loss included; every update has the same names.
+        chosen: The rollout with the higher reward, or the good one; empty for a single bad one.
+        rejected: The rollout with the lower reward, or the bad one; empty for a single good one.
+        weight: The example's share in the mean of the losses, 1 for all pairs.
     """
 
-    factors: Mapping[str, float]
-    metrics: dict[str, float]
-
-
-class Example(Protocol):
-    """Something to learn from, made of one rollout or more."""
+    chosen: str = ""  # w
+    rejected: str = ""  # l
+    weight: float = 1.0  # lambda_D or lambda_U of KTO
 
     @property
     def rollouts(self) -> tuple[str, ...]:
         """Ids of its rollouts."""
-        ...
+        return tuple(filter(None, (self.chosen, self.rejected)))
 
 
-E = TypeVar("E", bound=Example)
+Judgement = tuple["Mapping[str, float]", dict[str, float]]
+"""-d loss / d r by rollout, where r is its log-ratio and the loss the update's mean; and the update's metrics."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered(Generic[E]):
-    """The examples of one step, and the rows that they are made of.
-
-    Attributes:
-        examples: Of rollouts, or of the texts that stand for them in `rows`.
-        rows: The rows of all rollouts in examples.
-        metrics: To log.
-        trained: Ids of the rollouts that are trained.
-        uses: What became of every call, by rollout id.
-        stop_reason: Why no further step has examples; empty while one may.
-    """
-
-    examples: list[E]
-    rows: list[RowSample]
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    trained: tuple[str, ...] = ()
-    uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
-    stop_reason: str = ""
-
-
-class PreferenceAlgorithm(Supplied, ABC, Generic[E]):
+class PreferenceAlgorithm(Supplied, ABC):
     """One policy that learns from rollouts against a reference; subclasses choose the examples and judge them."""
 
-    left_out: str
+    name: ClassVar[str]
+    left_out: ClassVar[str]
     """Why a rollout that is in no example teaches nothing."""
+    read: ClassVar[Callable[[Path], list[WrittenExample]]]
+    """Reads the examples of `data`."""
 
     def __init__(
         self,
-        name: str,
         *,
         data: str,
         supply: RolloutSupply,
         reference: ReferenceKind,
         epochs: int,
         per_update: int,
-        optim: Optim,
-        lora: Lora,
-        compute: Compute,
+        settings: LearnerSettings,
         saving: Saving,
         idle: Mapping[str, bool],
     ) -> None:
-        """Take the settings; `idle` says for each other one that `data` would make idle if it is set."""
+        """Take the settings; `idle` says of each further setting that `data` would make idle if it is set."""
+        # Pairs of a file have no rewards to be compared, no groups, and nobody recorded the probabilities they had.
         ignored = {**supply.given, **idle, 'reference = "behaviour"': reference == "behaviour"}
-        check_ignored(data, ignored, algorithm=name)
-        self._data, self._supply = data, supply
+        if data and any(ignored.values()):
+            raise ConfigError(
+                f"{self.name} reads what it learns from in data = {data!r}, so "
+                f"{', '.join(name for name, is_set in ignored.items() if is_set)} would be ignored; remove that, or "
+                "remove data."
+            )
+        self._data, self._supply, self._written = data, supply, list[WrittenExample]()
         self._reference: ReferenceKind = reference
         self._epochs, self._per_update = epochs, per_update
-        self._tuned = TunedPolicy(
-            name,
-            settings=LearnerSettings(optim=optim, lora=lora, compute=compute),
-            saving=saving,
-            has_reference=reference == "start",
-        )
+        self._tuned = TunedPolicy(self.name, settings=settings, saving=saving, has_reference=reference == "start")
 
     @abstractmethod
-    def examples(self, groups: Sequence[Sequence[Episode]]) -> list[E]:
+    def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Example]:
         """Return what the groups of a step teach; rollouts without a reward or without tokens teach nothing."""
 
     @abstractmethod
-    def read(self, context: AlgorithmContext) -> int:
-        """Read the examples of `data`; returns how many there are."""
+    def judge(self, examples: Sequence[Example], ratios: Mapping[str, Ratio]) -> Judgement:
+        """Return the slopes of an update's loss, and metrics with the loss, given the rollouts' ratios by id."""
 
     @abstractmethod
-    def written(self, *, tokenizer: object, max_tokens: int) -> Gathered[E]:
-        """Return the examples of `data`."""
-
-    @abstractmethod
-    def counts(self, examples: Sequence[E]) -> dict[str, float]:
+    def counts(self, examples: Sequence[Example]) -> dict[str, float]:
         """Return how many examples of each kind a step has, as metrics."""
 
     @abstractmethod
-    def sides(self, examples: Sequence[E]) -> dict[str, str]:
-        """Return the part that each rollout takes in the examples, as text, by its id."""
+    def notes(self, examples: Sequence[Example]) -> dict[str, str]:
+        """Return a note on the part that each rollout takes in the examples, by its id."""
 
-    @abstractmethod
-    def judge(self, examples: Sequence[E], ratios: Mapping[str, Ratio]) -> Judgement:
-        """Return the loss of an update's examples and its slopes, given the ratios of their rollouts by id."""
+    def weighed(self, examples: list[Example]) -> list[Example]:
+        """Return the examples of a step with their weights."""
+        return examples
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned, and where the examples come from."""
@@ -245,8 +220,16 @@ class PreferenceAlgorithm(Supplied, ABC, Generic[E]):
         if not self._data:
             self._supply.begin(context)
             return
-        check_source(self._data, context.sources, algorithm=context.name)
-        context.say(f"{context.name}: {reading_notice(self.read(context), self._data)}")
+        if context.sources:
+            raise ConfigError(
+                f"{context.name} reads what it learns from in data = {self._data!r}, so the source "
+                f"{list(context.sources)} would be ignored; remove one of them."
+            )
+        self._written = type(self).read(context.folder / self._data)
+        context.say(
+            f"{context.name}: {len(self._written)} examples of text in {self._data}; their token ids come from the "
+            "policy's tokenizer and chat template, as nobody recorded those that were sampled"
+        )
 
     async def step(self) -> StepReport:
         """Take groups, make examples, update, save and publish."""
@@ -254,12 +237,16 @@ class PreferenceAlgorithm(Supplied, ABC, Generic[E]):
         moves = learner.moves
 
         # 1. and 2. Take groups, and make examples of them.
-        given = await self._gather(self._tuned.step + 1, learner)
+        # The papers' data set D of (x, y_w, y_l), or of (x, y) with a label: x is the task, y what the policy wrote.
+        given, examples, rows = await self._gather(self._tuned.step + 1, learner)
+        trained = dict.fromkeys(row.rollout for row in rows) if given.groups else ()
+        # A rollout trains as a whole, all its calls with one factor.
+        uses = rollout_uses(given.episodes, self.notes(examples), left_out=self.left_out)
 
         # 3. Update.
         started = time.perf_counter()
         self._tuned.start_updates()
-        metrics = given.metrics | self.counts(given.examples) | await self._train(learner, given.examples, given.rows)
+        metrics = given.metrics | self.counts(examples) | await self._train(learner, examples, rows)
         metrics["update_s"] = time.perf_counter() - started
 
         # 4. Make the new weights live; without an update they are what they were. Save them unless that may wait.
@@ -268,55 +255,44 @@ class PreferenceAlgorithm(Supplied, ABC, Generic[E]):
             step=self._tuned.step,
             is_finished=bool(given.stop_reason),
             metrics=metrics,
-            trained=given.trained,
+            trained=tuple(trained),
             published=published,
             stop_reason=given.stop_reason,
-            uses=given.uses,
+            uses=uses,
         )
 
-    async def _gather(self, step: int, learner: PolicyLearner) -> Gathered[E]:
-        """Return the examples of `data` if there is one, else those of the groups of the supply."""
+    async def _gather(self, step: int, learner: PolicyLearner) -> tuple[SuppliedGroups, list[Example], list[RowSample]]:
+        """Return the groups of a step, none with `data`; its examples; and the rows of all rollouts in these."""
         if self._data:
-            loaded = learner.loaded
-            found = self.written(tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
-            return replace(found, stop_reason=f"{step} steps done" if step >= self._supply.own_steps else "")
+            limit = learner.loaded.context_length
+            rows = [
+                row for one in self._written for row in one.rows(tokenizer=learner.loaded.tokenizer, max_tokens=limit)
+            ]
+            reason = f"{step} steps done" if step >= self._supply.own_steps else ""
+            # A text has no id: the line of the file that it stands in takes the place of a rollout's.
+            examples = [Example(chosen=one.where("chosen"), rejected=one.where("rejected")) for one in self._written]
+            return SuppliedGroups(groups=[], metrics={}, stop_reason=reason), self.weighed(examples), rows
         given = await self._supply.take(step)
-        examples = self.examples(given.groups)
+        examples = self.weighed(self.examples(given.groups))
         # A rollout may be in several examples, but its rows are built once.
         used = {rollout for example in examples for rollout in example.rollouts}
-        episodes = [episode for group in given.groups for episode in group]
-        rows = [row for e in episodes if e.rollout.rollout_id in used for row in live_rows(e)]
-        return Gathered(
-            examples=examples,
-            rows=rows,
-            metrics=given.metrics,
-            trained=tuple(dict.fromkeys(row.rollout for row in rows)),
-            uses=self._uses(episodes, self.sides(examples)),
-            stop_reason=given.stop_reason,
-        )
-
-    def _uses(self, episodes: Sequence[Episode], sides: Mapping[str, str]) -> dict[str, tuple[CallUse, ...]]:
-        """Return what became of every call, by rollout id."""
-        uses: dict[str, tuple[CallUse, ...]] = {}
-        for episode in episodes:
-            rollout = episode.rollout.rollout_id
-            live = {call.span_id for call in episode.transitions} if rollout in sides else ()
-            uses[rollout] = call_uses(episode, trained=live, note=sides.get(rollout, ""), left_out=self.left_out)
-        return uses
+        rows = [row for e in given.episodes if e.rollout.rollout_id in used for row in live_rows(e)]
+        return given, examples, rows
 
     def step_size(self, tasks: int) -> tuple[int, int]:
         """Return how many of so many tasks a step draws, and how many times it runs each; none with `data`."""
         return (0, 0) if self._data else super().step_size(tasks)
 
-    async def _train(self, learner: PolicyLearner, examples: list[E], rows: list[RowSample]) -> dict[str, float]:
+    async def _train(self, learner: PolicyLearner, examples: list[Example], rows: list[RowSample]) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates."""
         if not examples:
             return {"updates_skipped": 1.0}
-        # log ref does not change while the policy does: one pass serves all epochs.
+        # log pi_ref(y | x) does not change while the policy does: one pass serves all epochs.
         reference = await asyncio.to_thread(self._reference_sums, learner, rows)
         by_rollout: defaultdict[str, list[RowSample]] = defaultdict(list)
         for row in rows:
             by_rollout[row.rollout].append(row)
+        # The expectation over D as means over shuffled parts of it, one update each; an example is never cut.
         reports: list[dict[str, float]] = []
         for epoch in range(self._epochs):
             order = list(examples)
@@ -334,14 +310,14 @@ class PreferenceAlgorithm(Supplied, ABC, Generic[E]):
         if self._reference == "behaviour":
             # The sampler recorded log pi_behaviour of every token that it drew; the mask removes what it read.
             return _rollout_sums(rows, [row.behaviour * row.mask for row in rows])
-        # The policy as it was when this algorithm began, asked about the same tokens at the same temperatures.
+        # pi_ref: the policy as it was when this algorithm began, asked about the same tokens at the same temperatures.
         with self._tuned.reference.active() as model:
             return _rollout_sums(rows, learner.logprobs(rows, model=model))
 
     def _update(
         self,
         learner: PolicyLearner,
-        examples: Sequence[E],
+        examples: Sequence[Example],
         by_rollout: Mapping[str, Sequence[RowSample]],
         reference: Mapping[str, float],
     ) -> dict[str, float]:
@@ -350,33 +326,24 @@ class PreferenceAlgorithm(Supplied, ABC, Generic[E]):
         rollouts = dict.fromkeys(name for example in examples for name in example.rollouts)
         rows = [row for name in rollouts for row in by_rollout[name]]
 
-        # First pass, without gradient: r = log pi - log ref of every rollout.
+        # First pass, without gradient: r = log pi_theta - log pi_ref of every rollout. The loss of an example is a
+        # function of the r of its rollouts alone, so with r known each rollout's slope -d loss / d r is a number.
         policy = _rollout_sums(rows, learner.logprobs(rows))
         tokens = {name: sum(row.trained_tokens for row in by_rollout[name]) for name in rollouts}
         ratios = {name: Ratio(total=policy[name] - reference[name], tokens=tokens[name]) for name in rollouts}
-        judgement = self.judge(examples, ratios)
+        factors, metrics = self.judge(examples, ratios)
 
-        # Second pass: the loss sum_t -factor * log pi(y_t) is linear in log pi, and has the gradient of the loss.
-        factored = [replace(row, advantages=row.mask * judgement.factors[row.rollout]) for row in rows]  # [T] per row
+        # Second pass. By the chain rule
+        #     grad loss = sum_rollouts (d loss / d r) grad r = -sum_t factor(rollout of t) grad log pi_theta(y_t),
+        # for pi_ref has no gradient. The surrogate -sum_t factor log pi_theta(y_t) has this very gradient and is a sum
+        # over tokens, so micro-batches may cut it anywhere.
+        factored = [replace(row, advantages=row.mask * factors[row.rollout]) for row in rows]  # [T] per row
         for batch in learner.batches(factored, [1.0] * len(rows)):  # the mean over examples is in the factor
             backward(-(batch.advantages_M * batch.logprobs(learner.loaded.model)).sum())
-        return learner.apply(judgement.metrics)
+        return learner.apply(metrics)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """Two rollouts of one task by id; `chosen` has the higher reward."""
-
-    chosen: str
-    rejected: str
-
-    @property
-    def rollouts(self) -> tuple[str, ...]:
-        """Both."""
-        return (self.chosen, self.rejected)
-
-
-class DPO(PreferenceAlgorithm[Pair]):
+class DPO(PreferenceAlgorithm):
     """Trains the weights of one policy on pairs of rollouts of one task, the better against the worse.
 
     Args:
@@ -400,6 +367,7 @@ class DPO(PreferenceAlgorithm[Pair]):
 
     name = "dpo"
     left_out = "its rollout is in no pair"
+    read = read_pairs
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
         self,
@@ -412,7 +380,7 @@ class DPO(PreferenceAlgorithm[Pair]):
         beta: Positive = 0.1,  # the default of DPO's paper
         min_gap: Positive = MIN_GAP,  # in the unit of the reward
         pairs: Pairing = "extremes",
-        reference: ReferenceKind = "start",
+        reference: ReferenceKind = "start",  # pi_ref of the paper
         epochs: Count = 1,
         pairs_per_update: Count = 16,
         optim: Optim = Optim(),
@@ -422,11 +390,11 @@ class DPO(PreferenceAlgorithm[Pair]):
     ) -> None:
         if group_size == 1:
             raise ConfigError(f"{self.name} got group_size = 1; a pair needs a group of 2 at least.")
+        # beta: 1 / how far pi_theta may go from pi_ref, as the weight of KL(pi_theta || pi_ref) in the RL objective
+        # that DPO solves (equation 3 of its paper).
         self._beta, self._min_gap = beta, min_gap
         self._pairing: Pairing = pairs
-        self._written: list[WrittenPair] = []
         super().__init__(
-            self.name,
             data=data,
             supply=RolloutSupply(
                 self.name, steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
@@ -434,54 +402,41 @@ class DPO(PreferenceAlgorithm[Pair]):
             reference=reference,
             epochs=epochs,
             per_update=pairs_per_update,
-            optim=optim,
-            lora=lora,
-            compute=compute,
+            settings=LearnerSettings(optim=optim, lora=lora, compute=compute),
             saving=saving,
             idle={"min_gap": min_gap != MIN_GAP, "pairs": pairs != "extremes"},
         )
 
     def pair_loss(self, chosen: Ratio, rejected: Ratio) -> tuple[float, float, float, float]:
         """Return the margin and the loss of a pair, and -d loss / d r of its chosen and its rejected rollout."""
-        margin = chosen.total - rejected.total  # m, in nats
+        margin = chosen.total - rejected.total  # m = r(w) - r(l), in nats
         loss, slope = dpo_loss(margin, beta=self._beta)
-        return margin, loss, slope, -slope
+        return margin, loss, slope, -slope  # dm / dr is 1 for w and -1 for l
 
-    def judge(self, examples: Sequence[Pair], ratios: Mapping[str, Ratio]) -> Judgement:
+    def judge(self, examples: Sequence[Example], ratios: Mapping[str, Ratio]) -> Judgement:
         """Average the pairs' losses."""
         margins: list[float] = []
         losses: list[float] = []
         factors: defaultdict[str, float] = defaultdict(float)  # adds up over the pairs that a rollout is in
         for pair in examples:
+            # up = -d loss / d r(w) raises log pi(y_w), down = -d loss / d r(l) = -up lowers log pi(y_l).
             margin, loss, up, down = self.pair_loss(ratios[pair.chosen], ratios[pair.rejected])
             margins.append(margin)
             losses.append(loss)
             factors[pair.chosen] += up / len(examples)
             factors[pair.rejected] += down / len(examples)
-        metrics = {
-            "loss": mean(losses),
-            "margin": mean(margins),
-            "accuracy": mean([float(margin > 0) for margin in margins]),  # pairs that the policy ranks as the rewards
-        }
-        return Judgement(factors=factors, metrics=metrics)
+        # The share of pairs that the policy ranks as their rewards do.
+        accuracy = mean([float(margin > 0) for margin in margins])
+        return factors, {"loss": mean(losses), "margin": mean(margins), "accuracy": accuracy}
 
-    def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Pair]:
-        """Return the pairs of all groups, each of two answers to one task: with a `group_key` groups have several."""
+    def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Example]:
+        """Return the pairs of all groups."""
+        # A pair is two answers to one task. With a `group_key` a group has several tasks, and the policy's chances of
+        # answers to different prompts do not compare.
         same = [rollouts for group in groups for rollouts in by_task(group).values()]
         return [pair for rollouts in same for pair in make_pairs(rollouts, gap=self._min_gap, pairing=self._pairing)]
 
-    def read(self, context: AlgorithmContext) -> int:
-        """Read the pairs of `data`."""
-        self._written = read_pairs(context.folder / self._data)
-        return len(self._written)
-
-    def written(self, *, tokenizer: object, max_tokens: int) -> Gathered[Pair]:
-        """Return the pairs of `data`."""
-        rows = [row for pair in self._written for row in pair.rows(tokenizer=tokenizer, max_tokens=max_tokens)]
-        pairs = [Pair(chosen=pair.chosen.where, rejected=pair.rejected.where) for pair in self._written]
-        return Gathered(examples=pairs, rows=rows)
-
-    def sides(self, examples: Sequence[Pair]) -> dict[str, str]:
+    def notes(self, examples: Sequence[Example]) -> dict[str, str]:
         """Return how often each rollout is chosen and rejected."""
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for pair in examples:
@@ -492,7 +447,7 @@ class DPO(PreferenceAlgorithm[Pair]):
             for rollout, counted in found.items()
         }
 
-    def counts(self, examples: Sequence[Pair]) -> dict[str, float]:
+    def counts(self, examples: Sequence[Example]) -> dict[str, float]:
         """Count the pairs."""
         return {"pairs": float(len(examples))}
 
@@ -507,26 +462,14 @@ class IPO(DPO):
 
     def pair_loss(self, chosen: Ratio, rejected: Ratio) -> tuple[float, float, float, float]:
         """Return the margin per token and the loss of a pair, and -d loss / d r of its two rollouts."""
+        # h_pi of the paper, with r as the mean per token: m = r(w) / |w| - r(l) / |l|.
         margin = chosen.total / chosen.tokens - rejected.total / rejected.tokens
+        # tau of the paper is beta here, the weight of KL(pi_theta || pi_ref) as for DPO.
         loss, slope = ipo_loss(margin, beta=self._beta)
         return margin, loss, slope / chosen.tokens, -slope / rejected.tokens  # dm / dr = 1 / tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """A rollout by id, whether it is good, and how much it counts."""
-
-    rollout: str
-    is_good: bool
-    weight: float
-
-    @property
-    def rollouts(self) -> tuple[str, ...]:
-        """The one."""
-        return (self.rollout,)
-
-
-class KTO(PreferenceAlgorithm[Label]):
+class KTO(PreferenceAlgorithm):
     """Trains the weights of one policy on rollouts that are good or bad by themselves.
 
     Args:
@@ -548,7 +491,9 @@ class KTO(PreferenceAlgorithm[Label]):
         saving: Saved states of training.
     """
 
+    name = "kto"
     left_out = "its rollout is neither good nor bad"
+    read = read_answers
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
         self,
@@ -560,8 +505,8 @@ class KTO(PreferenceAlgorithm[Label]):
         max_age: Age = -1,
         good_from: float | None = None,
         beta: Positive = 0.1,  # the paper's default
-        weights: Literal["balanced"] | tuple[Positive, Positive] = "balanced",
-        reference: ReferenceKind = "start",
+        weights: Literal["balanced"] | tuple[Positive, Positive] = "balanced",  # lambda_D and lambda_U
+        reference: ReferenceKind = "start",  # pi_ref of the paper
         epochs: Count = 1,
         rollouts_per_update: Count = 32,
         optim: Optim = Optim(),
@@ -574,10 +519,9 @@ class KTO(PreferenceAlgorithm[Label]):
                 "kto got group_size = 1 without good_from; a rollout that is alone in its group has nothing to be "
                 "compared with. Set good_from to the least reward of a good rollout, or use a larger group."
             )
+        # beta scales r - z: how fast the value saturates, which is the paper's risk aversion.
         self._good_from, self._beta, self._weights = good_from, beta, weights
-        self._written: list[WrittenAnswer] = []
         super().__init__(
-            "kto",
             data=data,
             supply=RolloutSupply(
                 "kto", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
@@ -585,98 +529,97 @@ class KTO(PreferenceAlgorithm[Label]):
             reference=reference,
             epochs=epochs,
             per_update=rollouts_per_update,
-            optim=optim,
-            lora=lora,
-            compute=compute,
+            settings=LearnerSettings(optim=optim, lora=lora, compute=compute),
             saving=saving,
             idle={"good_from": good_from is not None},
         )
 
-    def judge(self, examples: Sequence[Label], ratios: Mapping[str, Ratio]) -> Judgement:
+    def judge(self, examples: Sequence[Example], ratios: Mapping[str, Ratio]) -> Judgement:
         """Average the weighted losses of the labelled rollouts."""
-        point = max(0.0, mean([ratio.total for ratio in ratios.values()]))  # z, at least 0 as a divergence is
+        # z estimates KL(pi || pi_ref): the mean of r over rollouts of the policy, at least 0 as a divergence is. It is
+        # data here, without gradient, as in the paper.
+        point = max(0.0, mean([ratio.total for ratio in ratios.values()]))
         losses: list[float] = []
+        # -d loss / d r, averaged over the examples: lambda beta v (1 - v), positive for good rollouts.
         factors: dict[str, float] = {}
         totals: dict[bool, list[float]] = {True: [], False: []}
         for label in examples:
-            total = ratios[label.rollout].total
-            loss, slope = kto_loss(total, point=point, is_good=label.is_good, beta=self._beta)
-            losses.append(label.weight * loss)
-            factors[label.rollout] = label.weight * slope / len(examples)
-            totals[label.is_good].append(total)
+            (rollout,), is_good = label.rollouts, bool(label.chosen)
+            total = ratios[rollout].total
+            loss, slope = kto_loss(total, point=point, is_good=is_good, beta=self._beta)
+            losses.append(label.weight * loss)  # lambda_y - v(x, y), up to a constant
+            factors[rollout] = label.weight * slope / len(examples)
+            totals[is_good].append(total)
+        # Not in the paper: r(good) - r(bad) on average, to be read next to DPO's margin.
         margin = mean(totals[True]) - mean(totals[False]) if totals[True] and totals[False] else 0.0
-        return Judgement(factors=factors, metrics={"loss": mean(losses), "margin": margin, "reference_kl": point})
+        return factors, {"loss": mean(losses), "margin": margin, "reference_kl": point}
 
-    def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Label]:
-        """Return the labels of all rollouts that are good or bad."""
-        return self._weighed([label for group in groups for label in self._labels(group)])
+    def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Example]:
+        """Return all rollouts that are good or bad."""
+        found: list[Example] = []
+        for group in groups:
+            rewards = {e.rollout.rollout_id: e.reward for e in group if _can_teach(e) and e.reward is not None}
+            middle = mean(list(rewards.values()))
+            for name, reward in rewards.items():
+                # y is desirable where its reward is high, by a bound or by comparison with its siblings.
+                is_good = reward > middle if self._good_from is None else reward >= self._good_from
+                # A rollout that earned what its group did on average is neither good nor bad.
+                if self._good_from is not None or abs(reward - middle) > MIN_GAP:
+                    found.append(Example(chosen=name) if is_good else Example(rejected=name))
+        return found
 
-    def _labels(self, group: Sequence[Episode]) -> list[tuple[str, bool]]:
-        """Return the ids of a group's rollouts that have a label, and whether they are good."""
-        rewards = {e.rollout.rollout_id: e.reward for e in group if can_teach(e) and e.reward is not None}
-        if self._good_from is not None:
-            return [(name, reward >= self._good_from) for name, reward in rewards.items()]
-        middle = mean(list(rewards.values()))
-        return [(name, reward > middle) for name, reward in rewards.items() if abs(reward - middle) > MIN_GAP]
-
-    def _weighed(self, found: Sequence[tuple[str, bool]]) -> list[Label]:
-        """Return labels with their weights, lambda_D of the good and lambda_U of the bad ones."""
-        counts = Counter(is_good for _, is_good in found)
+    def weighed(self, examples: list[Example]) -> list[Example]:
+        """Return the labelled rollouts with their weights, lambda_D of the good and lambda_U of the bad ones."""
+        counts = Counter(bool(label.chosen) for label in examples)
+        # The paper advises lambda_D n_good / (lambda_U n_bad) from 1 to 4/3; balanced weights make it 1.
         if isinstance(self._weights, tuple):
             weights = {True: self._weights[0], False: self._weights[1]}
         else:
             # Of n rollouts, g good: the good ones count n / 2g each and the bad ones n / 2(n - g).
-            weights = {kind: len(found) / (2 * count) if len(counts) > 1 else 1.0 for kind, count in counts.items()}
-        return [Label(rollout=rollout, is_good=is_good, weight=weights[is_good]) for rollout, is_good in found]
+            weights = {kind: len(examples) / (2 * count) if len(counts) > 1 else 1.0 for kind, count in counts.items()}
+        return [replace(label, weight=weights[bool(label.chosen)]) for label in examples]
 
-    def read(self, context: AlgorithmContext) -> int:
-        """Read the answers of `data`."""
-        self._written = read_answers(context.folder / self._data)
-        return len(self._written)
-
-    def written(self, *, tokenizer: object, max_tokens: int) -> Gathered[Label]:
-        """Return the labels of `data`."""
-        rows = [row for answer in self._written for row in answer.rows(tokenizer=tokenizer, max_tokens=max_tokens)]
-        labels = self._weighed([(answer.dialogue.where, answer.is_good) for answer in self._written])
-        return Gathered(examples=labels, rows=rows)
-
-    def counts(self, examples: Sequence[Label]) -> dict[str, float]:
+    def counts(self, examples: Sequence[Example]) -> dict[str, float]:
         """Count the good and the bad rollouts."""
-        good = sum(label.is_good for label in examples)
+        good = sum(bool(label.chosen) for label in examples)
         return {"good": float(good), "bad": float(len(examples) - good)}
 
-    def sides(self, examples: Sequence[Label]) -> dict[str, str]:
+    def notes(self, examples: Sequence[Example]) -> dict[str, str]:
         """Return whether each rollout is good or bad, and how much it counts."""
-        return {label.rollout: f"{'good' if label.is_good else 'bad'}, counts {label.weight:.3g}" for label in examples}
+        return {
+            label.rollouts[0]: f"{'good' if label.chosen else 'bad'}, counts {label.weight:.3g}" for label in examples
+        }
 
 
-def can_teach(episode: Episode) -> bool:
+def _can_teach(episode: Episode) -> bool:
     """Return true for an episode that has a reward and tokens of the policy."""
     return episode.reward is not None and any(any(row.mask) for row in episode.rows)
 
 
-def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> list[Pair]:
+def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> list[Example]:
     """Return the pairs of a group, best rollouts first; of equal rewards the earlier rollout comes first.
 
     Only rollouts with a reward and with tokens of the policy take part. `extremes` gives one pair at most. A group of
     one rollout, or one whose rewards differ by less than `gap`, gives none.
     """
     # `reward or 0.0` is for the type checker: rollouts without a reward are filtered out here.
-    ranked = sorted(filter(can_teach, group), key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
+    ranked = sorted(filter(_can_teach, group), key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
     found = [
-        Pair(chosen=better.rollout.rollout_id, rejected=worse.rollout.rollout_id)
+        Example(chosen=better.rollout.rollout_id, rejected=worse.rollout.rollout_id)
         for index, better in enumerate(ranked)
         for worse in ranked[index + 1 :]
         if (better.reward or 0.0) - (worse.reward or 0.0) >= gap
     ]
     if pairing == "all" or not found:
         return found
-    # Best against worst has the largest gap of the group, and one pair lets every task count the same.
-    return [Pair(chosen=ranked[0].rollout.rollout_id, rejected=ranked[-1].rollout.rollout_id)]
+    # (y_w, y_l) of the task: best against worst has the largest gap of the group, and one pair lets every task count
+    # the same.
+    return [Example(chosen=ranked[0].rollout.rollout_id, rejected=ranked[-1].rollout.rollout_id)]
 
 
 def _rollout_sums(rows: Sequence[RowSample], values: Sequence[Tensor]) -> dict[str, float]:
     """Return the sum of `values` ([T] per row, 0 outside of the mask) over all rows of each rollout."""
+    # log pi(rollout) = sum over its turns and tokens of log pi(y_t | everything before y_t), in however many rows.
     sums: defaultdict[str, float] = defaultdict(float)
     for row, value in zip(rows, values, strict=True):
         # A row's first token is never predicted, so it must not count on the reference's side alone.

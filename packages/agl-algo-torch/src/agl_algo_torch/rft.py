@@ -32,26 +32,27 @@ from typing import TYPE_CHECKING
 from agl.contracts import StepReport
 from agl_algo_torch.data.preparation import live_rows
 from agl_algo_torch.data.supply import Age, RolloutSupply, Supplied
-from agl_algo_torch.learner.batch import RowSample, loss_weights
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.learner.tuned_policy import TunedPolicy
 from agl_algo_torch.learner.typed_torch import backward
-from agl_objectives.aggregation import MeanAggregation  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.aggregation import MeanAggregation, loss_weights
 from agl_objectives.groups import Silence
 from agl_objectives.reports import averaged
 from agl_objectives.settings import Compute, Count, Lora, Optim, Sampling, Saving, Whole
-from agl_objectives.uses import call_uses
+from agl_objectives.uses import rollout_uses
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
-    from agl.contracts import CallUse
     from agl.schemas import Episode
+    from agl_algo_torch.learner.batch import RowSample
 
 NONE_GOOD = (
     "silent, dropped: no rollout of its group has min_reward, and the step took further tasks in its place (refill)"
 )
 """Said by `agl why` of the calls of a group that was replaced."""
+
+NOT_IMITATED = "its rollout is not among those that are imitated (min_reward, best)"
 
 
 class RFT(Supplied):
@@ -112,15 +113,23 @@ class RFT(Supplied):
         learner = await self._tuned.learner()
         moves = learner.moves
 
-        # 1. and 2. Take groups and keep their good rollouts.
+        # 1. and 2. Take groups of K answers per task, sampled from pi, and keep the good ones: rejection sampling from
+        # pi( . | reward >= min_reward), with which the paper augments its data set.
         given = await self._supply.take(self._tuned.step + 1)
-        rows = [row for group in given.groups for episode in self._good(group) for row in _rows(episode)]
+        # q of the paper is a task, and r^i_q the answers kept of it, at most `best`.
+        good = [episode for group in given.groups for episode in self._good(group)]
+        # The temperature is left at 1: the answer is imitated by the distribution that the model has by itself.
+        rows = [row for episode in good for row in live_rows(episode, has_temperature=False)]
 
-        # 3. Update.
+        imitated = {row.rollout: "" for row in rows}  # each id once, in order
+
+        # 3. Update. The gradient is that of REINFORCE with the reward 1[R >= min_reward] and no baseline,
+        #     sum_i 1[R_i >= min_reward] grad log pi(y_i | x),
+        # as long as pi is the policy that sampled: in the first update of a step.
         started = time.perf_counter()
         self._tuned.start_updates()
         metrics = given.metrics | await self._train(learner, rows)
-        metrics["update_s"] = time.perf_counter() - started
+        metrics["update_s"] = time.perf_counter() - started  # forward, backward and AdamW, without the rollouts
 
         # 4. Make the new weights live; without an update they are what they were. Save them unless that may wait.
         published = await self._tuned.finish(has_moved=learner.moves > moves)
@@ -128,10 +137,10 @@ class RFT(Supplied):
             step=self._tuned.step,
             is_finished=bool(given.stop_reason),
             metrics=metrics,
-            trained=tuple(dict.fromkeys(row.rollout for row in rows)),
+            trained=tuple(imitated),
             published=published,
             stop_reason=given.stop_reason,
-            uses=_uses(given.groups, {row.rollout for row in rows}) | given.uses,
+            uses=rollout_uses(given.episodes, imitated, left_out=NOT_IMITATED) | given.uses,
         )
 
     def _good(self, group: Sequence[Episode]) -> list[Episode]:
@@ -148,6 +157,7 @@ class RFT(Supplied):
 
     async def _train(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates."""
+        # The rows of a rollout stay in one update, where they share its weight.
         by_rollout: defaultdict[str, list[RowSample]] = defaultdict(list)
         for row in rows:
             by_rollout[row.rollout].append(row)
@@ -160,7 +170,7 @@ class RFT(Supplied):
                 part = [row for name in order[start : start + self._rollouts_per_update] for row in by_rollout[name]]
                 reports.append(await asyncio.to_thread(self._update, learner, part))
                 self._context.progress(epoch * len(order) + start, self._epochs * len(order), "update")
-        # No good rollout is no error: a hard batch leaves the weights alone, and the metric shows it.
+        # A step without a good rollout is not an error: a hard batch leaves the weights alone, and the metric shows it.
         kept = {"imitated": float(len(by_rollout))}
         if not reports:
             return kept | {"updates_skipped": 1.0}
@@ -171,28 +181,13 @@ class RFT(Supplied):
         learner.use_threads()
         loaded = learner.loaded
         # w_t: "token" is the usual cross-entropy; "sequence" keeps long rollouts from outvoting short ones.
+        # The total is that of the update, so its micro-batches add up to the mean over the update.
         weight, total = loss_weights(rows, aggregation=self._aggregation)
         summed = 0.0
         for batch in learner.batches(rows, weight, total=total):
-            # -sum_t w_t log pi(y_t | y_<t) / total over this batch's tokens: [M] -> []
+            # The paper's loss on its augmented data set, -sum_t w_t log pi(y_t | y_<t) / total, over this batch's
+            # tokens y_t of the policy: [M] -> []
             loss = -batch.mean(batch.logprobs(loaded.model))
             backward(loss)  # gradients of micro-batches add up in the parameters
             summed += float(loss.detach())
         return learner.apply({"loss": summed})
-
-
-def _uses(groups: Sequence[Sequence[Episode]], imitated: Collection[str]) -> dict[str, tuple[CallUse, ...]]:
-    """Return what became of every call, by rollout id."""
-    left_out = "its rollout is not among those that are imitated (min_reward, best)"
-    uses: dict[str, tuple[CallUse, ...]] = {}
-    for episode in (episode for group in groups for episode in group):
-        rollout = episode.rollout.rollout_id
-        live = {call.span_id for call in episode.transitions} if rollout in imitated else ()
-        uses[rollout] = call_uses(episode, trained=live, left_out=left_out)
-    return uses
-
-
-def _rows(episode: Episode) -> list[RowSample]:
-    """Return the rows of an episode that is imitated."""
-    # The temperature is left at 1: what is imitated is the answer, by the distribution that the model has by itself.
-    return live_rows(episode, has_temperature=False)

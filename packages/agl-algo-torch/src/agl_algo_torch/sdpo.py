@@ -19,7 +19,7 @@ Deviations from the paper, and why:
 - A sibling is shown by the answers of the same agent in the other rollout.
 - In rollouts that succeeded, and about which nothing was said, the teacher is heard only at tokens that it finds at
   least as likely as the policy does; with `teach_successes = "all"` at every token, as in the paper. It is mostly the
-  policy at the start that was told, makes mistakes of its own, and takes back what the policy does better by then: the
+  policy at the start with a lesson, makes mistakes of its own, and takes back what the policy does better by then: the
   calculator example went from a reward of 1.00 to 0.75 in ten steps, and stays at 0.98 as it is.
 - What rewards and tools say is masked where it quotes hidden fields of the task.
 - The teacher is the geometric mean of the policy at the step's start and that at this algorithm's start, which is the
@@ -43,13 +43,13 @@ import torch
 from agl.errors import ConfigError
 from agl_algo_torch.data.lessons import SelfTeacher, TaughtRow, Teaching
 from agl_algo_torch.data.preparation import ESTIMATOR, estimator_of_samples, needed_by, prepare
-from agl_algo_torch.learner.batch import MicroBatch, RowSample, loss_weights
 from agl_algo_torch.learner.objective import PolicyObjective, Tally
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.scoring import scaled
 from agl_algo_torch.learner.token_numbers import TokenNumbers
 from agl_algo_torch.learner.tuned_policy import OnPolicy, TunedPolicy
 from agl_algo_torch.learner.typed_torch import backward
-from agl_objectives.aggregation import MeanAggregation  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.aggregation import MeanAggregation, loss_weights
 from agl_objectives.groups import GroupSampler, Silence
 from agl_objectives.reports import UnusedEstimator
 from agl_objectives.settings import Compute, Count, Lora, NotNegative, Objective, Optim, Sampling, Saving, Whole
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
     from agl.contracts import StepReport
     from agl.schemas import Episode
+    from agl_algo_torch.learner.batch import MicroBatch, RowSample
 
 NOTHING_TO_LEARN = (
     "silent, dropped: nothing could be said about its group, or all of it succeeded, and the step took further tasks "
@@ -82,8 +83,9 @@ _LEAST = 1e-9
 
 def scaled_logprobs(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
     """Return the logarithm of `softmax(logits / temperature)`, [M, V], at least float32."""
-    wide_M_V = logits_M_V.to(torch.promote_types(logits_M_V.dtype, torch.float32))
-    return (wide_M_V / temperature_M[:, None]).log_softmax(dim=1)
+    # softmax(z / tau) is the distribution that was sampled from, so policy and teacher are compared at that
+    # temperature.
+    return scaled(logits_M_V, temperature_M=temperature_M).log_softmax(dim=1)
 
 
 def likeliest(logp_M_V: Tensor, *, count: int) -> Tensor | None:
@@ -97,6 +99,8 @@ def among(logp_M_V: Tensor, chosen_M_K: Tensor | None) -> Tensor:
     """Return the log-probabilities of the chosen tokens and of all others as one, [M, K + 1]; of all for None."""
     if chosen_M_K is None:
         return logp_M_V
+    # The tail as one more outcome: the divergence of these K + 1 outcomes is at most that of all V (data processing),
+    # and 0 where the K likeliest agree. It takes M x K numbers in place of M x V.
     logp_M_K = logp_M_V.gather(1, chosen_M_K)
     others_M = (1.0 - logp_M_K.exp().sum(dim=1)).clamp_min(_LEAST)
     return torch.cat([logp_M_K, others_M.log()[:, None]], dim=1)
@@ -104,10 +108,13 @@ def among(logp_M_V: Tensor, chosen_M_K: Tensor | None) -> Tensor:
 
 def divergence(policy_M_K: Tensor, teacher_M_K: Tensor, *, kind: Divergence) -> Tensor:
     """Return the divergence of each token in nats, [M], with the gradient of both arguments."""
+    # D(p || q), p the policy with its gradient and q the teacher without.
     if kind == "reverse":
         return _kl(policy_M_K, teacher_M_K)
     if kind == "forward":
         return _kl(teacher_M_K, policy_M_K)
+    # m = (p + q) / 2: log m = log(exp(log p + ...) + exp(log q)) - log 2. Where either has no mass m has some, so
+    # neither KL is infinite, and the gradient stays bounded where policy and teacher disagree completely.
     middle_M_K = torch.logaddexp(policy_M_K, teacher_M_K) - math.log(2.0)
     return 0.5 * (_kl(policy_M_K, middle_M_K) + _kl(teacher_M_K, middle_M_K))
 
@@ -128,9 +135,9 @@ class SDPO(OnPolicy):
             and those in which every rollout succeeded without a remark.
         teacher: What the teacher is and what it reads.
         divergence: `jsd`, `reverse` (policy to teacher) or `forward` (teacher to policy).
-        top_k: Tokens that a comparison tells apart, those that the policy finds likeliest; all others count as one. 0
-            compares the whole vocabulary.
-        grpo_coef: Weight of GRPO's loss beside the divergence; `estimator` gives its advantages.
+        top_k: The likeliest tokens of the policy, which are compared one by one; all others count as one. 0 compares
+            the whole vocabulary.
+        grpo_coef: Weight of GRPO's loss next to the divergence; `estimator` gives its advantages.
         aggregation: `token`, or `sequence`: every rollout counts the same, however long.
         optim: AdamW.
         lora: Adapters in place of all weights.
@@ -156,6 +163,7 @@ class SDPO(OnPolicy):
         compute: Compute = Compute(),
         saving: Saving = Saving(),
     ) -> None:
+        # A rollout that is alone has no sibling to read, and A_i = 0 in GRPO's loss.
         if group_size == 1 and teacher.sources == ("siblings",):
             raise ConfigError(
                 "sdpo learns from siblings alone, but group_size is 1. Give at least 2, or another source."
@@ -172,6 +180,7 @@ class SDPO(OnPolicy):
         self._estimator = estimator_of_samples("sdpo", estimator)
         needed_by("sdpo", "grpo_coef", grpo_coef, estimator=estimator)
         self._unused = UnusedEstimator(estimator)
+        # The paper's group: a rollout that failed reads a sibling that succeeded.
         self._groups = GroupSampler(
             "sdpo",
             count=tasks_per_step,
@@ -181,7 +190,10 @@ class SDPO(OnPolicy):
             silence=Silence(of=self._is_silent, note=NOTHING_TO_LEARN),
             compares_batch=self._estimator.entry.compares == "batch",
         )
+        # L_GRPO: no KL penalty of its own, as the teacher is a trust region already.
         self._objective = PolicyObjective("sdpo", Objective(aggregation=aggregation))
+        # pi_theta, and pi_start, the policy at this algorithm's start, which has the share `teacher.start` in the
+        # teacher.
         self._tuned = TunedPolicy(
             "sdpo",
             settings=LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps),  # one update per step
@@ -196,21 +208,18 @@ class SDPO(OnPolicy):
         # A template that has no place for feedback is found before anything is paid for.
         self._teaching = Teaching(context.store, learner.loaded, self._teacher)
 
-        # 1. Collect.
-        started = time.perf_counter()
+        # 1. Collect answers y of the policy as it is, pi.
         collected = await self._groups.collect(self._tuned.step + 1)
-        collect_s = time.perf_counter() - started
         groups = collected.groups
 
-        # 2. Tell.
+        # 2. Tell: the teacher's context (x, f, y_<t), with the lesson f in the prompt x, for every call that has one.
         prepared = prepare(groups, credit=context.credit, estimator=self._estimator.call)
         if self._grpo_coef and (notice := self._unused.news(final=prepared.final, calls=prepared.calls)):
             context.say(f"{context.name}: {notice}")
         lessons = await self._teaching.lessons(groups)
-        metrics = prepared.metrics | collected.metrics | {"collect_s": collect_s} | lessons.metrics()
-        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
+        metrics = prepared.metrics | collected.metrics | lessons.metrics()
 
-        # 3. Update.
+        # 3. Update: L(theta) = sum_t w_t D(pi_theta(. | x, y_<t) || q(. | x, f, y_<t)) + grpo_coef L_GRPO(theta).
         started = time.perf_counter()
         samples = prepared.samples if self._grpo_coef else []
         self._tuned.start_updates()
@@ -220,6 +229,7 @@ class SDPO(OnPolicy):
 
         # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
         published = await self._tuned.finish(has_moved=learner.moves > moves)
+        # A rollout counts as trained once, by words, by rewards or by both.
         trained = [row.policy.rollout for row in lessons.rows] + [sample.rollout for sample in samples]
         uses = tokens.added(lessons.uses(groups, grpo=prepared if self._grpo_coef else None)) | collected.uses
         return self._report(metrics, trained=trained, published=published, uses=uses)
@@ -247,6 +257,7 @@ class SDPO(OnPolicy):
         """
         policies = [row.policy for row in rows]
         weight, total = loss_weights(policies, aggregation=self._aggregation)
+        # w_t / total: 1 over all taught tokens with "token", 1 / (|y| rollouts) with "sequence".
         tokens = sum(policy.trained_tokens for policy in policies)
         sums: defaultdict[str, float] = defaultdict(float)
         model = learner.loaded.model
@@ -257,8 +268,10 @@ class SDPO(OnPolicy):
             calls = [call for index in batch.rows for call in rows[index].teacher]
             teacher_M_K, teacher_M = self._taught(learner, calls, chosen_M_K)
             apart_M = divergence(among(logp_M_V, chosen_M_K), teacher_M_K, kind=self._divergence)
-            # log q(y_t) - log pi(y_t): by how much the teacher prefers the token that was sampled.
+            # log q(y_t) - log pi(y_t), the advantage that the paper reads its gradient as: by how much the teacher
+            # prefers the token that was sampled.
             gap_M = teacher_M - logp_M_V.detach().gather(1, batch.targets_M[:, None])[:, 0]
+            # In rollouts that succeeded the teacher is heard only where it does not contradict what has succeeded.
             unheard_M = (gap_M < 0) & self._needs_agreement(batch, rows)
             backward(batch.mean(apart_M.masked_fill(unheard_M, 0.0)))  # gradients of micro-batches add up
             sums["divergence"] += float(apart_M.detach().sum())
@@ -272,6 +285,7 @@ class SDPO(OnPolicy):
         solved = torch.tensor(
             [rows[index].is_solved and self._teacher.teach_successes == "agreed" for index in batch.rows]
         )
+        # One value per row -> [M]
         counts = torch.tensor([rows[index].policy.trained_tokens for index in batch.rows])
         return solved.repeat_interleave(counts).to(batch.targets_M.device)
 
@@ -283,10 +297,12 @@ class SDPO(OnPolicy):
 
         `calls` follow each other as their tokens do in the policy's rows.
         """
+        # One row of the policy may hold several calls, and each has a context of its own: M tokens in other rows.
         sizes = torch.tensor([0, *(call.trained_tokens for call in calls)])
         starts = sizes.cumsum(0)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         device = learner.loaded.device
+        # Weights are 0 because nothing is summed here.
         for batch in learner.batches(calls, [0.0] * len(calls)):
             # Micro-batches come longest first; `place_m` says where their tokens are among the M.
             places = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in batch.rows]
@@ -294,21 +310,26 @@ class SDPO(OnPolicy):
             logp_m_V = self._teacher_logprobs(learner, batch)
             among_m_K = among(logp_m_V, None if chosen_M_K is None else chosen_M_K[place_m])
             parts.append((place_m, among_m_K, logp_m_V.gather(1, batch.targets_M[:, None])[:, 0]))
+        # Back in the order of the policy's tokens, so that token m of both is the same y_t.
         order_M = torch.cat([place for place, _, _ in parts]).argsort()
         return torch.cat([part for _, part, _ in parts])[order_M], torch.cat([y for _, _, y in parts])[order_M]
 
     def _teacher_logprobs(self, learner: PolicyLearner, batch: MicroBatch) -> Tensor:
         """Return log q for every trained token of a micro-batch of the teacher's contexts, [m, V]."""
         logp_m_V = scaled_logprobs(batch.logits(learner.loaded.model), temperature_M=batch.temperature_M)
+        # Another forward pass, with the weights of the start, where they have a share.
         if not self._teacher.start:
             return logp_m_V
         with self._tuned.reference.active() as model_start:
             start_m_V = scaled_logprobs(batch.logits(model_start), temperature_M=batch.temperature_M)
-        # q = pi^(1 - s) pi_start^s / Z, the point between the two that a trust region of KL leads to
+        # q = pi^(1 - s) pi_start^s / Z with s = `teacher.start`, the paper's teacher with a trust region: it minimises
+        # (1 - s) KL(q || pi) + s KL(q || pi_start). In logarithms it is a mean, and log Z what log_softmax takes off.
         return torch.lerp(logp_m_V, start_m_V, self._teacher.start).log_softmax(dim=1)
 
     def _add_grpo(self, learner: PolicyLearner, samples: Sequence[RowSample], tokens: TokenNumbers) -> dict[str, float]:
         """Add `grpo_coef` times the gradient of GRPO's loss; returns the loss."""
+        # -A r per token as in `grpo`, with r = 1 in value: a step has one update. Weights come from all rows, silent
+        # ones included, before these are left out.
         weight, total = self._objective.weights(samples)
         kept = [index for index, sample in enumerate(samples) if self._objective.has_gradient(sample)]
         tally = Tally(tokens=tokens)

@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
 from agl_algo_torch.data.dialogues import read_dialogues, tokenize
-from agl_algo_torch.learner.batch import loss_weights
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.learner.tuned_policy import TunedPolicy
 from agl_algo_torch.learner.typed_torch import backward, seeded
-from agl_objectives.aggregation import MeanAggregation  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.aggregation import MeanAggregation, loss_weights
 from agl_objectives.settings import Compute, Count, Lora, Optim, Saving, Whole
 
 if TYPE_CHECKING:
@@ -74,8 +73,10 @@ class SFT:
         self._data, self._dialogues = data, list["Dialogue"]()
         self._updates, self._updates_per_step = updates, updates_per_step
         self._batch_size, self._is_shuffled = batch_size, is_shuffled
+        # w_t of the objective. "sequence" keeps a few long dialogues from outvoting many short ones.
         self._aggregation: MeanAggregation = aggregation
         # The length of the decay is known once the file was read.
+        # Until then 1 stands for it, as a decay needs an end.
         settings = LearnerSettings(optim=optim, lora=lora, compute=compute, total=updates or 1)
         self._tuned = TunedPolicy("sft", settings=settings, saving=saving)
 
@@ -84,6 +85,7 @@ class SFT:
         self._context = context
         self._tuned.begin(context, publishes_steps=False)
         self._dialogues = read_dialogues(context.folder / self._data)
+        # A step of the optimizer sees B = `batch_size` dialogues; one pass over all of them is ceil(n / B) updates.
         self._batches = -(-len(self._dialogues) // self._batch_size)  # per epoch; the last one may be smaller
         self._updates = self._updates or self._batches
         self._tuned.settings = replace(self._tuned.settings, total=self._updates)
@@ -101,10 +103,13 @@ class SFT:
             reports.append(await asyncio.to_thread(self._update, learner))
             context.progress(learner.updates, self._updates, f"loss {reports[-1].get('loss', math.nan):.3f}")
 
+        # The decay brings the rate to 0 at the last update: only there have the weights settled.
         is_finished = learner.updates >= self._updates
         # Half-trained weights are saved and not served: what follows the decay is the result.
         published = await self._tuned.finish(has_moved=is_finished)
+        # An update whose gradient is not finite was not made, and reports neither a norm nor a loss to be averaged.
         done = [report for report in reports if "grad_norm" in report]
+        # The loss is the mean -log pi(y_t) in nats: exp(loss) is the perplexity of the assistant's tokens.
         metrics = {
             "loss": mean([report["loss"] for report in done]),
             "grad_norm": mean([report["grad_norm"] for report in done]),
@@ -133,6 +138,9 @@ class SFT:
             samples += tokenize(dialogue, tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
         # w_t and the total of this update; the rows of one dialogue share its id and so its weight.
         weight, total = loss_weights(samples, aggregation=self._aggregation)
+        # The objective: -sum_t w_t log pi(y_t | y_<t) / total over the assistant's tokens y_t, what stands before them
+        # being given. Its minimum over all distributions is that of the data (maximum likelihood), and in its mean it
+        # is the cross-entropy H(data, pi) = KL(data || pi) + H(data).
         loaded.model.train()  # dropout, where the model has any; the policy algorithms leave it off
         summed, tokens = 0.0, 0
         with seeded(seed, device=loaded.device):
@@ -150,6 +158,7 @@ class SFT:
         order = list(range(len(self._dialogues)))
         if self._is_shuffled:
             random.Random(f"{self._context.seed}/{self._context.name}/{epoch}").shuffle(order)
+        # Without replacement: every dialogue once per epoch, the last batch perhaps smaller.
         chosen = order[index * self._batch_size : (index + 1) * self._batch_size]
         return [self._dialogues[i] for i in chosen]
 

@@ -11,9 +11,10 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 from autogen_agentchat.agents import BaseChatAgent
+from autogen_agentchat.messages import HandoffMessage
 from autogen_agentchat.teams import BaseGroupChat
 from autogen_core import BaseAgent
 from autogen_core._telemetry import TraceHelper
@@ -33,9 +34,14 @@ from agl.tracing import (
     stepped,
     who,
 )
-from agl_autogen import _convert
 
 _log = logging.getLogger(__name__)
+
+_MANAGERS = ("SelectorGroupChatManager", "MagenticOneOrchestrator")
+"""Managers of teams that call a model themselves; matched by class name, as AutoGen does not export them."""
+
+_AGENTCHAT = "autogen_agentchat."
+_CORE = "autogen_core."
 
 
 def install() -> list[Undo]:
@@ -125,12 +131,12 @@ def _is_within(agent: Any) -> bool:
 
 def _unspoken(agent: Any) -> AbstractContextManager[Any]:
     """Open a span around a message's handler where AutoGen makes none."""
-    about = _convert.unspoken_agent(agent)
+    about = _unspoken_agent(agent)
     return open_span(**about) if about else nullcontext()
 
 
 def _call(client: Any, *, is_current: bool = True) -> OpenSpan:
-    return open_span(client=_convert.client_name(client), unless_called=True, is_current=is_current)
+    return open_span(client=_client_name(client), unless_called=True, is_current=is_current)
 
 
 def _watched_stream(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +152,7 @@ def _with_handoff(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def publish_message(self: Any, message: Any, *args: Any, **options: Any) -> None:
-        about = {} if current() is None else _convert.handoff(message)
+        about = {} if current() is None else _handoff(message)
         if about and about["source"] == who().agent:
             current_span().set(**about)
         await original(self, message, *args, **options)
@@ -211,3 +217,24 @@ class _ObservedTool:
             _log.exception("The result of an AutoGen tool could not be recorded.")
         else:
             current_span().set(result=text)
+
+
+def _unspoken_agent(agent: Any) -> dict[str, Any]:
+    """The agent that handles a message, if AutoGen makes no span for it; else nothing."""
+    kind = cast("type[Any]", type(agent))
+    is_chat = kind.__module__.startswith(_AGENTCHAT)
+    if kind.__module__.startswith(_CORE) or (is_chat and kind.__name__ not in _MANAGERS):
+        return {}
+    return {"agent": kind.__name__ if is_chat else str(agent.id.type), "agent_id": str(agent.id)}
+
+
+def _client_name(client: Any) -> str:
+    """The class name of a model client."""
+    kind = cast("type[Any]", type(client))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _handoff(published: Any) -> dict[str, str]:
+    """Source and target, if ``published`` is the message of a hand-off; else nothing."""
+    message = getattr(published, "message", None)
+    return {"source": message.source, "target": message.target} if isinstance(message, HandoffMessage) else {}

@@ -1,20 +1,31 @@
-"""Records spans from CrewAI's events, which may arrive in any order.
+"""Records spans from CrewAI's events, which may arrive in any order, and patches CrewAI where they do not suffice.
 
 Handlers run in a copy of the emitter's context, so the current rollout there is the emitter's.
+Outside a rollout every patch is inert.
+
+CrewAI's own clients emit an event for each call; a program's subclass of ``BaseLLM`` need not. Every such class is
+watched, including those defined later: a call that the wire hook saw, or that an event reports, gets no span here.
+
+CrewAI does not end some of its scopes after a failure, and none after a cancellation, and keeps them in the context of
+the caller, whose next calls would count as the failed agent's. So they are left with the exception that leaves a crew,
+a flow or an agent.
 """
 
 import importlib
 import logging
 import pkgutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from threading import Lock
 from typing import Any, cast
 
 import crewai.events.types as event_modules
+from crewai import Agent, BaseLLM, Crew, Flow
 from crewai.events import crewai_event_bus
 from crewai.events.base_events import BaseEvent
+from crewai.events.event_bus import CrewAIEventsBus
 from crewai.events.event_context import (
     SCOPE_ENDING_EVENTS,
     SCOPE_STARTING_EVENTS,
@@ -22,7 +33,19 @@ from crewai.events.event_context import (
     restore_event_scope,
 )
 
-from agl.tracing import ActiveAttempt, OpenSpan, Undo, current, current_span_id, open_span
+from agl.tracing import (
+    ActiveAttempt,
+    OpenSpan,
+    Undo,
+    around,
+    around_async,
+    current,
+    current_span_id,
+    note_model_call,
+    open_span,
+    patch,
+    patch_subclasses,
+)
 from agl_crewai import _convert
 
 _log = logging.getLogger(__name__)
@@ -158,7 +181,7 @@ def within_scope(event_id: str | None) -> Generator[None]:
 
 
 @contextmanager
-def left_with_exception() -> Generator[None]:
+def _left_with_exception(_: Any) -> Generator[None]:
     """Make the scopes that are open now CrewAI's current ones again if an exception leaves the block."""
     before = _scopes()
     try:
@@ -172,3 +195,37 @@ def _scopes() -> tuple[tuple[str, str], ...]:
     from crewai.events import event_context
 
     return cast("Any", event_context)._event_id_stack.get()
+
+
+def patches() -> Iterator[Undo]:
+    """Change CrewAI; yields the functions that restore the originals."""
+    # Subclasses of the program's own only: CrewAI's clients report by events.
+    yield patch_subclasses(BaseLLM, {"call": around(_open_call), "acall": around_async(_open_call)}, besides="crewai")
+    yield patch(CrewAIEventsBus, "emit", _noting_model_calls)
+    # The functions that run in their caller's context, where a scope that stays open does harm.
+    yield patch(Crew, "kickoff", around(_left_with_exception))
+    yield patch(Crew, "akickoff", around_async(_left_with_exception))
+    yield patch(_defining(Flow, "kickoff_async"), "kickoff_async", around_async(_left_with_exception))
+    yield patch(Agent, "kickoff_async", around_async(_left_with_exception))
+
+
+def _open_call(model: BaseLLM) -> OpenSpan:
+    client = _convert.class_name(model)
+    return open_span(client=client, server=model.base_url, model=model.model, unless_called=True)
+
+
+def _defining(kind: type[Any], name: str) -> type[Any]:
+    """The class that defines a method, which for flows is in a module that CrewAI does not export."""
+    return next(each for each in kind.__mro__ if name in vars(each))
+
+
+def _noting_model_calls(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note the calls that events report here, where they are emitted; their handlers run elsewhere, and later."""
+
+    @wraps(original)
+    def emit(self: CrewAIEventsBus, source: Any, event: Any, **options: Any) -> Any:
+        if current() is not None and _convert.is_model_call(event):
+            note_model_call()
+        return original(self, source, event, **options)
+
+    return emit

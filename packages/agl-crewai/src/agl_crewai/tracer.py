@@ -32,13 +32,12 @@ class CrewAITracer(SharedTracer):
     def observe(self) -> Iterable[Undo]:
         """Import CrewAI and observe it."""
         yield _set_environment()  # before the import, at which CrewAI reads some of it
-        from agl_crewai import patches
-        from agl_crewai.listener import Listener
+        from agl_crewai.listener import Listener, patches
 
         listener = CrewAITracer._listener = Listener()
         yield listener.listen()
         yield around_attempts(_observe)
-        yield from patches.install()
+        yield from patches()
 
     def current_span_id(self) -> str | None:
         """Id of the innermost span of CrewAI here: of a model call, tool, agent, task, crew or flow."""

@@ -15,7 +15,7 @@ __all__ = ["HeldAdapter"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldAdapter:
-    """An adapter to serve beside its base model, which stays.
+    """An adapter to serve on top of its base model, which stays.
 
     Source: LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1.
 

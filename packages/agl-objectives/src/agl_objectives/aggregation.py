@@ -1,4 +1,4 @@
-"""Weighs trained tokens so that a rollout's share does not depend on how many rows it has.
+"""Weighs trained tokens, and deals rows into updates, so that the number of rows of a rollout changes nothing.
 
 A loss is the sum of `weight_M * loss_M` divided by a total. Weights and total belong to the whole update, so the losses
 of its micro-batches add up to the update's:
@@ -10,21 +10,26 @@ of its micro-batches add up to the update's:
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from agl.errors import ConfigError
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-__all__ = ["AGGREGATIONS", "MEANS", "Aggregation", "MeanAggregation", "token_weight", "update_total"]
+__all__ = [
+    "Aggregation",
+    "MeanAggregation",
+    "WeighedRow",
+    "loss_weights",
+    "split_updates",
+    "token_weight",
+    "update_total",
+]
 
 Aggregation = Literal["token", "sequence", "constant"]
 """The ways of weighing tokens."""
 
-AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
-
 MeanAggregation = Literal["token", "sequence"]
 """The ways that are means, for algorithms without a constant to divide by."""
-
-MEANS: tuple[str, ...] = get_args(MeanAggregation)
 
 
 def token_weight(aggregation: Aggregation, *, rollout_tokens: int, constant: int = 1) -> float:
@@ -33,9 +38,7 @@ def token_weight(aggregation: Aggregation, *, rollout_tokens: int, constant: int
         return 1.0
     if aggregation == "sequence":
         return 1.0 / rollout_tokens  # over all rows of the rollout: splitting it into rows changes nothing
-    if aggregation == "constant":
-        return 1.0 / constant  # the same for a token of a short and of a long answer
-    raise ConfigError(f"The aggregation {aggregation!r} is unknown. Use one of: {', '.join(AGGREGATIONS)}.")
+    return 1.0 / constant  # the same for a token of a short and of a long answer
 
 
 def update_total(aggregation: Aggregation, *, tokens: int, rollouts: int) -> float:
@@ -43,3 +46,47 @@ def update_total(aggregation: Aggregation, *, tokens: int, rollouts: int) -> flo
     # Rollouts with advantage 0 add nothing to the sum but stay here, so leaving them out of the forward pass saves
     # time and does not make the gradient of the others larger.
     return float(tokens if aggregation == "token" else rollouts)
+
+
+class WeighedRow(Protocol):
+    """A row as it is weighed."""
+
+    @property
+    def rollout(self) -> str:
+        """Id of the row's rollout."""
+        ...
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens that are trained."""
+        ...
+
+
+R = TypeVar("R", bound=WeighedRow)
+
+
+def split_updates(rows: Sequence[R], *, updates: int) -> list[list[R]]:
+    """Deal rows into at most `updates` lists of nearly equal numbers of rollouts, in order.
+
+    All rows of a rollout are in one list, whatever their number; no list is empty.
+    """
+    order = list(dict.fromkeys(row.rollout for row in rows))  # each rollout once, in order of appearance
+    count = max(1, min(updates, len(order)))  # fewer rollouts than updates: one rollout each
+    place = {rollout: index * count // len(order) for index, rollout in enumerate(order)}  # 0 to count - 1
+    lists: list[list[R]] = [[] for _ in range(count)]
+    for row in rows:
+        lists[place[row.rollout]].append(row)
+    return [part for part in lists if part]
+
+
+def loss_weights(
+    rows: Sequence[WeighedRow], *, aggregation: Aggregation, constant: int = 1
+) -> tuple[list[float], float]:
+    """Return the weight of a trained token of each row, and the total of one update that consists of all `rows`."""
+    # A rollout's tokens are counted over all its rows, so cutting it into more rows leaves every weight the same.
+    tokens: dict[str, int] = {}
+    for row in rows:
+        tokens[row.rollout] = tokens.get(row.rollout, 0) + row.trained_tokens
+    found = [token_weight(aggregation, rollout_tokens=max(1, tokens[row.rollout]), constant=constant) for row in rows]
+    # An update without a trained token divides by 1: its sum is 0, and 0 / 0 would spread NaN.
+    return found, update_total(aggregation, tokens=max(1, sum(tokens.values())), rollouts=max(1, len(tokens)))

@@ -30,7 +30,7 @@ __all__ = ["SoftOverlong", "overlong_punishment", "rollout_shares", "without_tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftOverlong:
-    """The punishment for calls with more than `limit - buffer` tokens, at most `factor`; a `limit` of 0 is none."""
+    """The punishment for calls with more than `limit - buffer` tokens, at most `factor`; 0 turns it off."""
 
     limit: int = 0
     buffer: int = 0

@@ -13,7 +13,7 @@ class LossEntry(Entry, frozen=True, kw_only=True):
     The factory may also be the loss itself, a plain function of a `TokenBatch`; its parameters are then its keywords.
 
     Attributes:
-        aggregation: How an algorithm weighs tokens with this loss unless it is told otherwise.
+        aggregation: How an algorithm weighs tokens with this loss unless a setting says otherwise.
         trains_silent: Whether tokens whose advantage is 0 may have a gradient, so that they are computed too.
         surveys_ratios: Whether a survey reads log-probabilities only as differences to the old ones, so that it needs
             no forward pass where the policy is the old one.

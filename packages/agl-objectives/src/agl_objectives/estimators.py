@@ -105,7 +105,7 @@ def grpo_passk(scores: Scores, *, eps: float = 1e-6) -> Estimates:
         (best, second), (place, _) = torch.topk(own, 2)
         winner = own_S.nonzero()[place, 0]
         scale = own.std() + eps
-        found_S[winner] = (best - second) / scale  # 0 where two are the best, so nobody's calls are told apart either
+        found_S[winner] = (best - second) / scale  # 0 where two are the best, so no calls are distinguished either
         unit_S[winner] = (best > second) / scale
     return Estimates(found_S=found_S, unit_S=unit_S)
 

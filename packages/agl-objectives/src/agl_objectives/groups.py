@@ -27,6 +27,7 @@ its rollouts from their places in the step's order, so a step that is repeated f
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ from agl.errors import ConfigError, RunError
 from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
 from agl_objectives.reports import mean_and_deviation
 from agl_objectives.tasks import Curriculum, TaskDraws, by_task, canonical
-from agl_objectives.uses import call_uses
+from agl_objectives.uses import call_uses, rollout_uses
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -125,7 +126,8 @@ class SampledGroups:
         groups: Those to train on.
         episodes: All rollouts that were collected, those of replaced groups included.
         dropped: Rollouts that were not handed over, per reason.
-        metrics: Numbers to log; those of a step with rounds describe all of its rollouts.
+        metrics: Numbers to log, the dropped rollouts and the seconds of collecting among them; those of a step with
+            rounds describe all of its rollouts.
         uses: The calls of replaced groups and of greedy rollouts, by rollout id.
         baselines: What the greedy rollout of each group got, in order of the groups; none without greedy rollouts.
     """
@@ -204,6 +206,7 @@ class GroupSampler:
 
     async def collect(self, step: int) -> SampledGroups:
         """Run the tasks of a step and return its groups; raises RunError when no rollout of the first can be used."""
+        started = time.perf_counter()
         places = self._draws.first(step, self._count)
         metrics = self._draws.metrics(places)
         if self._has_greedy:  # at the same time: a rollout of an agent takes long
@@ -220,6 +223,9 @@ class GroupSampler:
         if self._has_curriculum:
             self._require_rewards(step, [e for e in sampled.episodes if e.rollout.status not in UNFINISHED])
         self._draws.note(sampled.episodes, places)
+        # Rollouts that are not handed over, by reason: they failed, or have no reward, and the experiment drops such.
+        sampled.metrics.update({f"dropped_{reason}": float(count) for reason, count in sampled.dropped.items()})
+        sampled.metrics["collect_s"] = time.perf_counter() - started
         return sampled
 
     def _require_rewards(self, step: int, finished: Sequence[Episode]) -> None:
@@ -302,9 +308,8 @@ class GroupSampler:
             if baseline is not None:
                 known[canonical(episode.rollout.task)] = baseline
         found = [(part, known.get(task)) for group in sampled.groups for task, part in by_task(group).items()]
-        uses = {e.rollout.rollout_id: call_uses(e, trained=(), left_out=GREEDY) for e in greedy.episodes}
-        for episode in (episode for group, baseline in found if baseline is None for episode in group):
-            uses[episode.rollout.rollout_id] = call_uses(episode, trained=(), left_out=NO_BASELINE)
+        lost = [episode for group, baseline in found if baseline is None for episode in group]
+        uses = rollout_uses(greedy.episodes, {}, left_out=GREEDY) | rollout_uses(lost, {}, left_out=NO_BASELINE)
         rewards = [baseline.reward for baseline in known.values()]
         metrics = {
             "rollouts_greedy": float(len(greedy.episodes) + sum(greedy.dropped.values())),
@@ -355,8 +360,7 @@ class GroupSampler:
     def _uses(self, group: Sequence[Episode]) -> dict[str, tuple[CallUse, ...]]:
         """Return the uses of the calls of a group that was replaced, by rollout id."""
         if self._silence is not None:
-            note = self._silence.note
-            return {e.rollout.rollout_id: call_uses(e, trained=(), left_out=note) for e in group}
+            return rollout_uses(group, {}, left_out=self._silence.note)
         credits = [{call.span_id: call.value for call in calls} for calls in self._credits(group)]
         return {
             episode.rollout.rollout_id: call_uses(episode, trained=(), credits=given, left_out=DROPPED)

@@ -17,12 +17,10 @@ The weights of a rollout's tokens are taken over all its rows. All tensors are [
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from agl.errors import ConfigError
-from agl.hints import did_you_mean
 from agl_objectives.typed_torch import unique
 
 if TYPE_CHECKING:
@@ -62,26 +60,6 @@ class Importance:
     def needs_rollouts(self) -> bool:
         """True if a token's weight depends on other tokens, so that all those of a step must be there."""
         return bool(self.cap) and (self.level != "token" or self.is_normalised)
-
-    def check(self, algorithm: str) -> None:
-        """Raise ConfigError for values that are unknown or have no effect."""
-        for name, value, known in (("tis_level", self.level, get_args(Level)), ("tis_mode", self.mode, get_args(Mode))):
-            if value not in known:
-                hint = did_you_mean(value, known, otherwise=f"use one of: {', '.join(known)}.")
-                raise ConfigError(f"{algorithm} got {name} = {value!r}; {hint}")
-        if self.floor and self.mode != "mask":
-            raise ConfigError(
-                f'{algorithm} got tis_floor = {self.floor}, which only tis_mode = "mask" reads. Set that, or remove it.'
-            )
-        if self.cap < 0 or self.floor < 0 or self.floor > self.cap:
-            raise ConfigError(
-                f"{algorithm} got tis_floor = {self.floor} and tis_cap = {self.cap}; give 0 <= tis_floor <= tis_cap."
-            )
-        if not self.cap and (self.level, self.mode, self.is_normalised) != ("token", "truncate", False):
-            raise ConfigError(
-                f"{algorithm} got tis_cap = 0, which turns importance weights off, and settings of them. Remove "
-                "tis_level, tis_mode and tis_normalised, or give a cap such as 2.0."
-            )
 
     def weights(self, old_M: Tensor, behaviour_M: Tensor, *, rollout_M: Tensor) -> Tensor:
         """Return the weight of every token, without gradient; at another level than `token`, of whole rollouts."""

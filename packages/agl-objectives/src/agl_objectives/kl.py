@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from agl.errors import ConfigError
 from agl_objectives.losses import LIMIT
 
-__all__ = ["KL", "KLS", "PENALTIES", "check_penalty", "kl_estimate"]
+__all__ = ["KL", "kl_estimate"]
 
 KL = Literal["k1", "k2", "k3"]
 """The estimates of a KL divergence."""
-
-KLS: tuple[str, ...] = get_args(KL)
-PENALTIES = ("k2", "k3")
-"""The KL estimates that have a gradient as a term of the loss."""
 
 
 def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, *, kind: KL) -> Tensor:
@@ -26,26 +21,13 @@ def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, *, kind: KL) -> Tensor
     Schulman 2020, "Approximating KL divergence": with d = reference - policy log-probability, k1 = -d (unbiased),
     k2 = d^2 / 2 (its gradient is the KL's in expectation), k3 = exp(d) - d - 1 (unbiased, never negative; GRPO's,
     arXiv 2402.03300, equation 4). Beyond d = 20 k3 goes on as its tangent, because exp(d) would overflow.
-    As a loss, k1 has zero gradient in expectation: use it to watch, k2 or k3 to penalise (`check_penalty`).
+    As a loss, k1 has zero gradient in expectation: use it to watch, k2 or k3 to penalise.
     """
     d_M = reference_logp_M - logp_M  # [M], log of the paper's r = reference / policy
     if kind == "k1":
         return -d_M  # grad is grad log pi, whose expectation under pi is 0
     if kind == "k2":
         return 0.5 * d_M**2  # grad is -d grad log pi = log(pi / ref) grad log pi, the KL's own score gradient
-    if kind == "k3":
-        near_M = d_M.clamp(max=LIMIT)
-        exp_M = torch.exp(near_M) * (1.0 + (d_M - near_M))  # exp(d), its tangent beyond the limit
-        return exp_M - d_M - 1.0  # E_pi[exp(d)] = 1, so this is k1 plus a control variate of mean 0
-    raise ConfigError(f"The KL estimator {kind!r} is unknown. Use one of: {', '.join(KLS)}.")
-
-
-def check_penalty(algorithm: str, kl: str) -> None:
-    """Raise ConfigError for a KL estimate that is unknown, or that as a term of the loss penalises nothing."""
-    if kl not in KLS:
-        raise ConfigError(f"{algorithm} got kl = {kl!r}, which is unknown. Use one of: {', '.join(PENALTIES)}.")
-    if kl not in PENALTIES:
-        raise ConfigError(
-            f"{algorithm} got kl = {kl!r}, whose gradient is 0 on average, so that it would only add noise to the "
-            'loss. Use "k3", or "k2", whose gradient is that of the KL divergence.'
-        )
+    near_M = d_M.clamp(max=LIMIT)
+    exp_M = torch.exp(near_M) * (1.0 + (d_M - near_M))  # exp(d), its tangent beyond the limit
+    return exp_M - d_M - 1.0  # E_pi[exp(d)] = 1, so this is k1 plus a control variate of mean 0

@@ -119,7 +119,7 @@ def _entry(kind: str, name: str, record: type[E], *, hook: str, known: Callable[
 
 
 def _foreign(hook: str, record: type[E]) -> list[E]:
-    """Return the records of other plugins, each name once; raises ConfigError for what is no record or clashes."""
+    """Return the records of other plugins, each name once; raises ConfigError for other objects and for clashes."""
     found: dict[str, E] = {}
     for status in PluginManager.from_environment().status():
         module = sys.modules.get(status.module) if status.state == "loaded" else None

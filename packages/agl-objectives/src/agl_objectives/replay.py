@@ -13,7 +13,7 @@ that drew it, and never when it had no gradient. Its advantages stay those of it
 complete only there.
 
 The ledger of trained rollouts says which step trained on a rollout as its own, once; a replay is not entered there and
-stands in the training record of its step (`agl why`) and in `rollouts_replayed`. An algorithm saves the rows beside its
+stands in the training record of its step (`agl why`) and in `rollouts_replayed`. An algorithm saves the rows with its
 checkpoint, so a resumed run replays what an uninterrupted one does.
 """
 
@@ -143,7 +143,7 @@ class ReplayPool(Generic[R]):
         self._kept: list[OldRollout[R]] = []
 
     def take(self, version: str, *, own: int) -> Replayed[R]:
-        """Return what is replayed beside `own` rollouts while `version` is live; drops what has become too old."""
+        """Return what is replayed with `own` rollouts while `version` is live; drops what has become too old."""
         if not self.share:
             return Replayed()
         earlier = [each for each in self._versions if each != version]

@@ -34,7 +34,7 @@ def averaged(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of numbers, 0 of none, and their standard deviation (n - 1), 0 of fewer than two."""
+    """Return the mean of numbers, 0 without any, and their standard deviation (n - 1), 0 for fewer than two."""
     mean = sum(values) / len(values) if values else 0.0
     away = [value - mean for value in values]  # products, because powers of large floats raise
     return mean, math.sqrt(sum(each * each for each in away) / (len(values) - 1)) if len(values) > 1 else 0.0
@@ -71,7 +71,7 @@ class Skipped:
     said: int = 0
 
     def news(self) -> str:
-        """Return a sentence for people about the updates that were skipped since the last call, `""` without one."""
+        """Return a sentence for people about the updates that were skipped since the last call, `""` without any."""
         count, self.said = self.total - self.said, self.total
         return f"{count} updates were skipped, because their gradients are not finite" if count else ""
 

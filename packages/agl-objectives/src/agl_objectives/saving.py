@@ -40,7 +40,7 @@ class SaveInterval:
         clock: Seconds that never go back.
 
     Raises:
-        ConfigError: `every` is none of these.
+        ConfigError: `every` has another form.
     """
 
     def __init__(self, algorithm: str, every: int | str, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -167,7 +167,7 @@ class LossConformance:
 
     @SEEDS
     def test_silent_rollouts_have_no_gradient(self, loss: Loss, seed: int) -> None:
-        """A rollout whose advantages are 0, beside others."""
+        """A rollout whose advantages are 0, among others."""
         if self.trains_silent:
             pytest.skip("tokens of advantage 0 may have a gradient")
         tokens = example_tokens(seed)
@@ -181,7 +181,7 @@ class LossConformance:
 
     @SEEDS
     def test_a_rollout_does_not_depend_on_the_others(self, loss: Loss, seed: int) -> None:
-        """The tokens of one rollout, alone and beside two others."""
+        """The tokens of one rollout, alone and with two others."""
         if self.compares_batch:
             pytest.skip("it compares all tokens of an update")
         tokens = example_tokens(seed)
@@ -229,7 +229,7 @@ class EstimatorConformance:
 
     @SEEDS
     def test_a_group_does_not_depend_on_the_others(self, estimator: Estimator, seed: int) -> None:
-        """The scores of one group, alone and beside others."""
+        """The scores of one group, alone and with others."""
         if self.compares_batch:
             pytest.skip("it compares all scores of a batch")
         scores = example_scores(seed)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from agl.contracts import CallUse
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agl.schemas import Episode
 
-__all__ = ["CUT", "NO_CREDIT", "SILENT", "call_uses", "group_uses"]
+__all__ = ["CUT", "NO_CREDIT", "SILENT", "call_uses", "group_uses", "rollout_uses"]
 
 SILENT = "no gradient: every advantage of its group is 0"
 CUT = "its answer was cut at a limit of tokens"
@@ -55,6 +55,21 @@ def call_uses(
             )
         )
     return tuple(uses)
+
+
+def rollout_uses(
+    episodes: Iterable[Episode], notes: Mapping[str, str], *, left_out: str
+) -> dict[str, tuple[CallUse, ...]]:
+    """Return the uses by rollout id, where a rollout trains as a whole or not at all.
+
+    `notes` has the ids of those that train, with a note on each; the calls of the others say why they were `left_out`.
+    """
+    uses: dict[str, tuple[CallUse, ...]] = {}
+    for episode in episodes:
+        rollout = episode.rollout.rollout_id
+        trained = {call.span_id for call in episode.transitions} if rollout in notes else ()
+        uses[rollout] = call_uses(episode, trained=trained, note=notes.get(rollout, ""), left_out=left_out)
+    return uses
 
 
 def group_uses(

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from agl.tracing import ActiveAttempt, SharedTracer, Undo, around_attempts
 
 if TYPE_CHECKING:
-    from agl_openai_agents._processor import AgentsProcessor
-    from agl_openai_agents._sdk_settings import SdkSettings
+    from agl_openai_agents._processor import AgentsProcessor, SdkSettings
 
 
 class OpenAIAgentsTracer(SharedTracer):
@@ -26,8 +25,7 @@ class OpenAIAgentsTracer(SharedTracer):
 
     def observe(self) -> Iterable[Undo]:
         """Replace the SDK's processors; those that were added since stay when they are restored."""
-        from agl_openai_agents._processor import AgentsProcessor, watch_models
-        from agl_openai_agents._sdk_settings import SdkSettings  # loads the SDK
+        from agl_openai_agents._processor import AgentsProcessor, SdkSettings, watch_models  # loads the SDK
 
         processor = OpenAIAgentsTracer._processor = AgentsProcessor()
         settings = SdkSettings(processor)

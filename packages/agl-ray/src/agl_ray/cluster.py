@@ -85,7 +85,7 @@ class Cluster:
         """Attach or start; where this process is connected already, such as for VERL, use that.
 
         Raises:
-            ConfigError: There is no such cluster, or none can be started.
+            ConfigError: The cluster does not exist, or cannot be started.
         """
         for attempt in range(1, STARTS + 1):
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agl-ray")

@@ -36,7 +36,7 @@ class RayFleet:
             here; ``local`` for a new one here; ``HOST:PORT`` of a cluster's head.
         min_workers: Workers that stay without work.
         max_workers: Workers at most.
-        idle_s: Seconds without an attempt after which a worker is told to stop, for which it has ten.
+        idle_s: Seconds without an attempt after which a worker is stopped, for which it has ten.
         wait_s: Seconds in which reservations and the first worker must have found room, all of them together.
         runner: The runner that each worker runs attempts with, such as ``process``.
         runner_params: Its arguments.

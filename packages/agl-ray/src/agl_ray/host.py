@@ -54,7 +54,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Something that an algorithm asks or tells: ``number`` is that of the question, 0 for what needs no answer."""
+    """A question or a notice of an algorithm; ``number`` is the question's, 0 for a notice."""
 
     number: int
     name: str
@@ -149,7 +149,7 @@ class AlgorithmHost:
         self._cancel()
 
     def receive(self) -> list[Message]:
-        """Wait for what the algorithm asks and tells; returns after five seconds without anything."""
+        """Wait for questions and notices of the algorithm; returns after five seconds without any."""
         out = self._link.out
         try:
             found = [out.get(timeout=RECEIVE_S)]

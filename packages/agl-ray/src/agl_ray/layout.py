@@ -128,7 +128,7 @@ def _take(amounts: Mapping[str, float], machine: dict[str, float]) -> None:
 
 
 def amounts_text(amounts: Mapping[str, float]) -> str:
-    """Return amounts in words, such as ``1 CPU, 2 GPU, 4 GB memory``."""
+    """Return amounts as text, such as ``1 CPU, 2 GPU, 4 GB memory``."""
     parts = [
         f"{amount / 2**30:.3g} GB memory" if name == "memory" else f"{amount:g} {name}"
         for name, amount in amounts.items()
@@ -142,7 +142,7 @@ def total(machines: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict
 
 
 def no_room(share: Share, machines: Sequence[Mapping[str, float]]) -> str:
-    """Explain that a share has no room: on no machine at all, or beside the other shares."""
+    """Explain that a share has no room: on no machine at all, or not with the other shares."""
     asked = amounts_text(share.amounts)
     if not any(_fits(share.amounts, machine) for machine in machines):
         best = {name: max((machine.get(name, 0.0) for machine in machines), default=0.0) for name in share.amounts}

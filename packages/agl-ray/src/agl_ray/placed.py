@@ -24,7 +24,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger("agl_ray")
 
 _THREADS = 8
-"""Calls that the actor answers at once: a step, and questions and answers beside it."""
+"""Calls that the actor answers at once: a step, and questions and answers meanwhile."""
 
 CLOSE_S = 30.0
 """Seconds that an algorithm may take to close before its process is ended."""
@@ -156,7 +156,7 @@ class _Placed:
         live = dict(context.live())
         endpoints: dict[str, LLM] = {}
         for name in live:
-            with contextlib.suppress(ConfigError):  # a resource that is no policy
+            with contextlib.suppress(ConfigError):  # the resource is not a policy
                 endpoints[name] = context.endpoint(name)
         episodes: tuple[Episode, ...] = tuple(context.validated())
         is_new, self._validated = len(episodes) != self._validated, len(episodes)
@@ -174,7 +174,7 @@ class _Placed:
         return self._context
 
     async def _listen(self) -> None:
-        """Answer what the algorithm asks, and pass on what it tells, until its process is gone."""
+        """Answer the algorithm's questions and pass on its notices until its process is gone."""
         try:
             while True:
                 for message in await answer_of(self._actor.receive.remote()):

@@ -85,7 +85,7 @@ SLOW_S = 60.0
 """Seconds after which a worker that has not started is mentioned."""
 
 _ANSWERS = 4
-"""Calls that an actor answers at once: the loop itself, and questions beside it."""
+"""Calls that an actor answers at once: the loop itself, and questions meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class PoolSettings:
         at_once: Attempts at once in each worker.
         fewest: Workers that stay without work.
         most: Workers at most.
-        idle_s: Seconds without an attempt after which a worker is told to stop.
+        idle_s: Seconds without an attempt after which a worker is stopped.
         wait_s: Seconds for which each try to find room for a worker waits.
     """
 
@@ -214,7 +214,7 @@ class Pool:
                 raise error
 
     async def _add_first(self) -> None:
-        """Add a worker with a reservation, which tells a cluster without room from a process that starts slowly."""
+        """Add a worker with a reservation, which shows if a cluster has no room or is slow."""
         room, self._room = self._room or await self._find_room(), None
         if room is not None:
             await self._add(room)

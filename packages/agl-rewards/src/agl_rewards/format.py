@@ -12,7 +12,7 @@ from agl.schemas import Json, Reward, Rollout, Span
 from agl_rewards.source import text_source, unfenced
 
 Check = Callable[[str], str]
-"""Takes a text and returns its fault in words, ``""`` for none."""
+"""Takes a text and returns a description of its fault, ``""`` without one."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),

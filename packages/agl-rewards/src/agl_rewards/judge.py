@@ -3,20 +3,29 @@
 A judge that does not answer as asked gives a missing reward with the reason, never a 0: an agent is not punished for
 somebody else's failure. The experiment's policy for missing rewards decides what follows.
 
+The judge is asked over the standard library's HTTP client, from threads of their own and outside any rollout, through a
+client that the wire hook does not wrap: its calls are never recorded as an agent's. Redirects are refused, because they
+would carry the key elsewhere.
+
 Limit: the judged text comes from the agent and may try to talk the judge into a good score.
 """
 
 import asyncio
 import os
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from http.client import HTTPException
+from typing import Any
+
+import msgspec
 
 from agl.contracts import RewardSetup
-from agl.errors import ConfigError
+from agl.errors import AglError, ConfigError
 from agl.schemas import LLM, Json, PromptTemplate, Record, Reward, Rollout, Span
-from agl_rewards.endpoint import EndpointError, ask
 from agl_rewards.source import as_text, task_fields, text_source
 
 TEMPLATE = """\
@@ -35,6 +44,9 @@ Judge how well it does what the task asks, from {low} (not at all) to {high} (co
 Give your reasons in at most three sentences.
 Then write, on a line of its own and only there:
 Score: NUMBER"""
+
+MAX_ANSWER_BYTES = 4_000_000
+"""Size of the longest answer that is read; a longer one is an error."""
 
 SCORE = r"^[ \t]*(?:\*\*)?Score:(?:\*\*)?[ \t]*(-?\d+(?:\.\d+)?)(?:\*\*)?[ \t]*$"
 """Matches a score that stands alone in its line."""
@@ -204,3 +216,56 @@ def _template(text: str) -> PromptTemplate:
     if "text" not in fields:
         raise ConfigError("the judge's template lacks {text}, the text to judge; add it")
     return template
+
+
+class EndpointError(AglError):
+    """The endpoint gave no answer; with ``is_passing`` asking again may help."""
+
+    def __init__(self, message: str, *, is_passing: bool) -> None:
+        super().__init__(message)
+        self.is_passing = is_passing
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def ask(llm: LLM, prompt: str, *, request: Mapping[str, Json], timeout_s: float) -> str:
+    """Return the text of the answer; raises :class:`EndpointError`.
+
+    The key is read from the environment variable that ``llm`` names, if any. Blocks for up to ``timeout_s`` seconds
+    per read.
+    """
+    body = msgspec.json.encode({"model": llm.model, "messages": [{"role": "user", "content": prompt}], **request})
+    sent = urllib.request.Request(f"{llm.endpoint.rstrip('/')}/chat/completions", data=body, headers=_headers(llm))
+    opener = urllib.request.build_opener(_NoRedirect)
+    try:
+        with opener.open(sent, timeout=timeout_s) as response:
+            data = response.read(MAX_ANSWER_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        with error:
+            detail = error.read(400).decode("utf-8", "replace")
+        is_passing = error.code in (408, 409, 429) or error.code >= 500  # timeout, conflict, rate limit, server
+        raise EndpointError(f"{llm.endpoint} answered {error.code}: {detail}", is_passing=is_passing) from error
+    except (OSError, HTTPException) as error:
+        raise EndpointError(f"{llm.endpoint} could not be reached: {error}", is_passing=True) from error
+    return _text(data, llm.endpoint)
+
+
+def _headers(llm: LLM) -> dict[str, str]:
+    key = os.environ.get(llm.api_key_env, "") if llm.api_key_env else ""
+    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+
+
+def _text(data: bytes, endpoint: str) -> str:
+    if len(data) > MAX_ANSWER_BYTES:
+        raise EndpointError(f"{endpoint} answered more than {MAX_ANSWER_BYTES} bytes", is_passing=False)
+    try:
+        answer: Any = msgspec.json.decode(data)
+        text = answer["choices"][0]["message"]["content"]
+    except (msgspec.DecodeError, LookupError, TypeError) as error:
+        raise EndpointError(f"{endpoint} answered with no chat completion: {data[:200]!r}", is_passing=True) from error
+    if not isinstance(text, str):
+        raise EndpointError(f"{endpoint} answered without text", is_passing=True)
+    return text

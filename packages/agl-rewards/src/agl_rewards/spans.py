@@ -139,7 +139,7 @@ def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) 
 def _failed_inside(timeline: Timeline) -> set[str]:
     """Return the spans whose own failure is that of a child, which counts alone.
 
-    A failed model call is no event, so it leaves the failure to the span around it. The failure is a child's when the
+    A failed model call is no event: the failure is left to the span around it. The failure is a child's when the
     span reports the child's error too; where one of them has no words, when no model was called in the span afterwards.
     """
     failed = {span.span_id: span for span in timeline.spans if span.status == "error"}
@@ -175,8 +175,8 @@ def _newest_calls(spans: Sequence[Span]) -> dict[str, Span]:
 
 def _error_texts(span: Span) -> list[str]:
     """Return every text in which a span reports its error, with the traceback, which names the causes too."""
-    told = [value for event in span.events if event.name == "exception" for value in event.attributes.values()]
-    return [text for text in (span.status_message, *told) if isinstance(text, str) and text]
+    texts = [value for event in span.events if event.name == "exception" for value in event.attributes.values()]
+    return [text for text in (span.status_message, *texts) if isinstance(text, str) and text]
 
 
 def _kinds(

@@ -80,7 +80,7 @@ class SqlExecutes:
 
 
 class QueryVerdict(Record, frozen=True, kw_only=True):
-    """The checks that a query passed, and in words the fault of the first that it failed."""
+    """The checks that a query passed, and the fault of the first one that it failed."""
 
     syntax: bool = False
     execution: bool = False

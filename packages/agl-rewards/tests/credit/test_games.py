@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_rewards.credit.games import coalitions_of, leave_one_out, orders_of, shapley
+from agl_rewards.credit.counterfactual import coalitions_of, leave_one_out, orders_of, shapley
 
 NAMES = ("a", "b", "c", "d", "e")
 number = st.floats(-10, 10, allow_nan=False)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl import CreditEntry, PluginManager
 from agl.errors import ConfigError
 from agl.schemas import Episode, Rollout, Transition
 from agl_rewards.credit.hierarchical import HierarchicalCredit
@@ -117,8 +118,10 @@ def test_advantages_are_final():
 
 @pytest.mark.parametrize("settings", [{"omega": -1.0}, {"gamma": 2.0}, {"state": "room"}, {"norm": "max"}])
 def test_impossible_settings_are_refused(settings):
-    with pytest.raises(ConfigError, match="hierarchical credit got"):
-        HierarchicalCredit(**settings)
+    with pytest.raises(ConfigError, match=f"'{next(iter(settings))}' is wrong"):
+        PluginManager().build(
+            CreditEntry(name="hierarchical", factory=HierarchicalCredit, summary="under test"), **settings
+        )
 
 
 def test_an_episode_without_any_reward_is_refused():

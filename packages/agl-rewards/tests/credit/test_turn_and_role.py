@@ -1,10 +1,12 @@
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl import CreditEntry, PluginManager
 from agl.contracts import Credit
 from agl.episodes import EpisodeCredit, build_episode
 from agl.errors import ConfigError
@@ -224,24 +226,29 @@ def test_role_credit_names_the_reward_that_is_missing() -> None:
         credit.assign([episode(call(0), rewards=(Reward(value=1.0, name="other"),))])
 
 
+def build(credit: type[Any], **settings: object) -> Any:
+    """Make a credit as an experiment does, which checks its settings."""
+    return PluginManager().build(CreditEntry(name="credit", factory=credit, summary="under test"), **settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"roles": {"a": {"rewards": "x"}}}, "the settings of role 'a' are wrong: .*; use reward, gamma and baseline"),
         ({"roles": {"(": {}}}, r"^the role '\(' is not a regular expression: .*; correct it"),
         ({"roles": {"a": {"reward": "("}}}, r"^the reward of role 'a' '\(' is not a regular expression"),
-        ({"roles": {"a": {"gamma": 1.5}}}, r"^gamma of role 'a' is 1\.5; give a discount between 0 and 1"),
+        ({"roles": {"a": {"gamma": 1.5}}}, r"the settings of role 'a' are wrong: Expected `float` <= 1\.0"),
         ({"roles": {"a": {"baseline": "task"}}}, "Invalid enum value 'task'"),
-        ({"gamma": -0.1}, r"^gamma is -0\.1; give a discount between 0 and 1"),
+        ({"gamma": -0.1}, r"the parameter 'gamma' is wrong: Expected `float` >= 0\.0; got -0\.1"),
     ],
 )
 def test_role_credit_refuses_wrong_settings(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        RoleCredit(**settings)  # pyright: ignore[reportArgumentType]  # parametrized
+        build(RoleCredit, **settings)
 
 
 def test_turn_credit_refuses_wrong_settings() -> None:
-    with pytest.raises(ConfigError, match=r"^gamma is 2; give a discount between 0 and 1"):
-        TurnCredit(gamma=2)
-    with pytest.raises(ConfigError, match="baseline='role'; use 'group' or 'turn'"):
-        TurnCredit(baseline="role")  # pyright: ignore[reportArgumentType]  # what a TOML file may hold
+    with pytest.raises(ConfigError, match=r"'gamma' is wrong: Expected `float` <= 1\.0; got 2"):
+        build(TurnCredit, gamma=2)
+    with pytest.raises(ConfigError, match="its choices are: group, turn"):
+        build(TurnCredit, baseline="role")

@@ -75,7 +75,7 @@ class OpenAIPolicy:
         sampling_parameters: dict[str, Json] | None = None,
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"policy {name!r}: base_url {base_url!r} is no URL; write http://HOST:PORT/v1")
+            raise ConfigError(f"policy {name!r}: base_url {base_url!r} is not a URL; write http://HOST:PORT/v1")
         self._name = name
         self.has_token_ids = has_token_ids
         self._served = ServedModel(

@@ -114,7 +114,7 @@ def _table_with(table: Any, key: str, path: str) -> dict[str, Any]:
     items = _tables(cast("list[Any]", table), path)
     if key not in _KEYS.get(path, ()):
         raise ConfigError(
-            f"{path!r} is a list of tables, and {key!r} is no key of one, as in {path}.0.use=NAME; an "
+            f"{path!r} is a list of tables, and {key!r} is not a key of one, as in {path}.0.use=NAME; an "
             f"argument of it goes under params, as in {path}.params.{key}=VALUE"
         )
     if not items:
@@ -151,7 +151,7 @@ def _entry(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        # The syntax of the file, so a setting means the same in both; what is no TOML is a text.
+        # The syntax of the file, so a setting means the same in both; anything else is a text.
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text

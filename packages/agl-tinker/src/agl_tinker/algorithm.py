@@ -1,7 +1,7 @@
 """Policy gradients with group-relative advantages on a server that speaks Tinker's API. One step:
 
     1. collect: run every task `group_size` times; the policy `tinker` samples with the live weights
-    2. advantages (`advantages.py`): credit per call, minus its group's baseline, scaled by `estimator`
+    2. advantages: credit per call, minus its group's baseline, scaled by `estimator`
     3. `forward_backward` on the recorded tokens with one of the server's losses, then `optim_step`
     4. `save_state`, from which a killed run continues, and `save_weights_for_sampler`, whose path is published
 
@@ -16,27 +16,30 @@ Deviations from GRPO's paper (Shao et al. 2024, arXiv 2402.03300), and why:
 
 A server that has lost the model (it was started again) gets the last saved state, and the update of the step is
 repeated there; the rollouts of the step are in memory. Weights stay on the server: nothing is downloaded.
+Nothing here needs torch. The estimators give the numbers of `agl_objectives`, which has more of them.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from statistics import fmean
+from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from tinker import types
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError, PolicyError
+from agl.schemas import unpack_floats, unpack_ids
+from agl_objectives.aggregation import loss_weights, split_updates
 from agl_objectives.groups import GroupSampler
 from agl_objectives.reports import UnusedEstimator, averaged, mean_and_deviation
 from agl_objectives.settings import Adam, Count, Sampling, Whole
 from agl_objectives.uses import group_uses
-from agl_tinker.advantages import call_advantages
-from agl_tinker.connection import told
-from agl_tinker.datums import Aggregation, TrainedRow, split_rows, token_weights, trained_rows
+from agl_tinker.connection import described
 from agl_tinker.policy import TinkerPolicy
 
 if TYPE_CHECKING:
@@ -45,7 +48,139 @@ if TYPE_CHECKING:
     import tinker
 
     from agl.contracts import AlgorithmContext
-    from agl.schemas import Episode, Json
+    from agl.schemas import CallCredit, Episode, Json, Row
+
+Estimator = Literal["grpo", "dr_grpo", "rloo"]
+Aggregation = Literal["token", "sequence", "sum"]
+
+ROUNDING = 1e-6
+"""Scores of a group closer than this, relative to its largest (at least 1), are equal."""
+
+
+def score_advantages(scores: Sequence[float], *, estimator: Estimator) -> tuple[list[float], float]:
+    """Return the advantage A_i of each score R_1 ... R_G of a group, and the unit of distances from a score.
+
+    Groups of one rollout, and those whose scores differ by rounding alone, have advantages 0.
+    """
+    size, mean = len(scores), fmean(scores)  # G of the paper
+    if size == 1:  # a rollout is its own mean, so nothing is known about it
+        return [0.0], 0.0
+    # Dividing by a deviation that is rounding alone would turn rounding into signal.
+    differs = max(scores) - min(scores) > ROUNDING * max(1.0, *(abs(score) for score in scores))
+    factor, unit = 1.0, 1.0
+    if estimator == "grpo":
+        # A_i = (R_i - mean(R)) / (std(R) + eps), section 4.1.2 of GRPO's paper; std divides by G - 1.
+        factor = unit = 1.0 / (stdev(scores) + 1e-6) if differs else 0.0
+    elif estimator == "rloo":
+        # A_i = R_i - mean of the others, Ahmadian et al. 2024, arXiv 2402.14740. The mean of the others is
+        # (G mean(R) - R_i) / (G - 1), so A_i = (R_i - mean(R)) G / (G - 1).
+        factor = size / (size - 1)
+    # dr_grpo: A_i = R_i - mean(R), Liu et al. 2025, arXiv 2503.20783, section 3.2: a division by std would give easy
+    # and hard tasks, whose std is small, more weight.
+    return [(score - mean) * factor * differs for score in scores], unit
+
+
+def call_advantages(
+    credits: Sequence[Sequence[CallCredit]], *, groups: Sequence[int], estimator: Estimator
+) -> list[dict[str, float]]:
+    """Return advantages by span id for every rollout.
+
+    Args:
+        credits: The credit of the calls of each rollout.
+        groups: The task of each rollout.
+        estimator: A call whose credit says ``is_advantage`` keeps its value and takes no part in the statistics.
+    """
+    # Finished advantages (hierarchical and counterfactual credit) pass through; comparing them again would undo them.
+    found = [{call.span_id: call.value for call in calls if call.is_advantage} for calls in credits]
+    # Rollouts are compared where their calls share both the task and the credit's baseline key, such as an agent.
+    values: dict[tuple[int, str], dict[int, list[CallCredit]]] = {}
+    for place, calls in enumerate(credits):
+        for call in calls:
+            if not call.is_advantage:
+                values.setdefault((groups[place], call.baseline), {}).setdefault(place, []).append(call)
+    for members in values.values():
+        # R_i is the mean credit of the rollout's calls: a rollout counts once, however often its agent calls the model.
+        scores = [fmean(call.value for call in calls) for calls in members.values()]
+        advantages, unit = score_advantages(scores, estimator=estimator)
+        for (place, calls), score, advantage in zip(members.items(), scores, advantages, strict=True):
+            for call in calls:
+                # A call gets A_i plus its distance from R_i in the same unit; with one credit for all calls that is 0.
+                found[place][call.span_id] = advantage + (call.value - score) * unit
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRow:
+    """A row of the call forest and what of it is trained; lists are as long as the row.
+
+    Attributes:
+        rollout: Its rollout, whose rows stay in one update.
+        ids: Token ids, o_1 ... o_T of the paper with the prompt before them.
+        logprobs: The sampler's, log pi_theta_old.
+        advantages: A_t, 0 where nothing is trained.
+        trained: Places of the trained tokens, never 0: nothing stands before the first token to predict it from.
+    """
+
+    rollout: str
+    ids: list[int]
+    logprobs: list[float]
+    advantages: list[float]
+    trained: list[int]
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of trained tokens."""
+        return len(self.trained)
+
+    @property
+    def is_silent(self) -> bool:
+        """True if every advantage is 0, so that the row has no gradient."""
+        return not any(self.advantages[place] for place in self.trained)
+
+    def datum(self, *, weight: float) -> types.Datum:
+        """Return the row as Tinker takes it, with its advantages times ``weight``."""
+        # Tinker's losses have no mask: with advantage 0 and log-probability 0 a token adds nothing to them.
+        size = len(self.ids)
+        logprobs, advantages = np.zeros(size, dtype=np.float32), np.zeros(size, dtype=np.float32)
+        logprobs[self.trained] = [self.logprobs[place] for place in self.trained]
+        # They add up and divide by nothing, so the weight w_t of a token's loss goes into its advantage:
+        # w_t (-r_t A_t) = -r_t (w_t A_t).
+        advantages[self.trained] = [self.advantages[place] * weight for place in self.trained]
+        # A datum reads all tokens of a row but the last, and predicts all but the first.
+        return types.Datum(
+            model_input=types.ModelInput.from_ints(self.ids[:-1]),
+            loss_fn_inputs={
+                "target_tokens": types.TensorData.from_numpy(np.asarray(self.ids[1:], dtype=np.int64)),
+                "logprobs": types.TensorData.from_numpy(logprobs[1:]),
+                "advantages": types.TensorData.from_numpy(advantages[1:]),
+            },
+        )
+
+
+def trained_row(row: Row, advantages: Mapping[str, float]) -> TrainedRow:
+    """Return a row with the advantages of its calls, by span id, at the tokens that these sampled."""
+    ids = unpack_ids(row.ids)
+    spread, trained = [0.0] * len(ids), list[int]()
+    for part in row.segments:
+        if part.span_id in advantages:
+            # A_{i,t} = A_i for every token t of the call.
+            spread[part.start : part.stop] = [advantages[part.span_id]] * (part.stop - part.start)
+            trained += range(max(1, part.start), part.stop)
+    return TrainedRow(
+        rollout=row.rollout_id, ids=ids, logprobs=unpack_floats(row.logprobs), advantages=spread, trained=trained
+    )
+
+
+def token_weights(rows: Sequence[TrainedRow], aggregation: Aggregation) -> list[float]:
+    """Return the weight w_t of a trained token of each row, in an update that consists of ``rows``.
+
+    ``token`` gives every token of the update one weight, ``sequence`` every rollout; the weights add up to 1. ``sum``
+    divides by nothing.
+    """
+    if aggregation == "sum":
+        return [1.0] * len(rows)
+    weights, total = loss_weights(rows, aggregation=aggregation)  # silent rows included: the mean is over every rollout
+    return [weight / total for weight in weights]
 
 
 class Tinker:
@@ -73,9 +208,9 @@ class Tinker:
         *,
         steps: Count = 100,
         tasks_per_step: Count = 16,
-        group_size: Annotated[int, msgspec.Meta(ge=2)] = 8,
+        group_size: Annotated[int, msgspec.Meta(ge=2)] = 8,  # G, 64 in the paper
         sampling: Sampling = Sampling(),
-        estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo",
+        estimator: Estimator = "grpo",
         loss: Literal["importance_sampling", "ppo", "cispo"] = "importance_sampling",
         loss_params: dict[str, float] | None = None,
         aggregation: Aggregation = "token",
@@ -85,14 +220,18 @@ class Tinker:
         ttl_s: Whole = 0,
     ) -> None:
         self._steps = steps
+        # The groups of G rollouts of a task; `refill` is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
         self._groups = GroupSampler(
             "tinker", count=tasks_per_step, n=group_size, refill=sampling.refill, curriculum=sampling.curriculum
         )
         self._unused = UnusedEstimator(estimator)
-        self._estimator, self._loss, self._loss_params = estimator, loss, dict(loss_params or {})
+        self._estimator: Estimator = estimator
+        # The server computes the loss: r_t against the sampler, clipped or not, times the A_t that come with the rows.
+        self._loss, self._loss_params = loss, dict(loss_params or {})
         self._aggregation: Aggregation = aggregation
         self._updates_per_step, self._rank = updates_per_step, lora_rank
         self._lr = optim.lr
+        # One update of AdamW per `optim_step`; the server keeps the moments. The rate is given with each update.
         self._adam = types.AdamParams(
             beta1=optim.betas[0],
             beta2=optim.betas[1],
@@ -102,6 +241,7 @@ class Tinker:
         )
         self._ttl = ttl_s or None
         self._step = 0
+        # theta is the server's; here is what a resumed run needs to find it again.
         self._rate = 1.0  # factor of the learning rate, smaller after each time that training went back
         self._state = ""  # path of the last saved state, "" before the first
         self._model: tinker.TrainingClient | None = None
@@ -114,10 +254,11 @@ class Tinker:
         """Check the experiment, and have the server make the adapters and try the loss.
 
         Raises:
-            ConfigError: The policy is none of this package, or the server lacks the loss or the adapters.
+            ConfigError: Another package serves the policy, or the server lacks the loss or the adapters.
         """
         self._context = context
         self._name = _tuned(context)
+        # The policy samples and this trains on one server: weights travel between them as paths.
         self._groups.begin(context)
         policy = context.policy(self._name)
         if not isinstance(policy, TinkerPolicy):
@@ -126,9 +267,8 @@ class Tinker:
                 f'[policy.{self._name}] use = "tinker"'
             )
         self._policy = policy
-        offered = policy.server.losses
-        if offered is not None and self._loss not in offered:
-            raise ConfigError(_lacks(policy, self._loss, f"it has {', '.join(offered)}"))
+        if policy.losses is not None and self._loss not in policy.losses:
+            raise ConfigError(_lacks(policy, self._loss, f"it has {', '.join(policy.losses)}"))
         try:
             self._model = await self._fresh()
         except PolicyError as error:
@@ -137,14 +277,17 @@ class Tinker:
 
     async def _try_loss(self, model: tinker.TrainingClient) -> None:
         """Ask for the loss of one token without a gradient: Tinker's API does not list the losses of a server."""
+        # A = 0, so the answer is 0 whatever the loss is; only a refusal of its name or parameters matters.
+        # Two tokens, because the first one of a row is never predicted.
         row = TrainedRow(rollout="", ids=[0, 0], logprobs=[0.0, 0.0], advantages=[0.0, 0.0], trained=[1])
         try:
-            with told("it answered"):
+            with described("it answered"):
                 await model.forward([row.datum(weight=0.0)], self._loss, self._loss_params or None)  # pyright: ignore[reportArgumentType] - one of its losses
         except PolicyError as error:
             raise ConfigError(_lacks(self._policy, self._loss, str(error))) from error
 
     async def _fresh(self) -> tinker.TrainingClient:
+        # LoRA starts from random A and B = 0; the seed draws A, so a repeated run starts from the same adapters.
         seed = random.Random(f"{self._context.seed}/{self._context.name}").getrandbits(31)
         return await self._policy.connection.new_model(self._policy.base_model, rank=self._rank, seed=seed)
 
@@ -152,28 +295,31 @@ class Tinker:
         """Collect one batch of groups, update, save and publish."""
         context, step = self._context, self._step + 1
 
-        # 1. Collect: G rollouts of each task, sampled with the live weights.
-        started = time.perf_counter()
+        # 1. Collect: G rollouts o_1 ... o_G of each task q, sampled with the live weights, pi_theta_old.
         collected = await self._groups.collect(step)
         groups = collected.groups
-        metrics = {"collect_s": time.perf_counter() - started}
-        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 
-        # 2. Advantages: one number per call, spread over the call's tokens.
+        # 2. Advantages A_i: one number per call, spread over the call's tokens.
         episodes = [episode for group in groups for episode in group]
+        # Credit sees one group at a time: it may compare rollouts of one task, and no others.
         credits = [list(calls) for group in groups for calls in context.credit.assign(group)]
         final = sum(call.is_advantage for calls in credits for call in calls)
         if notice := self._unused.news(final=final, calls=sum(map(len, credits))):
             context.say(f"{context.name}: {notice}")
+        # The task of each rollout, whose G rewards R_1 ... R_G are compared.
         places = [index for index, group in enumerate(groups) for _ in group]
         advantages = call_advantages(credits, groups=places, estimator=self._estimator)
-        rows = trained_rows(episodes, advantages)
+        # A row is one trajectory of the call forest: what the policy read has mask 0, what it wrote has its A_t.
+        rows = [trained_row(row, own) for e, own in zip(episodes, advantages, strict=True) for row in e.rows]
+        rows = [row for row in rows if row.trained]
+        # Rollouts with A_i = 0 everywhere have no gradient: all right, all wrong, or nothing to train.
         own = {row.rollout for row in rows if not row.is_silent}
         loud = sum(any(e.rollout.rollout_id in own for e in group) for group in groups)
-        metrics |= _metrics(groups, rows=rows, loud=loud) | collected.metrics
+        metrics = _metrics(groups, rows=rows, loud=loud) | collected.metrics
 
-        # 3. Update.
+        # 3. Update: theta moves by the gradient of sum_t w_t r_t A_t. Without any advantage it stays.
         started = time.perf_counter()
+        # All rows go along, silent ones too: they have a share in the denominators.
         published: tuple[str, ...] = ()
         if own:
             found, paths = await self._trained(rows, step=step)
@@ -181,8 +327,9 @@ class Tinker:
             # 4. Publish: the policy samples with the new weights from here on.
             version = await context.publish(self._name, self._policy.trained(paths[1]), step=step)
             published = (f"{self._name}@{version.version}",)
+            # A run that is killed here repeats this step from the state before it: the new one is not stored yet.
             self._state = paths[0]
-        else:
+        else:  # theta stays, and so does what is served
             metrics["updates_skipped"] = 1.0
         metrics["update_s"] = time.perf_counter() - started
         self._step = step
@@ -210,17 +357,20 @@ class Tinker:
             return await self._train(rows, step=step)
         except PolicyError as error:
             self._context.say(f"{self._context.name}: {error}; going on from the last saved state")
+        # The weights are those before the step again, so repeating all of its updates gives what they would have given.
         self._model = None
         return await self._train(rows, step=step)
 
     async def _train(self, rows: Sequence[TrainedRow], *, step: int) -> tuple[dict[str, float], tuple[str, str]]:
         model = await self._opened()
         reports: list[dict[str, float]] = []
-        for number, part in enumerate(split_rows(rows, self._updates_per_step), 1):
+        # From the second update on the policy is no longer the sampler, and r_t leaves 1; `ppo` and `cispo` bound it.
+        for number, part in enumerate(split_updates(rows, updates=self._updates_per_step), 1):
             reports.append(await self._update(model, part))
             self._context.progress(number, self._updates_per_step, "update")
         name = f"{self._context.name}-{step:06d}"
-        with told(f"the server at {self._policy.connection.base_url} did not save step {step}"):
+        with described(f"the server at {self._policy.connection.base_url} did not save step {step}"):
+            # theta with the moments to continue from, and theta alone to sample from, pi_theta_old of the next step.
             # Both are asked for before the first is waited for; the server does one after the other.
             saving = model.save_state(name, ttl_seconds=self._ttl)
             exporting = model.save_weights_for_sampler(name, ttl_seconds=self._ttl)
@@ -235,16 +385,24 @@ class Tinker:
 
     async def _update(self, model: tinker.TrainingClient, rows: Sequence[TrainedRow]) -> dict[str, float]:
         """Do one update on whole rollouts; returns its metrics, none if no row has a gradient."""
+        # The server adds up -J of equation 3 without its KL term,
+        #     sum_t w_t (-r_t A_t)          or with r_t clipped, as `loss` has it,
+        #     r_t = pi_theta(o_t | q, o_<t) / pi_sampler(o_t | q, o_<t).
+        # Rows without an advantage have no gradient and are not sent; they count in the weights.
         weights = token_weights(rows, self._aggregation)
+        # 1 / tokens of the update with "token", 1 / (|o_i| rollouts) with "sequence", equation 3's mean over i and t.
         chosen = [(row, weight) for row, weight in zip(rows, weights, strict=True) if not row.is_silent]
         if not chosen:
             return {"updates_skipped": 1.0}
         data = [row.datum(weight=weight) for row, weight in chosen]
-        with told(f"the server at {self._policy.connection.base_url} did not train"):
+        # Both are sent before the first is answered, so that the server does one right after the other.
+        with described(f"the server at {self._policy.connection.base_url} did not train"):
             passing = model.forward_backward(data, self._loss, self._loss_params or None)  # pyright: ignore[reportArgumentType] - one of its losses
+            # The gradient is clipped to `max_grad_norm` by the server; after going back the rate is smaller.
             stepping = model.optim_step(self._adam.model_copy(update={"learning_rate": self._lr * self._rate}))
             passed, stepped = await passing, await stepping
         found = {name.partition(":")[0]: value for name, value in (stepped.metrics or {}).items()}
+        # With weights that add up to 1 the server's sum is the update's mean, -J.
         found |= {"loss": passed.metrics["loss:sum"]} if "loss:sum" in passed.metrics else {}
         return found | _gaps([row for row, _ in chosen], passed.loss_fn_outputs)
 
@@ -267,6 +425,7 @@ class Tinker:
         await self._continue(state, rate=rate)
 
     async def _continue(self, state: Mapping[str, Json], *, rate: float) -> None:
+        # theta and the moments of AdamW come from the server's saved state; the rate is given with each update.
         self._state, self._rate, self._model = str(state.get("state", "")), rate, None
         await self._opened()
 
@@ -282,6 +441,7 @@ class Tinker:
 
 def _tuned(context: AlgorithmContext) -> str:
     """Return the policy to train; raises ConfigError unless there is one, with tasks."""
+    # theta is one policy's adapters: another policy needs a model of its own on the server.
     if len(context.tunes) != 1:
         raise ConfigError(
             f"tinker trains the adapters of one policy, but tunes {list(context.tunes)}. Give one name, such as "
@@ -300,8 +460,11 @@ def _lacks(policy: TinkerPolicy, loss: str, why: str) -> str:
 
 
 def _metrics(groups: Sequence[Sequence[Episode]], *, rows: Sequence[TrainedRow], loud: int) -> dict[str, float]:
+    # Statistics count rollouts, so that how often an agent calls its model changes no weight.
     episodes = [episode for group in groups for episode in group]
+    # A missing reward is left out of the mean, not taken for 0.
     mean, deviation = mean_and_deviation([e.reward for e in episodes if e.reward is not None])
+    # Sampling with top-p or penalties draws from another distribution than the one that r_t compares with.
     calls = [call for episode in episodes for call in episode.transitions if not call.reject]
     return {
         "reward": mean,
@@ -317,6 +480,8 @@ def _metrics(groups: Sequence[Sequence[Episode]], *, rows: Sequence[TrainedRow],
 
 def _gaps(rows: Sequence[TrainedRow], outputs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return how far the trainer's log-probabilities are from the sampler's, in nats; nothing where none came."""
+    # log pi_theta(o_t) - log pi_sampler(o_t) by the trainer's numerics. In the first update of a step both are the same
+    # weights, so a gap there is numerics alone, and shifts r_t away from 1.
     gaps: list[float] = []
     for row, output in zip(rows, outputs, strict=False):
         if "logprobs" in output:

@@ -186,10 +186,7 @@ class ChatServer:
             message = self._text.message(one.tokens, stops=body.stops, has_tools=bool(tools))
             reason = "tool_calls" if message.get("tool_calls") else one.stop_reason
             choices.append({"index": place, "message": message, "finish_reason": reason} | self._tokens(body, one))
-        answer = self._answer("chat", body, prompt, choices, version=version, sequences=sequences)
-        if not body.stream:
-            return web.json_response(answer)
-        return _streamed(answer, body, kind="chat")
+        return self._answer("chat", body, prompt, choices, version=version, sequences=sequences)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = self._read(await request.read())
@@ -204,10 +201,7 @@ class ChatServer:
             if body.return_token_ids:
                 details |= {"token_ids": one.tokens, "prompt_token_ids": prompt}
             choices.append({"index": place, "text": text, "finish_reason": one.stop_reason} | details)
-        answer = self._answer("completions", body, prompt, choices, version=version, sequences=sequences)
-        if not body.stream:
-            return web.json_response(answer)
-        return _streamed(answer, body, kind="completions")
+        return self._answer("completions", body, prompt, choices, version=version, sequences=sequences)
 
     def _read(self, content: bytes) -> Body:
         try:
@@ -281,7 +275,7 @@ class ChatServer:
         *,
         version: str,
         sequences: Sequence[types.SampledSequence],
-    ) -> Json:
+    ) -> web.Response:
         completion = sum(len(one.tokens) for one in sequences)
         is_exact = body.top_p in (None, 1.0) and body.top_k in (None, 0, -1) and body.temperature != 0
         answer: Json = {
@@ -298,7 +292,9 @@ class ChatServer:
             "model_version": version,
             "logprobs_exact": is_exact,
         }
-        return answer | ({"prompt_token_ids": prompt} if body.return_token_ids and kind == "chat" else {})
+        if body.return_token_ids and kind == "chat":
+            answer["prompt_token_ids"] = prompt
+        return _streamed(answer, body, kind=kind) if body.stream else web.json_response(answer)
 
 
 def _streamed(answer: Json, body: Body, *, kind: Literal["chat", "completions"]) -> web.Response:

@@ -12,7 +12,7 @@ from agl.hints import pip_install
 
 _ENV = "TINKER_API_KEY"
 _PREFIX = "tml-"
-"""The published client sends keys alone that begin so."""
+"""The published client sends only keys that begin so."""
 
 _MIN_KEY = 16
 
@@ -40,12 +40,18 @@ def tinker() -> None:
     show_default=True,
     help="Where weights and states are saved.",
 )
-@click.option("--key-file", type=click.Path(path_type=Path), help="File with the API key; made where it is not there.")
-@click.option("--device", default="cpu", show_default=True, help="auto, cpu, cuda ...")
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Of the base."
+    "--key-file", type=click.Path(path_type=Path), help="File with the API key; written if it does not exist."
 )
-@click.option("--threads", type=click.IntRange(min=0), default=0, help="CPU threads of torch; 0 leaves them to it.")
+@click.option("--device", default="cpu", show_default=True, help="Device of the model: auto, cpu, cuda ...")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Number type of the base model.",
+)
+@click.option("--threads", type=click.IntRange(min=0), default=0, help="CPU threads of torch; 0 lets torch choose.")
 @click.option(
     "--token-budget",
     type=click.IntRange(min=1),
@@ -54,10 +60,19 @@ def tinker() -> None:
     help="Tokens that one forward pass of training may compute.",
 )
 @click.option(
-    "--models", "most_models", type=click.IntRange(min=1), default=8, show_default=True, help="Models in training."
+    "--models",
+    "most_models",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Models that may be in training at once.",
 )
 @click.option(
-    "--samplers", type=click.IntRange(min=1), default=4, show_default=True, help="Weights ready for sampling."
+    "--samplers",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Sets of weights that stay ready for sampling.",
 )
 @click.option(
     "--max-mb", type=click.IntRange(min=1), default=64, show_default=True, help="Size of the largest request, in MiB."
@@ -85,7 +100,7 @@ def serve(key_file: Path | None, **settings: Any) -> None:
 
 
 def key_of(path: Path | None) -> tuple[str, str]:
-    """Return the API key and its source in words: the environment, else a file that only this user can read.
+    """Return the API key and where it comes from: the environment, or a file that only this user can read.
 
     Raises:
         ConfigError: There is neither, the file cannot be made, or the key is not one that clients send.
@@ -105,8 +120,8 @@ def key_of(path: Path | None) -> tuple[str, str]:
             raise ConfigError(f"the key's file {path} cannot be made or read ({error}); choose another") from error
     if not key.startswith(_PREFIX) or len(key) < _MIN_KEY:
         raise ConfigError(
-            f"the key of {source} is no key of Tinker's API: it begins with {_PREFIX!r} and has at least {_MIN_KEY} "
-            "characters"
+            f"the key of {source} is not a key of Tinker's API, which begins with {_PREFIX!r} and has at least "
+            f"{_MIN_KEY} characters"
         )
     return key, source
 

@@ -34,7 +34,7 @@ class Connection:
 
     async def open(self) -> None:
         """Begin the session; raises :class:`PolicyError` where the server does not."""
-        with told(f"the server at {self.base_url} does not begin a session"):
+        with described(f"the server at {self.base_url} does not begin a session"):
             await asyncio.to_thread(lambda: self._service.holder)  # begins the session, and blocks
         self._is_open = True
 
@@ -49,17 +49,17 @@ class Connection:
 
     async def new_model(self, base_model: str, *, rank: int, seed: int) -> tinker.TrainingClient:
         """Return a model in training with fresh adapters; raises :class:`PolicyError` where the server refuses."""
-        with told(f"the server at {self.base_url} makes no LoRA adapters of rank {rank} for {base_model!r}"):
+        with described(f"the server at {self.base_url} makes no LoRA adapters of rank {rank} for {base_model!r}"):
             return await self._service.create_lora_training_client(base_model, rank=rank, seed=seed)
 
     async def restored_model(self, path: str) -> tinker.TrainingClient:
         """Return a model in training from a saved state, with its moments; raises :class:`PolicyError`."""
-        with told(f"the server at {self.base_url} does not restore the state {path!r}"):
+        with described(f"the server at {self.base_url} does not restore the state {path!r}"):
             return await self._service.create_training_client_from_state_with_optimizer(path)
 
     async def sampler(self, *, base_model: str, path: str = "") -> tinker.SamplingClient:
         """Return a client that samples from saved weights, or from the base; raises :class:`PolicyError`."""
-        with told(f"the server at {self.base_url} does not sample from {path or base_model!r}"):
+        with described(f"the server at {self.base_url} does not sample from {path or base_model!r}"):
             if path:
                 return await self._service.create_sampling_client(model_path=path)
             return await self._service.create_sampling_client(base_model=base_model)
@@ -70,7 +70,7 @@ async def _awaited(work: Awaitable[T]) -> T:
 
 
 @contextmanager
-def told(text: str) -> Generator[None]:
+def described(text: str) -> Generator[None]:
     """Raise what the published client raises within the block as a :class:`PolicyError` that begins with ``text``."""
     try:
         yield

@@ -5,17 +5,28 @@ New weights are paths of the server, so nothing is downloaded.
 """
 
 import asyncio
+import json
 import os
 import secrets
-from typing import Any
+from http.client import HTTPException
+from typing import Annotated, Any, Literal, cast
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import msgspec
 
 from agl.contracts import POLICY_KEY_ENV, ServedModel
 from agl.errors import ConfigError, PolicyError
+from agl.hints import did_you_mean
 from agl.schemas import ResourceVersion, Weights
 from agl_tinker.chat import ChatLimits, ChatServer, Live
 from agl_tinker.connection import LORA, Connection
 from agl_tinker.rendering import ChatText
-from agl_tinker.settings import ask_server, read_settings
+
+Tokens = Annotated[int, msgspec.Meta(ge=0)]
+"""A number of tokens; 0 for no limit."""
+
+_ANSWER_S = 20.0
 
 
 class TinkerPolicy:
@@ -23,26 +34,50 @@ class TinkerPolicy:
 
     Args:
         name: The policy's name, which is also the model name that requests give.
-        settings: Keyword arguments, the keys of ``[policy.NAME]``:
+        model: The base model, by the server's name for it.
+        base_url: The server; by default that of ``TINKER_BASE_URL``, else Tinker's own.
+        api_key_env: Environment variable with the API key.
+        tokenizer: Folder or hub name of the tokenizer with its chat template; by default `model`.
+        context_length: Most tokens of prompt and answer; by default what the server says.
+        max_tokens: Length of answers to requests that give none; by default what the context leaves.
+        tool_parser: Notation of tool calls: `hermes` or `none`.
+        project_id: Tinker's project.
 
-            - `model`: the base model, by the server's name for it.
-            - `base_url`: the server; absent, that of ``TINKER_BASE_URL``, else Tinker's own.
-            - `api_key_env`: environment variable with the API key.
-            - `tokenizer`: folder or hub name of the tokenizer with its chat template; absent, `model`.
-            - `context_length`: most tokens of prompt and answer; absent, what the server says.
-            - `max_tokens`: length of answers to requests that give none; absent, what the context leaves.
-            - `tool_parser`: notation of tool calls: `hermes` or `none`.
-            - `project_id`: Tinker's project.
+    Attributes:
+        losses: Losses that the server says it has; ``None`` where it does not say, as Tinker's own does not.
 
     Raises:
         ConfigError: A setting cannot work, or the server does not have the model. The server is asked once.
     """
 
-    def __init__(self, *, name: str, **settings: Any) -> None:
-        self.name = name
-        self._settings = read_settings(name, settings)
-        self._base_url = _resolved(self._settings.base_url)
-        self.server = ask_server(name, self._settings, self._base_url)
+    def __init__(
+        self,
+        *,
+        name: str,
+        model: str,
+        base_url: str = "",
+        api_key_env: str = "TINKER_API_KEY",
+        tokenizer: str = "",
+        context_length: Tokens = 0,
+        max_tokens: Tokens = 0,
+        tool_parser: Literal["hermes", "none"] = "hermes",
+        project_id: str = "",
+    ) -> None:
+        self.name, self.base_model = name, model
+        self._tokenizer, self._parses_tools = tokenizer or model, tool_parser == "hermes"
+        self._key_env, self._key, self._project_id = api_key_env, os.environ.get(api_key_env, ""), project_id
+        self._base_url = _resolved(base_url)
+        if not self._key:
+            raise ConfigError(
+                f"policy {name!r}: the key of Tinker's API is taken from {api_key_env}, which is not set; export it"
+            )
+        if not all("!" <= char <= "~" for char in self._key):
+            raise ConfigError(
+                f"policy {name!r}: the key in {api_key_env} has a space, a line break or a character outside of "
+                "ASCII, which no key has; export the key alone"
+            )
+        most, self.losses = self._ask_server()
+        self._limits = ChatLimits(context_length=context_length or most, max_tokens=max_tokens)
         self._connection: Connection | None = None
         self._chat: ChatServer | None = None
         self._url = ""
@@ -53,11 +88,6 @@ class TinkerPolicy:
         return True
 
     @property
-    def base_model(self) -> str:
-        """The base model, by the server's name for it."""
-        return self._settings.model
-
-    @property
     def connection(self) -> Connection:
         """The session with the server; raises PolicyError before :meth:`start`."""
         if self._connection is None:
@@ -66,7 +96,7 @@ class TinkerPolicy:
 
     def resource(self) -> Weights:
         """Return the base model, by its name."""
-        return Weights(uri=self._settings.model)
+        return Weights(uri=self.base_model)
 
     async def start(self) -> ServedModel:
         """Begin a session and listen; the base model answers.
@@ -77,18 +107,12 @@ class TinkerPolicy:
         """
         if self._chat is not None:
             raise PolicyError(f"the policy {self.name!r} is already serving at {self._url}; stop it first")
-        chosen = self._settings
-        text = await asyncio.to_thread(
-            ChatText, chosen.tokenizer or chosen.model, parses_tools=chosen.tool_parser == "hermes"
-        )
-        connection = Connection(self._base_url, key=chosen.key, project_id=chosen.project_id)
+        text = await asyncio.to_thread(ChatText, self._tokenizer, parses_tools=self._parses_tools)
+        connection = Connection(self._base_url, key=self._key, project_id=self._project_id)
         await connection.open()
         self._connection = connection
-        limits = ChatLimits(
-            context_length=chosen.context_length or self.server.context_length, max_tokens=chosen.max_tokens
-        )
-        chat = ChatServer(model=self.name, text=text, key=_key(), limits=limits)
-        chat.live = Live(sampler=await connection.sampler(base_model=chosen.model), version="")
+        chat = ChatServer(model=self.name, text=text, key=_key(), limits=self._limits)
+        chat.live = Live(sampler=await connection.sampler(base_model=self.base_model), version="")
         self._url = await asyncio.to_thread(chat.start)
         self._chat = chat
         return self._served("")
@@ -111,20 +135,68 @@ class TinkerPolicy:
         """
         weights = version.resource
         is_ours = isinstance(weights, Weights) and weights.uri.startswith("tinker://")
-        is_base = isinstance(weights, Weights) and weights.uri == self._settings.model
+        is_base = isinstance(weights, Weights) and weights.uri == self.base_model
         if self._chat is None or not (is_ours or is_base):
             raise ConfigError(
                 f"the policy {self.name!r} can load weights that are on its server, and {version.name}@"
                 f'{version.version} is {weights!r}; let the algorithm "tinker" tune it'
             )
         path = weights.uri if is_ours and isinstance(weights, Weights) else ""
-        sampler = await self.connection.sampler(base_model=self._settings.model, path=path)
+        sampler = await self.connection.sampler(base_model=self.base_model, path=path)
         self._chat.live = Live(sampler=sampler, version=version.version)
         return self._served(version.version)
 
     def trained(self, path: str) -> Weights:
         """Return the resource of weights that training has saved on the server."""
-        return Weights(uri=path, base_model=self._settings.model, format=LORA)
+        return Weights(uri=path, base_model=self.base_model, format=LORA)
+
+    def _ask_server(self) -> tuple[int, tuple[str, ...] | None]:
+        """Ask the server if it trains and samples the base model; one request, which blocks.
+
+        Returns the most tokens of a prompt and its answer, 0 if unknown, and the losses that the server says it has.
+        """
+        found = self._capabilities()
+        listed = cast("list[Any]", found.get("supported_models") or [])
+        models = [cast("dict[str, Any]", model) for model in listed if isinstance(model, dict)]
+        named = {str(model.get("model_name")): model for model in models}
+        who = f"policy {self.name!r}: the server at {self._base_url}"
+        if self.base_model not in named:
+            hint = did_you_mean(self.base_model, named, otherwise=f"it has {', '.join(sorted(named)) or 'none'}")
+            raise ConfigError(f"{who} has no base model {self.base_model!r}; {hint}")
+        model = named[self.base_model]
+        verbs = (("train", "trainable"), ("sample from", "sampleable"))
+        if lacks := [verb for verb, key in verbs if model.get(key) is False]:
+            raise ConfigError(
+                f"{who} does not {' or '.join(lacks)} {self.base_model!r} now; choose another base model of it"
+            )
+        losses = found.get("losses")
+        known = tuple(map(str, cast("list[Any]", losses))) if isinstance(losses, list) else None
+        return int(model.get("max_context_length") or 0), known
+
+    def _capabilities(self) -> dict[str, Any]:
+        url = f"{self._base_url}/api/v1/get_server_capabilities"
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"policy {self.name!r}: base_url {self._base_url!r} is not a URL; write https://HOST")
+        try:
+            with urlopen(Request(url, headers={"X-API-Key": self._key}), timeout=_ANSWER_S) as answer:
+                found: Any = json.load(answer)
+        except HTTPError as error:
+            if error.code in (401, 403):
+                raise ConfigError(
+                    f"policy {self.name!r}: the server at {self._base_url} refuses the key in {self._key_env} "
+                    f"({error.code}); set it to a key of this server"
+                ) from error
+            raise ConfigError(
+                f"policy {self.name!r}: {self._base_url} answered {error.code} when it was asked for its capabilities, "
+                "so it does not speak Tinker's API, or another version of it; correct base_url"
+            ) from error
+        except (URLError, OSError, HTTPException, ValueError) as error:
+            reason = error.reason if isinstance(error, URLError) else error
+            raise ConfigError(
+                f"policy {self.name!r}: the server of Tinker's API at {self._base_url} does not answer ({reason}); "
+                "start it, or correct base_url"
+            ) from error
+        return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
     def _served(self, version: str) -> ServedModel:
         return ServedModel(base_urls=(self._url,), model=self.name, version=version, api_key_env=POLICY_KEY_ENV)

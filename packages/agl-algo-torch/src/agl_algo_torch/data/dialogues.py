@@ -1,10 +1,13 @@
 """Reads dialogues in OpenAI's message format and turns them into tokens of which only the assistant's are trained.
 
-One line is `{"messages": [...], "tools": [...]}`; `tools` may be absent. Messages are rendered with the model's
-own chat template, exactly as the policy server renders a request, so training sees what serving will.
+One line is `{"messages": [...], "tools": [...]}`; `tools` may be absent. Preferences are pairs of dialogues that begin
+alike, `{"prompt": [...], "chosen": [...], "rejected": [...]}` as `agl data export --format dpo` and TRL write them, or
+single answers with a label, `{"prompt": [...], "completion": [...], "label": true}` as in TRL. Nobody sampled these
+texts with token ids, so the ids come from the policy's own tokenizer. Messages are rendered with its chat template,
+exactly as the policy server renders a request, so training sees what serving will.
 The assistant's tokens are those of the text that its turn adds to the prompt, up to and including the end-of-turn
 token. A template that renders earlier turns differently later (as reasoning models do) gives several rows.
-Weights, batches and updates are left to `sft`.
+Weights, losses and updates are left to `sft` and `preferences`.
 """
 
 from __future__ import annotations
@@ -12,16 +15,21 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from agl.errors import DatasetError
 from agl_algo_torch.learner.batch import RowSample, from_tokens
 from agl_algo_torch.serving.templates import plain_message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 Message = dict[str, Any]
+
+_LABELLED = '{"prompt": [...], "completion": [{"role": "assistant", "content": ...}], "label": true}'
+_FORM = '{"prompt": [{"role": ..., "content": ...}, ...], "chosen": [...], "rejected": [...]}'
+
+Side = Literal["chosen", "rejected"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +50,7 @@ def read_objects(path: Path, *, what: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the objects of a JSON-lines file with the places where they stand, an empty one for other values.
 
     Blank lines are skipped. Raises DatasetError for a file of `what` that is not there, is empty, or has a line that
-    is no JSON.
+    is not JSON.
     """
     if not path.is_file():
         raise DatasetError(
@@ -142,3 +150,70 @@ def _render(tokenizer: Any, messages: list[Message], dialogue: Dialogue, *, is_p
     return tokenizer.apply_chat_template(
         messages, tools=list(dialogue.tools) or None, tokenize=False, add_generation_prompt=is_prompt
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenExample:
+    """A chosen and a rejected dialogue, by these names, or only one of them; what counts begins at message `start`."""
+
+    sides: Mapping[Side, Dialogue]
+    start: int
+
+    def where(self, side: Side) -> str:
+        """Return the file and line of the chosen or the rejected dialogue, empty where it is missing."""
+        return self.sides[side].where if side in self.sides else ""
+
+    def rows(self, *, tokenizer: Any, max_tokens: int) -> Iterator[RowSample]:
+        """Yield the rows of its dialogues, named by their `where`; raises DatasetError like `tokenize`."""
+        for side in self.sides.values():
+            yield from tokenize(side, tokenizer=tokenizer, max_tokens=max_tokens, start=self.start)
+
+
+def read_pairs(path: Path) -> list[WrittenExample]:
+    """Read a JSON-lines file; blank lines are skipped. Raises DatasetError with file and line."""
+    return [_pair(row, where) for where, row in read_objects(path, what="pairs")]
+
+
+def read_answers(path: Path) -> list[WrittenExample]:
+    """Read a JSON-lines file of answers with labels, and of pairs, each a good and a bad answer.
+
+    Blank lines are skipped. Raises DatasetError with file and line.
+    """
+    return [answer for where, row in read_objects(path, what="answers") for answer in _answers(row, where)]
+
+
+def _pair(row: dict[str, Any], where: str) -> WrittenExample:
+    prompt, chosen, rejected = (_messages(row.get(name), where) for name in ("prompt", "chosen", "rejected"))
+    better, worse = (
+        _continued(row, prompt, part, where=f"{where} {name}")
+        for name, part in (("chosen", chosen), ("rejected", rejected))
+    )
+    return WrittenExample(sides={"chosen": better, "rejected": worse}, start=len(prompt))
+
+
+def _answers(row: dict[str, Any], where: str) -> list[WrittenExample]:
+    if "label" not in row and "completion" not in row:
+        pair = _pair(row, where)
+        return [WrittenExample(sides={name: side}, start=pair.start) for name, side in pair.sides.items()]
+    label = row.get("label")
+    if not isinstance(label, bool):
+        raise DatasetError(f"{where}: label is {label!r}; expected true for a good answer or false: {_LABELLED}.")
+    prompt, completion = _messages(row.get("prompt"), where), _messages(row.get("completion"), where)
+    dialogue = _continued(row, prompt, completion, where=where)
+    return [WrittenExample(sides={"chosen" if label else "rejected": dialogue}, start=len(prompt))]
+
+
+def _continued(row: dict[str, Any], prompt: list[Message], answer: list[Message], *, where: str) -> Dialogue:
+    if not any(message["role"] == "assistant" for message in answer):
+        raise DatasetError(
+            f"{where}: no message has the role assistant, so there is nothing to learn. Remove the line."
+        )
+    return Dialogue(where=where, messages=(*prompt, *answer), tools=tuple(row.get("tools") or ()))
+
+
+def _messages(value: Any, where: str) -> list[Message]:
+    if not isinstance(value, list) or not value or not all(map(is_message, cast("list[Any]", value))):
+        raise DatasetError(
+            f"{where}: expected {_FORM}, or for kto {_LABELLED}. agl data export --format dpo writes pairs."
+        )
+    return cast("list[Message]", value)

@@ -39,13 +39,13 @@ _RUN = 3
 """Words in a row that are enough to recognise a hidden value."""
 _WORD = re.compile(r"[\w\u0300-\u036f]+")  # accents may stand behind their letters
 _SHORT = 4
-"""Characters below which a value is masked only where neither letters nor digits of its kind go on beside it."""
+"""Shorter values are masked only where no letter or digit of their kind stands next to them."""
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """The words that the teacher of a call reads beside its prompt; `""` for none."""
+    """The words that the teacher of a call reads in addition to its prompt; `""` without any."""
 
     feedback: str = ""
     sibling: str = ""

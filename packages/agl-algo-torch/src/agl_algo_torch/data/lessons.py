@@ -7,11 +7,10 @@ answer begins. A group about which nothing can be said, or with nothing left to 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-import torch
 from jinja2 import TemplateError
 
 from agl.errors import ConfigError
@@ -71,7 +70,7 @@ class SelfTeacher(Settings, frozen=True, kw_only=True):
                 raise ValueError(f"{name}_words = {text!r} shows nothing; write {{{name}}} in it")
 
     def message(self, lesson: Lesson) -> str:
-        """Return the user message that tells the lesson."""
+        """Return the user message with the lesson."""
         parts = [
             self.sibling_words.replace("{sibling}", lesson.sibling) if lesson.sibling else "",
             self.feedback_words.replace("{feedback}", lesson.feedback) if lesson.feedback else "",
@@ -94,7 +93,7 @@ class TaughtRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    """The rows that learn, the calls that do not with the reason for each, and the rollouts by what they were told."""
+    """The rows that learn, the calls that do not with the reason for each, and how many rollouts have lessons."""
 
     rows: list[TaughtRow] = field(default_factory=list[TaughtRow])
     untaught: dict[str, dict[str, str]] = field(default_factory=dict[str, "dict[str, str]"])
@@ -107,7 +106,7 @@ class Lessons:
         self.counts.update(other.counts)
 
     def metrics(self) -> dict[str, float]:
-        """Return how many rollouts there was something to tell about, and how many calls learn, by reason where not."""
+        """Return how many rollouts have a lesson, how many calls learn from one, and how many do not, by reason."""
         names = {"with_sibling": "told_sibling", "with_feedback": "told_feedback", "taught": "calls_taught"}
         names |= {reason: f"calls_untaught_{reason}" for reason in _REASONS}
         return {name: float(self.counts[key]) for key, name in names.items()}
@@ -145,7 +144,7 @@ class Teaching:
         self._known: dict[tuple[str, ...], Lessons] = {}
 
     async def lessons(self, groups: Sequence[Sequence[Episode]]) -> Lessons:
-        """Return the rows of all rollouts that there is something to tell about."""
+        """Return the rows of all rollouts that have a lesson."""
         found = Lessons()
         for group in groups:
             found.add(await self._of(group))
@@ -216,8 +215,8 @@ class Teaching:
         answer = unpack_ids(call.response_ids)
         if len(prompt) + len(answer) > self._most:
             return "too_long"
-        sample = from_tokens(call.rollout_id, [*prompt, *answer], [0] * len(prompt) + [1] * len(answer))
-        return replace(sample, temperature=torch.full((len(sample.ids),), call.temperature or 1.0))
+        mask = [0] * len(prompt) + [1] * len(answer)
+        return from_tokens(call.rollout_id, [*prompt, *answer], mask, temperature=call.temperature or 1.0)
 
 
 def _rows(episode: Episode, taught: Mapping[str, RowSample], *, is_solved: bool) -> list[TaughtRow]:
@@ -270,8 +269,8 @@ class Retelling:
         at = _last(prompt_ids, self._begin)
         if at < 0:
             return None
-        told = self._encode(self._before + message + self._after)
-        return [*prompt_ids[:at], *told, *prompt_ids[at:]]
+        lesson = self._encode(self._before + message + self._after)
+        return [*prompt_ids[:at], *lesson, *prompt_ids[at:]]
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer without the tokens that frame messages."""

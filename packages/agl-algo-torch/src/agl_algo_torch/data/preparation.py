@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agl_objectives.registry import FoundEstimator
 
 ESTIMATOR = "grpo"
-"""The estimator of algorithms that learn from rewards beside something else, unless another one is asked for."""
+"""The estimator of algorithms that learn from rewards and from something else, unless another one is asked for."""
 
 NO_PUNISHMENT = SoftOverlong()
 

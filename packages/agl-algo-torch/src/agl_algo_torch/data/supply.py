@@ -43,6 +43,11 @@ class SuppliedGroups:
     stop_reason: str = ""
     uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
 
+    @property
+    def episodes(self) -> list[Episode]:
+        """The rollouts of all groups."""
+        return [episode for group in self.groups for episode in group]
+
 
 class RolloutSupply:
     """The rollouts of an algorithm that may have a source. Call `begin` first.
@@ -126,14 +131,16 @@ class RolloutSupply:
             found = await context.recorded(after=self._after, max_age=None if self._max_age < 0 else self._max_age)
             self._after, self._is_over = found.steps, found.is_over
             sampled = SampledGroups(
-                groups=found.groups(), episodes=list(found.episodes), dropped=Counter(found.dropped), metrics={}
+                groups=found.groups(),
+                episodes=list(found.episodes),
+                dropped=Counter(found.dropped),
+                metrics={f"dropped_{why}": float(count) for why, count in found.dropped.items()},
             )
         else:
             sampled = await self._groups.collect(step)
         rewards = [e.reward for group in sampled.groups for e in group if e.reward is not None]
         metrics = {"reward": mean(rewards), "groups": float(len(sampled.groups)), "rollouts": float(len(rewards))}
         metrics |= sampled.metrics  # with rounds, those of all rollouts that were collected
-        metrics |= {f"dropped_{why}": float(count) for why, count in sampled.dropped.items()}
         return SuppliedGroups(groups=sampled.groups, metrics=metrics, stop_reason=self._reason(step), uses=sampled.uses)
 
     def state(self) -> dict[str, Json]:

@@ -179,8 +179,9 @@ class ServedTeacher:
 
     async def _complete(self, prompt: str | Sequence[int]) -> dict[str, Any]:
         """Return the one choice of an answer; asks again while the server is away."""
-        start, told = time.monotonic(), float("-inf")
-        for attempt in range(1_000_000):
+        start, shown = time.monotonic(), float("-inf")
+        attempt = 0
+        while True:
             problem = await self._try(prompt)
             if isinstance(problem, dict):
                 return problem
@@ -190,11 +191,11 @@ class ServedTeacher:
                     f"The teacher {self._name!r} has not answered for {waited:.0f} s: {problem}. No rollout was "
                     "trained without it. Start it, then continue with agl run --resume."
                 )
-            if time.monotonic() - told > _SAID_AFTER_S:
-                told = time.monotonic()
+            if time.monotonic() - shown > _SAID_AFTER_S:
+                shown = time.monotonic()
                 self._say(f"the teacher {self._name!r} is away ({problem}); asking again for {self._wait_s:g} s")
             await asyncio.sleep(min(0.1 * 2 ** min(attempt, 6), 5.0, self._wait_s))
-        raise AssertionError("a teacher is not asked so often")
+            attempt += 1
 
     async def _try(self, prompt: str | Sequence[int]) -> dict[str, Any] | str:
         """Return the choice, or why there is none for now; raises AglError for a request that is refused."""

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agl_algo_torch.learner.batch import RowSample
-from agl_algo_torch.learner.typed_torch import backward, from_bytes
+from agl.schemas import unpack_ids
+from agl_algo_torch.learner.batch import RowSample, from_tokens
+from agl_algo_torch.learner.typed_torch import backward
 from agl_objectives.kl import KL, kl_estimate
 
 if TYPE_CHECKING:
@@ -75,14 +76,6 @@ def _is_held(call: Transition, policy: str) -> bool:
 
 
 def _row(call: Transition) -> RowSample:
-    ids_T = from_bytes(call.prompt_ids + call.response_ids, kind="<i4", dtype=torch.int64)
-    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
-    mask_T[len(call.prompt_ids) // 4 :] = True
-    return RowSample(
-        rollout=call.rollout_id,
-        ids=ids_T,
-        mask=mask_T,
-        advantages=torch.zeros(len(ids_T)),
-        behaviour=torch.zeros(len(ids_T)),  # the anchor does not read it
-        temperature=torch.full((len(ids_T),), call.temperature or 1.0),
-    )
+    prompt, answer = unpack_ids(call.prompt_ids), unpack_ids(call.response_ids)
+    mask = [0] * len(prompt) + [1] * len(answer)
+    return from_tokens(call.rollout_id, [*prompt, *answer], mask, temperature=call.temperature or 1.0)

@@ -11,12 +11,11 @@ memory: its weights and total are those of its update, so the gradients of the m
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from agl.errors import ConfigError
 from agl_algo_torch.learner.model import computing
 from agl_algo_torch.learner.packing import packed_inputs, packs_rows
 from agl_algo_torch.learner.scoring import (
@@ -29,7 +28,6 @@ from agl_algo_torch.learner.scoring import (
     whole_logits,
 )
 from agl_algo_torch.learner.typed_torch import from_bytes, split_sizes
-from agl_objectives.aggregation import Aggregation, token_weight, update_total
 from agl_objectives.contract import TokenBatch
 
 if TYPE_CHECKING:
@@ -109,8 +107,8 @@ def from_row(
     )
 
 
-def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int]) -> RowSample:
-    """Return a sample for supervised training: every token of mask 1 has advantage 1 and temperature 1."""
+def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int], *, temperature: float = 1.0) -> RowSample:
+    """Return a sample for supervised training: every token of mask 1 has advantage 1."""
     mask_T = torch.tensor(mask, dtype=torch.bool)
     return RowSample(
         rollout=rollout,
@@ -118,41 +116,8 @@ def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int]) -> RowSam
         mask=mask_T,
         advantages=mask_T.float(),
         behaviour=torch.zeros(len(ids)),  # nobody sampled it; no supervised loss reads this
-        temperature=torch.ones(len(ids)),
+        temperature=torch.full((len(ids),), temperature),
     )
-
-
-def split_updates(samples: Sequence[RowSample], *, updates: int) -> list[list[RowSample]]:
-    """Deal samples into at most `updates` lists of nearly equal numbers of rollouts, in order.
-
-    All rows of a rollout are in one list, whatever their number; no list is empty.
-    """
-    order = list(dict.fromkeys(sample.rollout for sample in samples))  # each rollout once, in order of appearance
-    count = max(1, min(updates, len(order)))  # fewer rollouts than updates: one rollout each
-    place = {rollout: index * count // len(order) for index, rollout in enumerate(order)}  # 0 to count - 1
-    lists: list[list[RowSample]] = [[] for _ in range(count)]
-    for sample in samples:
-        lists[place[sample.rollout]].append(sample)
-    return [part for part in lists if part]
-
-
-def loss_weights(
-    samples: Sequence[RowSample], *, aggregation: Aggregation, constant: int = 1
-) -> tuple[list[float], float]:
-    """Return the weight of a trained token of each sample, and the total of one update that consists of all `samples`.
-
-    Rows of one rollout get one weight, computed from the rollout's tokens over all its rows.
-    """
-    # A rollout's tokens are counted over all its rows, so cutting it into more rows leaves every weight the same.
-    tokens: dict[str, int] = {}
-    for sample in samples:
-        tokens[sample.rollout] = tokens.get(sample.rollout, 0) + sample.trained_tokens
-    found = [
-        token_weight(aggregation, rollout_tokens=max(1, tokens[sample.rollout]), constant=constant)
-        for sample in samples
-    ]
-    # An update without a trained token divides by 1: its sum is 0, and 0 / 0 would spread NaN.
-    return found, update_total(aggregation, tokens=max(1, sum(tokens.values())), rollouts=max(1, len(tokens)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,14 +138,14 @@ class MicroBatch:
     behaviour_M: Tensor  # log pi_behaviour
     temperature_M: Tensor
     weight_M: Tensor
-    old_M: Tensor | None  # log pi_old
-    importance_M: Tensor | None  # weights of whole rollouts, where they were taken
+    old_M: Tensor | None = None  # log pi_old
+    importance_M: Tensor | None = None  # weights of whole rollouts, where they were taken
     row_M: Tensor  # int64, the index of the sample
     rollout_M: Tensor  # int64, the number of its rollout
-    extras: Mapping[str, Tensor]
+    extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     rows: tuple[int, ...]  # indices of the samples, in the order of the rows
-    samples: tuple[RowSample, ...]  # in the same order
-    total: float  # the divisor of the whole update
+    samples: tuple[RowSample, ...] = ()  # in the same order
+    total: float = 1.0  # the divisor of the whole update
 
     def scores(self, model: nn.Module, *, has_entropy: bool = False, has_bonus: bool = False) -> Scores:
         """Run the model and return the scores of the trained tokens, with the entropies that are asked for."""
@@ -262,36 +227,32 @@ def micro_batches(
 
     Padded rows compute their padding too: the number of rows times the longest one. Packed rows compute their tokens.
     `weight` is that of a trained token of each sample, and `total` what the update's weighted sums are divided by.
-    A row that is longer than the budget comes alone. The order is deterministic. Raises ConfigError for a
-    budget below 1.
+    A row that is longer than the budget comes alone. The order is deterministic. Rows that bring importance weights
+    are replayed, and come apart from the others, whose weights a micro-batch finds by itself.
     """
-    if token_budget < 1:
-        raise ConfigError(f"The token budget of a micro-batch is {token_budget}. Give the tokens that fit in memory.")
+    for is_weighed in (False, True):
+        places = [at for at, sample in enumerate(samples) if (sample.importance is not None) == is_weighed]
+        lengths = [len(samples[at].ids) for at in places]
+        for chunk in row_chunks(lengths, token_budget=token_budget, is_packed=is_packed):
+            rows = tuple(places[at] for at in chunk)
+            yield _collate(samples, weight, rows=rows, device=device, total=total, is_packed=is_packed)
+
+
+def row_chunks(lengths: Sequence[int], *, token_budget: int, is_packed: bool) -> Iterator[tuple[int, ...]]:
+    """Yield the places of the rows that one pass computes together, see `micro_batches`."""
     # Rows of like length side by side waste the least padding; the index breaks ties.
-    order = sorted(range(len(samples)), key=lambda index: (-len(samples[index].ids), index))
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     chunk: list[int] = []
     tokens = 0  # of the chunk, as a pass computes them
     for index in order:
-        length = len(samples[index].ids)
-        longest = len(samples[(chunk or [index])[0]].ids)  # the first of a chunk
-        tokens = tokens + length if is_packed else longest * (len(chunk) + 1)
+        longest = lengths[(chunk or [index])[0]]  # the first of a chunk
+        tokens = tokens + lengths[index] if is_packed else longest * (len(chunk) + 1)
         if chunk and tokens > token_budget:
-            yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total, is_packed=is_packed)
-            chunk, tokens = [], length
+            yield tuple(chunk)
+            chunk, tokens = [], lengths[index]
         chunk.append(index)
     if chunk:
-        yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total, is_packed=is_packed)
-
-
-def micro_batches_apart(samples: Sequence[RowSample], weight: Sequence[float], **options: Any) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of an update, with rows that bring importance weights apart from those that do not.
-
-    Those that do are replayed; a micro-batch finds the weights of the others by itself. `options` are those of
-    `micro_batches`.
-    """
-    for is_weighed in (False, True):
-        places = [i for i, sample in enumerate(samples) if (sample.importance is not None) == is_weighed]
-        yield from micro_batches([samples[i] for i in places], [weight[i] for i in places], **options)
+        yield tuple(chunk)
 
 
 def _collate(

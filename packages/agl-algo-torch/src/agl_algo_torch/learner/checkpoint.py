@@ -34,7 +34,7 @@ FORMAT = 1
 
 
 def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
-    """Call `fill` on an empty temporary directory beside `target`, flush it to disk and rename it to `target`.
+    """Call `fill` on an empty temporary directory next to `target`, flush it to disk and rename it to `target`.
 
     A `target` that exists is replaced. A crash at any point leaves the old one, the new one, or none, but never a
     mixture. Leftovers of an earlier crash are removed.
@@ -61,7 +61,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
 
     Full weights become a Hugging Face directory with the tokenizer, in the type that the model computes in; LoRA a
     peft adapter that names its base model.
-    A probe beside them (`agl.schemas.WeightsProbe`) says how probable the model finds a fixed text, so that a server
+    A probe next to them (`agl.schemas.WeightsProbe`) says how probable the model finds a fixed text, so that a server
     of these weights can be checked.
     """
     loaded = without_master(loaded)

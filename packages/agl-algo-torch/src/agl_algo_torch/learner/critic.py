@@ -69,7 +69,7 @@ class CriticLearner:
         self._device = loaded.device
         pack(loaded.model)  # the policy's notice says so where it cannot
         self._is_packed = packs_rows(loaded.model)
-        # float32 even beside a bfloat16 policy: returns are compared, and 8 bits of precision blur them. All weights
+        # float32 even with a bfloat16 policy: returns are compared, and 8 bits of precision blur them. All weights
         # train, under LoRA too: adapters were merged into the copy.
         self.model = ValueModel(loaded.model.float()).to(loaded.device).requires_grad_(requires_grad=True)
         if learner.settings.compute.gradient_checkpointing:
@@ -129,7 +129,7 @@ class CriticLearner:
         )
 
     def save(self, workdir: Path, learner: PolicyLearner, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a checkpoint beside the learner's and remove old ones, except those of the steps `kept`.
+        """Write a checkpoint next to the learner's and remove old ones, except those of the steps `kept`.
 
         The last two stay at least, because the run's state names the one before until the new state is saved.
         """

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from agl.errors import ConfigError
-from agl_algo_torch.learner.batch import loss_weights
+from agl_objectives.aggregation import loss_weights
 from agl_objectives.contract import SurveyedLoss, TokenBatch
 from agl_objectives.importance import Importance
 from agl_objectives.kl import kl_estimate
@@ -90,7 +90,7 @@ class PolicyObjective:
     ) -> None:
         found = find_loss(settings.loss, settings.loss_params)
         self._loss, self._entry = found.call, found.entry
-        self._settings = settings
+        self._settings, self._updates = settings, updates
         self._aggregation: Aggregation = settings.aggregation or found.entry.aggregation
         floor = MASK_FLOOR if correction.mode == "mask" else 0.0
         self._importance = Importance(**msgspec.structs.asdict(correction), floor=floor)
@@ -106,11 +106,6 @@ class PolicyObjective:
                 "step, and a step has one update. Give updates_per_step or epochs above 1, or another loss."
             )
 
-    @property
-    def needs_rollouts(self) -> bool:
-        """True if importance weights are taken over whole rollouts, before the first update of a step."""
-        return self._importance.needs_rollouts
-
     def has_gradient(self, sample: RowSample) -> bool:
         """Return whether a row can have a gradient at all; the others cost no forward pass."""
         # A = 0 makes the policy gradient exactly 0; penalties and the entropy bonus have one all the same.
@@ -121,6 +116,16 @@ class PolicyObjective:
         """Return the weight of a trained token of each sample and the total of the update that they are."""
         return loss_weights(samples, aggregation=self._aggregation, constant=self._settings.constant_tokens)
 
+    def prepared(
+        self, samples: Sequence[RowSample], *, learner: PolicyLearner, skips_silent: bool = True
+    ) -> list[RowSample]:
+        """Return a step's `samples` with log pi_old where its updates cannot take it from their own forward pass."""
+        # With one update pi_old is pi itself (r = 1), and the forward pass of the update gives it for free.
+        # With several, the weights move under the samples, so pi_old is fixed before the first of them.
+        if self._updates == 1 and not self._importance.needs_rollouts:
+            return list(samples)
+        return self.with_old_logprobs(samples, learner=learner, skips_silent=skips_silent)
+
     def with_old_logprobs(
         self, samples: Sequence[RowSample], *, learner: PolicyLearner, skips_silent: bool = True
     ) -> list[RowSample]:
@@ -129,12 +134,12 @@ class PolicyObjective:
         With `skips_silent` rows without a gradient cost no forward pass, unless importance weights or a survey need
         those of whole rollouts.
         """
-        is_whole = not skips_silent or self.needs_rollouts or isinstance(self._loss, SurveyedLoss)
+        is_whole = not skips_silent or self._importance.needs_rollouts or isinstance(self._loss, SurveyedLoss)
         wanted = [s for s in samples if (s.trained_tokens if is_whole else self.has_gradient(s))]
         found = learner.logprobs(wanted)
         by_row = {id(sample): old_T for sample, old_T in zip(wanted, found, strict=True)}
         rows = [replace(s, old=by_row[id(s)]) if id(s) in by_row else s for s in samples]
-        return self._with_importance(rows) if self.needs_rollouts else rows
+        return self._with_importance(rows) if self._importance.needs_rollouts else rows
 
     def surveyed(self, samples: Sequence[RowSample], *, learner: PolicyLearner) -> list[RowSample]:
         """Return the rows of an update with what the loss finds in a survey of them."""

@@ -7,6 +7,8 @@ Everything here blocks; algorithms call it in a thread.
 from __future__ import annotations
 
 import math
+import random
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.learner.batch import MicroBatch, RowSample, micro_batches_apart, recompute_logprobs
+from agl_algo_torch.learner.batch import MicroBatch, RowSample, from_tokens, micro_batches, recompute_logprobs
 from agl_algo_torch.learner.checkpoint import (
     load_training,
     prune,
@@ -40,7 +42,7 @@ from agl_objectives.reports import Skipped
 from agl_objectives.settings import Compute, Lora, Optim
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -105,8 +107,8 @@ class PolicyLearner:
     def batches(
         self, samples: Sequence[RowSample], weight: Sequence[float], *, total: float = 1.0
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of rows, see `micro_batches`; rows that bring importance weights come apart."""
-        return micro_batches_apart(
+        """Yield the micro-batches of rows, see `micro_batches`."""
+        return micro_batches(
             samples,
             weight,
             total=total,
@@ -212,3 +214,43 @@ def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
     if has_lora:
         refuse_tied_adapters(model)
     return replace(loaded, model=model)
+
+
+MEASURED_S = 5.0
+"""Seconds that the measurement of an update may take, about."""
+
+_FEW = 4
+
+
+def update_seconds(
+    update: Callable[[Sequence[RowSample]], object], rows: Sequence[tuple[int, int]], *, vocabulary: int
+) -> float:
+    """Return the seconds of `update` on rows of so many tokens, of which so many train.
+
+    The cost follows from the lengths of rows and from nothing that they say, so random rows can be tried out. A first
+    update of a few rows is not counted: torch allocates and chooses kernels in it. The time of the next one says how
+    many rows can be tried; where that is not all of them, the seconds of the others follow from their tokens.
+    The weights move, so the learner must be one that is dropped afterwards.
+    """
+    made = [random_row(number, tokens, trained, vocabulary) for number, (tokens, trained) in enumerate(rows)]
+
+    def timed(rows: Sequence[RowSample]) -> float:
+        started = time.perf_counter()
+        update(rows)
+        return time.perf_counter() - started
+
+    timed(made[:_FEW])
+    few = timed(made[:_FEW])
+    tried = made[: max(_FEW, min(len(made), round(_FEW * MEASURED_S / max(few, 1e-9))))]
+    seconds = few if len(tried) <= _FEW else min(timed(tried) for _ in range(1 + (few * len(tried) < 1)))
+    return seconds * sum(len(row.ids) for row in made) / sum(len(row.ids) for row in tried)
+
+
+def random_row(number: int, tokens: int, trained: int, vocabulary: int) -> RowSample:
+    """Return a row of random tokens, the last of which train, with advantages of both signs."""
+    draw = random.Random(number)
+    size = max(2, tokens)  # a row's first token is never predicted
+    answer = min(max(1, trained), size - 1)
+    ids = [draw.randrange(vocabulary) for _ in range(size)]
+    row = from_tokens(f"tried-{number}", ids, [0] * (size - answer) + [1] * answer)
+    return replace(row, advantages=row.advantages * (1.0 if number % 2 else -1.0), behaviour=-row.advantages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from agl.contracts import CallUse
     from agl_algo_torch.learner.objective import PolicyObjective
     from agl_algo_torch.learner.policy_learner import PolicyLearner
-    from agl_objectives.replay import Replayed
     from agl_objectives.settings import Replay
 
 TENSORS = ("ids", "mask", "advantages", "behaviour", "temperature")
@@ -35,19 +33,17 @@ TENSORS = ("ids", "mask", "advantages", "behaviour", "temperature")
 
 
 class ReplayBuffer:
-    """The rollouts that may be replayed."""
+    """The rollouts that may be replayed, their weights and their files.
+
+    Attributes:
+        pool: The rollouts.
+        share: Their share of a step's trained rollouts; 0 turns replay off.
+        bound: Bound on their importance weights.
+    """
 
     def __init__(self, algorithm: str, settings: Replay) -> None:
-        self._pool = ReplayPool[RowSample](algorithm, share=settings.share, max_staleness=settings.max_staleness)
+        self.pool = ReplayPool[RowSample](algorithm, share=settings.share, max_staleness=settings.max_staleness)
         self.share, self.bound = settings.share, settings.bound
-
-    def take(self, version: str, *, own: int) -> Replayed[RowSample]:
-        """Return what is replayed beside `own` rollouts while `version` is live; drops what has become too old."""
-        return self._pool.take(version, own=own)
-
-    def add(self, version: str, samples: Sequence[RowSample], *, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
-        """Keep the rollouts of a step that have a gradient, drawn by `version`."""
-        self._pool.add(version, samples, uses=uses)
 
     def weighed(
         self, rows: Sequence[RowSample], *, objective: PolicyObjective, learner: PolicyLearner
@@ -67,20 +63,16 @@ class ReplayBuffer:
             "replay_truncated": float((weight_M >= self.bound).float().mean()),
         }
 
-    def clear(self) -> None:
-        """Forget everything: training goes on from other weights, which these rollouts do not lead to."""
-        self._pool.clear()
-
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write the rows beside the checkpoint of a step, and remove old ones as `PolicyLearner.save` does."""
+        """Write the rows next to the checkpoint of a step, and remove old ones as `PolicyLearner.save` does."""
         if not self.share:
             return
 
         def fill(directory: Path) -> None:
-            rows = self._pool.rows
+            rows = self.pool.rows
             tensors = {f"{i}/{name}": getattr(row, name) for i, row in enumerate(rows) for name in TENSORS}
             write_tensors(tensors, directory / "rows.safetensors")
-            state = {"pool": self._pool.state(), "names": [row.rollout for row in rows]}
+            state = {"pool": self.pool.state(), "names": [row.rollout for row in rows]}
             (directory / "replay.json").write_text(json.dumps(state), encoding="utf-8")
 
         write_directory(step_directory(workdir / "replay", step), fill)
@@ -94,7 +86,7 @@ class ReplayBuffer:
         state = json.loads((source / "replay.json").read_text(encoding="utf-8"))
         tensors = read_tensors(source / "rows.safetensors")
         rows = [_row(rollout, tensors, number) for number, rollout in enumerate(state["names"])]
-        self._pool.restore(state["pool"], rows)
+        self.pool.restore(state["pool"], rows)
 
     def _weights(self, row: RowSample) -> Tensor:
         """Return c_t of every token, [T]; it is read at trained tokens only."""
@@ -104,12 +96,5 @@ class ReplayBuffer:
 
 
 def _row(rollout: str, tensors: Mapping[str, Tensor], number: int) -> RowSample:
-    found = {name: tensors[f"{number}/{name}"] for name in TENSORS}
-    return RowSample(
-        rollout=rollout,
-        ids=found["ids"],
-        mask=found["mask"],
-        advantages=found["advantages"],
-        behaviour=found["behaviour"],
-        temperature=found["temperature"],
-    )
+    own: dict[str, Any] = {name: tensors[f"{number}/{name}"] for name in TENSORS}
+    return RowSample(rollout=rollout, **own)

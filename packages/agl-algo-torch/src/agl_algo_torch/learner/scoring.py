@@ -184,11 +184,16 @@ def _head(model: nn.Module) -> Any:
     return base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
 
 
-def token_logprobs(logits_M_V: Tensor, *, targets_M: Tensor, temperature_M: Tensor) -> Tensor:
-    """Return the log-probability of each target under `softmax(logits / temperature)`, [M], at least float32."""
+def scaled(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
+    """Return `logits / temperature`, [M, V], at least float32."""
     # The sampler drew from softmax(z / tau), so that is the policy; with tau = 1 it is the model itself.
     # bfloat16 has 8 bits of precision, too few for a log-sum over a vocabulary: compute in float32 or better.
-    scaled_M_V = logits_M_V.to(torch.promote_types(logits_M_V.dtype, torch.float32)) / temperature_M[:, None]
+    return logits_M_V.to(torch.promote_types(logits_M_V.dtype, torch.float32)) / temperature_M[:, None]
+
+
+def token_logprobs(logits_M_V: Tensor, *, targets_M: Tensor, temperature_M: Tensor) -> Tensor:
+    """Return the log-probability of each target under `softmax(logits / temperature)`, [M], at least float32."""
+    scaled_M_V = scaled(logits_M_V, temperature_M=temperature_M)
     chosen_M = scaled_M_V.gather(1, targets_M[:, None])[:, 0]  # [M], z_y / tau
     # log softmax(z)_y = z_y - logsumexp(z), which needs no [M, V] tensor of log-probabilities.
     return chosen_M - scaled_M_V.logsumexp(dim=1)
@@ -206,6 +211,5 @@ def entropy(logits_M_V: Tensor) -> Tensor:
 
 def policy_entropy(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
     """Return the entropy of `softmax(logits / temperature)` in nats, [M], with gradient: that of what was sampled."""
-    scaled_M_V = logits_M_V.to(torch.promote_types(logits_M_V.dtype, torch.float32)) / temperature_M[:, None]
-    logp_M_V = scaled_M_V.log_softmax(dim=1)
+    logp_M_V = scaled(logits_M_V, temperature_M=temperature_M).log_softmax(dim=1)
     return -(logp_M_V.exp() * logp_M_V).sum(dim=1)

@@ -53,7 +53,7 @@ class TunedPolicy:
             the weights that were live at the last two saves.
         has_reference: Can give the policy as it was at this algorithm's start, a resumed run included. Its copy of the
             weights takes memory only from the first time that it is asked for.
-        others: Writes the algorithm's own files beside a checkpoint.
+        others: Writes the algorithm's own files next to a checkpoint.
     """
 
     def __init__(

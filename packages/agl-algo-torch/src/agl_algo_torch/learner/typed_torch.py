@@ -23,11 +23,6 @@ _checkpoints: Any = checkpoints
 T = TypeVar("T")
 
 
-def unique(values: Tensor, *, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the sorted distinct values (or slices along `dim`) and, for each value, its index among them."""
-    return _torch.unique(values, dim=dim, return_inverse=True)
-
-
 def from_bytes(data: bytes, *, kind: str, dtype: torch.dtype) -> Tensor:
     """Return packed little-endian numbers (`kind` is numpy's, such as `<i4`) as a tensor that owns its memory."""
     return _torch.from_numpy(np.frombuffer(data, dtype=kind).copy()).to(dtype)

@@ -22,7 +22,7 @@ class TextCodec:
 
     Args:
         tokenizer: A Hugging Face tokenizer; copied.
-        extra_stop_ids: Ids beside the tokenizer's own end of sequence, such as those of the generation config.
+        extra_stop_ids: Ids in addition to the tokenizer's own end of sequence, such as those of the generation config.
         visible: Texts of special tokens that stay in responses, such as the tags of tool calls.
     """
 
@@ -72,7 +72,7 @@ class TextCodec:
             )
 
     def generation_suffix(self) -> str:
-        """Return the text that the template puts before an assistant's answer; `""` where it cannot be told apart."""
+        """Return the text that the template puts before an assistant's answer; `""` where it cannot be found."""
         hello = [{"role": "user", "content": "hello"}]
         with self._lock:
             if not self._tokenizer.chat_template:

@@ -349,7 +349,7 @@ class Engine:
 
     def _prefill(self, admissions: list[Admission]) -> None:
         """Compute the prompts in one pass, add their flights to the batch and draw their first tokens."""
-        # They count as running before the pass, so that one that fails is told to them too.
+        # They count as running before the pass, so that they are notified too if it fails.
         first = len(self._running)
         self._running += [flight for admission in admissions for flight in admission.flights]
         width = max(admission.new for admission in admissions)

@@ -24,7 +24,7 @@ from torch import nn
 
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.learner.batch import MicroBatch
+from agl_algo_torch.learner.batch import MicroBatch, row_chunks
 from agl_algo_torch.learner.checkpoint import load_training, save_training, write_directory
 from agl_algo_torch.learner.model import add_lora, load_model, no_bars
 from agl_algo_torch.learner.optim import build_optimizer
@@ -261,7 +261,8 @@ class Trainee:
     ) -> tuple[float, list[list[float]]]:
         total, found = 0.0, dict[int, list[float]]()
         with torch.set_grad_enabled(has_gradient):
-            for places in self._chunks(rows):
+            lengths, is_packed = [len(row.ids) for row in rows], packs_rows(self._model)
+            for places in row_chunks(lengths, token_budget=self._token_budget, is_packed=is_packed):
                 batch = self._batch(rows, places)
                 logp_N, value = self._loss(batch, rows, loss)
                 total += _finite(float(value.detach()), has_gradient=has_gradient)
@@ -330,21 +331,6 @@ class Trainee:
         }
         return logp_N, loss(logp_N, inputs, batch.row_M).sum()
 
-    def _chunks(self, rows: Sequence[TargetRow]) -> list[tuple[int, ...]]:
-        """Return the places of rows that one pass may compute together, long rows first."""
-        order = sorted(range(len(rows)), key=lambda place: (-len(rows[place].ids), place))
-        is_packed, chunks, tokens = packs_rows(self._model), list[list[int]](), 0
-        for place in order:
-            length = len(rows[place].ids)
-            last = chunks[-1] if chunks else []
-            tokens = tokens + length if is_packed else len(rows[(last or [place])[0]].ids) * (len(last) + 1)
-            if not last or tokens > self._token_budget:
-                chunks.append([place])
-                tokens = length
-            else:
-                last.append(place)
-        return [tuple(chunk) for chunk in chunks]
-
     def _batch(self, rows: Sequence[TargetRow], places: Sequence[int]) -> MicroBatch:
         """Return a micro-batch that predicts a target at every position."""
         device = next(self._model.parameters()).device
@@ -363,14 +349,9 @@ class Trainee:
             behaviour_M=zeros_N,
             temperature_M=torch.ones(len(ids_N), device=device),
             weight_M=torch.ones(len(ids_N), device=device),
-            old_M=None,
-            importance_M=None,
             row_M=row_N,
             rollout_M=row_N,
-            extras={},
             rows=tuple(places),
-            samples=(),
-            total=1.0,
         )
 
 
@@ -380,12 +361,6 @@ class Sampler:
     def __init__(self, model: nn.Module, *, codec: TextCodec, settings: EngineSettings | None) -> None:
         self._engine, self._codec = Engine(model, settings=settings), codec
         self._engine.start()
-
-    @property
-    def is_busy(self) -> bool:
-        """True while requests run or wait."""
-        state = self._engine.snapshot()
-        return bool(state["running"] or state["waiting"])
 
     def sample(self, request: SampleRequest) -> Future[list[Sample]]:
         """Return `count` continuations.

@@ -56,7 +56,7 @@ class PolicySettings:
         prompt_s: Seconds that a request waits until its prompt is rendered and tokenised.
         drain_s: Seconds that running requests may take to finish before new weights replace the old.
         merge_adapters: Whether a LoRA version is merged into its base. That takes long, needs peft and rounds in
-            `bfloat16`; beside the base every adapted layer multiplies two small matrices more.
+            `bfloat16`; without merging, every adapted layer multiplies two more small matrices.
     """
 
     model_name: str

@@ -1,6 +1,6 @@
 """The weights that a policy serves, exchanged in place: whole ones, or a LoRA adapter on a base that stays.
 
-An adapter is served beside its base, just as it trained, unless the policy merges adapters. A version then costs what
+An adapter is served next to its base, just as it trained, unless the policy merges adapters. A version then costs what
 its adapter does, and bfloat16 does not round away what the adapter learned. An adapter that is more than a pair of
 low-rank matrices for each of its layers (DoRA, trained biases, embeddings) is always merged, by peft.
 """

@@ -8,7 +8,7 @@ ids and tokenises only the rest. Tool calls and plain answers that come back unc
 them (`written_answers`). Where the text differs otherwise (the template rewrote the answer, the client edited it), it
 tokenises the whole conversation.
 
-Limit: two conversations with equal text and different ids are told apart by their tool call ids; without any, the
+Limit: two conversations with equal text and different ids are distinguished by their tool call ids; without any, the
 most recent one is continued.
 """
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _LONGEST_TAIL = 24
 """Characters at the end of a remembered prompt, at most, that are searched for in a longer one."""
+
+_MOST_SIBLINGS = 64
+"""Responses that are remembered per prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +67,18 @@ class PromptBuilder:
 
     Args:
         codec: Tokenizer and chat template.
-        max_tokens: Tokens of prompts and responses that are remembered; 0 turns splicing off.
-        max_siblings: Responses that are remembered per prompt.
+        max_tokens: Tokens of prompts and responses that are remembered.
     """
 
-    def __init__(self, codec: TextCodec, *, max_tokens: int = 2_000_000, max_siblings: int = 64) -> None:
+    def __init__(self, codec: TextCodec, *, max_tokens: int = 2_000_000) -> None:
         self._codec = codec
-        self._max_tokens, self._max_siblings = max_tokens, max_siblings
+        self._max_tokens = max_tokens
         self._turns: OrderedDict[str, list[_Turn]] = OrderedDict()
         self._answers = WrittenAnswers()
         self._n_tokens = 0
         self._tails: dict[str, int] = {}
         self._lengths: Counter[int] = Counter()
-        suffix = codec.generation_suffix() if max_tokens else ""
-        self._tail = min(len(suffix) or _LONGEST_TAIL, _LONGEST_TAIL)
+        self._tail = min(len(codec.generation_suffix()) or _LONGEST_TAIL, _LONGEST_TAIL)
 
     def build(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, options: Mapping[str, Any]
@@ -117,7 +118,7 @@ class PromptBuilder:
         return Prompt(text, (*known, *ids), len(known))
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that is no conversation, with the special tokens that begin one."""
+        """Return the token ids of a text that is not a conversation, with the special tokens that begin one."""
         return self._codec.encode(text, add_special_tokens=True)
 
     def _find(self, text: str, known_calls: set[str]) -> tuple[int, _Turn] | None:
@@ -126,7 +127,7 @@ class PromptBuilder:
             turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
             if turns:
                 self._turns.move_to_end(text[:end])
-                # Siblings may have one text and different ids; the ids of their tool calls tell them apart.
+                # Siblings may have one text and different ids; the ids of their tool calls distinguish them.
                 turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & known_calls)))
                 return end + len(turn.text), turn
         return None
@@ -147,7 +148,7 @@ class PromptBuilder:
 
         `message` is the response as the client gets it, in OpenAI's form.
         """
-        if self._max_tokens == 0 or not ids:
+        if not ids:
             return
         text = self._codec.decode(ids)
         answer = self._answer(text, ids[-1], message) if message is not None else None
@@ -161,8 +162,8 @@ class PromptBuilder:
         siblings = self._turns.setdefault(prompt.text, [])
         siblings.insert(0, turn)
         self._n_tokens += turn.size
-        self._forget(siblings[self._max_siblings :])
-        del siblings[self._max_siblings :]
+        self._forget(siblings[_MOST_SIBLINGS:])
+        del siblings[_MOST_SIBLINGS:]
         self._turns.move_to_end(prompt.text)
         while self._n_tokens > self._max_tokens:
             self._evict()

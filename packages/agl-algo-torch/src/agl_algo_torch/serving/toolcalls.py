@@ -31,7 +31,7 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponse:
-    """The text of a response beside its calls (`None` for none), and the calls."""
+    """The text of a response outside of its calls (`None` without any), and the calls."""
 
     content: str | None
     calls: tuple[ParsedToolCall, ...] = ()

@@ -32,7 +32,7 @@ class AnswerWriter(Protocol):
     """The form of an endpoint's answers."""
 
     def top(self) -> Json:
-        """Return the fields beside `choices` in a whole answer and in the first chunk of a stream."""
+        """Return the fields next to `choices` in a whole answer and in the first chunk of a stream."""
         ...
 
     def choice(self, index: int, generation: Generation) -> Json:
@@ -282,7 +282,7 @@ def chat_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool) -> J
 
     def entry(token_id: int, logprob: float) -> Json:
         text = codec.token_text(token_id)
-        # A token may end within a character; its bytes cannot be told from its text then.
+        # A token may end within a character; its text does not show its bytes then.
         whole = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         return {"token": f"token_id:{token_id}" if as_ids else text, "logprob": logprob, "bytes": whole}
 

@@ -5,27 +5,33 @@ world that the players act in. The worth v(N) of the run as it was is its reward
 the mean reward of replays in which the part of the players outside of S is replaced: the other agents give their
 recorded answers as long as they are asked the same; where they are asked something else, the model answers anew.
 
-The formulas are in `games`. Running replays is left to `agl_run`; this module asks for them within a budget.
+A coalition is given by the players who are *replaced*: v(N) is the worth of the empty set, and v(nobody) the worth of
+the set of all players. Running replays is left to `agl_run`; this module asks for them within a budget.
 """
 
+import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from itertools import permutations
+from typing import Annotated, Literal
 
 import msgspec
 
 from agl.contracts import ReplayFn, ReplayPlan
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, Reward
-from agl_rewards.credit import games
 from agl_rewards.credit.episodes import by_group, group_of, live_calls, players_of, return_of
-from agl_rewards.credit.games import Replaced, Worth
 
 ROUNDING = 1e-6
 """Shares of one agent closer than this, relative to the largest of them (at least 1), are equal."""
 
 Baseline = Literal["centred", "counterfactual", "group"]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+Replaced = frozenset[str]
+Worth = Callable[[Replaced], float]
+Order = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +66,12 @@ class _ReplayCredit:
         *,
         replace: Literal["silent", "sibling"] = "silent",
         text: str = "",
-        samples: int = 1,
-        every: int = 1,
-        max_replays: int = 1024,
+        samples: Count = 1,
+        every: Count = 1,
+        max_replays: Count = 1024,
         failed: float = 0.0,
         baseline: Baseline = "centred",
     ) -> None:
-        if replace not in ("silent", "sibling") or baseline not in get_args(Baseline):
-            raise ConfigError(
-                f"{self.NAME} got replace = {replace!r} and baseline = {baseline!r}; replace is 'silent' or "
-                "'sibling', baseline is 'centred', 'counterfactual' or 'group'"
-            )
-        counts = {"samples": samples, "every": every, "max_replays": max_replays}
-        if low := {key: value for key, value in counts.items() if value < 1}:
-            raise ConfigError(f"{self.NAME} got {low}; each must be at least 1")
         self._replace, self._text, self._samples, self._every = replace, text, samples, every
         self._max_replays, self._failed, self._baseline = max_replays, failed, baseline
 
@@ -266,9 +264,6 @@ class LeaveOneOutCredit(_ReplayCredit):
             rollouts. ``counterfactual``: it is the difference as it is; where silence earns nothing, failures get 0
             and only successes train. ``group``: the difference is a return, which the algorithm's estimator
             compares with the same role in the other rollouts of the task.
-
-    Raises:
-        ConfigError: For an unknown or impossible setting.
     """
 
     NAME = "leave-one-out"
@@ -279,7 +274,7 @@ class LeaveOneOutCredit(_ReplayCredit):
 
     def _shares_of(self, players: Sequence[str], name: str, worth: Worth) -> dict[str, float]:
         # A_i = v(N) - v(N without i)
-        return games.leave_one_out(players, worth)
+        return leave_one_out(players, worth)
 
 
 class ShapleyCredit(_ReplayCredit):
@@ -306,9 +301,6 @@ class ShapleyCredit(_ReplayCredit):
         max_replays: Replays per step at most; whole groups are left out beyond it, in turns.
         failed: The worth of a replay that fails or gets no reward.
         baseline: How the share becomes an advantage.
-
-    Raises:
-        ConfigError: For an unknown or impossible setting.
     """
 
     NAME = "shapley"
@@ -316,18 +308,16 @@ class ShapleyCredit(_ReplayCredit):
     def __init__(
         self,
         *,
-        orders: int = 8,  # all 6 of three agents; four agents have 24
+        orders: Count = 8,  # all 6 of three agents; four agents have 24
         seed: int = 0,
         replace: Literal["silent", "sibling"] = "silent",
         text: str = "",
-        samples: int = 1,
-        every: int = 1,
-        max_replays: int = 1024,
+        samples: Count = 1,
+        every: Count = 1,
+        max_replays: Count = 1024,
         failed: float = 0.0,
         baseline: Baseline = "centred",
     ) -> None:
-        if orders < 1:
-            raise ConfigError(f"{self.NAME} got orders = {orders}; it must be at least 1")
         self._limit, self._seed = orders, seed
         super().__init__(
             replace=replace,
@@ -341,16 +331,16 @@ class ShapleyCredit(_ReplayCredit):
 
     def _coalitions(self, players: Sequence[str], name: str) -> list[Replaced]:
         # All prefixes of the orders, each once: with all n! orders these are all 2^n - 1 proper coalitions.
-        return games.coalitions_of(self._orders(players, name))
+        return coalitions_of(self._orders(players, name))
 
     def _shares_of(self, players: Sequence[str], name: str, worth: Worth) -> dict[str, float]:
         # phi_i, or its unbiased estimate when the orders are a sample
-        return games.shapley(players, self._orders(players, name), worth)
+        return shapley(players, self._orders(players, name), worth)
 
-    def _orders(self, players: Sequence[str], name: str) -> list[games.Order]:
+    def _orders(self, players: Sequence[str], name: str) -> list[Order]:
         # Seeded by the rollout's id: both methods, and a step that is repeated after a crash, draw the same orders,
         # while the rollouts of a task draw different ones, whose errors average out.
-        return games.orders_of(players, limit=self._limit, draw=random.Random(f"{self._seed}/{name}"))
+        return orders_of(players, limit=self._limit, draw=random.Random(f"{self._seed}/{name}"))
 
 
 def _centred(shares: Sequence[Mapping[str, float] | None]) -> list[Mapping[str, float] | None]:
@@ -374,3 +364,58 @@ def _centred(shares: Sequence[Mapping[str, float] | None]) -> list[Mapping[str, 
     return [
         None if own is None else {agent: less_others(agent, share) for agent, share in own.items()} for own in shares
     ]
+
+
+def leave_one_out(players: Sequence[str], worth: Worth) -> dict[str, float]:
+    """Return v(N) - v(N without i) for every player i; n players cost n + 1 worths.
+
+    The shares need not add up to anything: two players who can stand in for each other both get 0.
+    """
+    whole = worth(frozenset())  # v(N)
+    return {player: whole - worth(frozenset({player})) for player in players}
+
+
+def shapley(players: Sequence[str], orders: Sequence[Order], worth: Worth) -> dict[str, float]:
+    """Return for every player the mean over ``orders`` of the worth that it adds to the players before it.
+
+    Every order adds up to v(N) - v(nobody), so the shares do too, however few orders there are; over all orders of
+    the players they are the Shapley values.
+    """
+    added: dict[str, list[float]] = {player: [] for player in players}
+    for order in orders:
+        # Players come in one by one: first all are replaced, then all but the first, until the run is as it was.
+        before = worth(frozenset(order))  # v(nobody)
+        for position, player in enumerate(order):
+            after = worth(frozenset(order[position + 1 :]))  # v(the players up to this one)
+            added[player].append(after - before)
+            before = after  # the differences telescope: their sum over the order is v(N) - v(nobody)
+    # phi_i = (1 / |orders|) sum over orders of [v(before i, and i) - v(before i)]. Every order has every player once,
+    # so all means are over the same number and the shares add up to v(N) - v(nobody) as each order does.
+    return {player: math.fsum(found) / len(orders) for player, found in added.items()}
+
+
+def orders_of(players: Sequence[str], *, limit: int, draw: random.Random) -> list[Order]:
+    """Return all orders of the players when there are at most ``limit``, else as many random ones in pairs.
+
+    Each random order is followed by its reverse. The two are antithetic: a player that comes early in one comes late
+    in the other, which takes variance out of the mean (Mitchell et al. 2022, "Sampling Permutations for Shapley Value
+    Estimation"). With an odd ``limit`` the last order has no partner.
+    """
+    # n! orders: 6 for three players, 24 for four, 120 for five.
+    if math.factorial(len(players)) <= limit:
+        return list(permutations(players))
+    found: list[Order] = []
+    while len(found) < limit:
+        order = tuple(draw.sample(list(players), len(players)))  # uniform; an order may come twice
+        found += [order, order[::-1]]
+    return found[:limit]
+
+
+def coalitions_of(orders: Sequence[Order]) -> list[Replaced]:
+    """Return the replaced players of each coalition whose worth :func:`shapley` asks for, but not the run as it was.
+
+    Each comes once, however many orders pass through it: n players have at most 2^n - 1.
+    """
+    # The players not yet in are a suffix of the order. The empty suffix is the recorded run, whose worth is known.
+    found = dict.fromkeys(frozenset(order[start:]) for order in orders for start in range(len(order)))
+    return list(found)

@@ -21,6 +21,7 @@ The budget counts calls that a model answers. Forks that need none are limited b
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import Annotated
 
 import msgspec
 
@@ -31,6 +32,7 @@ from agl_rewards.credit.episodes import by_group, group_of, live_calls, return_o
 from agl_rewards.credit.forking import ForkChoice, Point
 
 NAME = "fork"
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 SHARE = 0.5
 """Model calls of the forks by default, for each one of the training rollouts."""
@@ -54,27 +56,17 @@ class ForkCredit:
         every: Fork in every n-th step only, beginning with the first.
         max_replays: Forks that run per step at most.
         failed: The worth of a fork that fails by itself or gets no reward; one that diverged counts nowhere.
-
-    Raises:
-        ConfigError: For an impossible setting.
     """
 
     def __init__(
         self,
         *,
-        calls_per_rollout: float | None = None,
-        forks: int = 8,
-        every: int = 1,
-        max_replays: int = 1024,
+        calls_per_rollout: Annotated[float, msgspec.Meta(ge=0)] | None = None,
+        forks: Count = 8,
+        every: Count = 1,
+        max_replays: Count = 1024,
         failed: float = 0.0,
     ) -> None:
-        low = {key: value for key, value in {"forks": forks, "every": every}.items() if value < 1}
-        low |= {"max_replays": max_replays} if max_replays < 1 else {}
-        if low or (calls_per_rollout is not None and not 0 <= calls_per_rollout < math.inf):
-            raise ConfigError(
-                f"{NAME} got {low or {'calls_per_rollout': calls_per_rollout}}; forks, every and max_replays must be "
-                "at least 1, and calls_per_rollout at least 0"
-            )
         self._calls, self._forks, self._every = calls_per_rollout, forks, every
         self._max_replays, self._failed = max_replays, failed
 

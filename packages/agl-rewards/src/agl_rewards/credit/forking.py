@@ -9,7 +9,7 @@ samples of the policy there, so that each is an alternative to the others. Three
   kind is left out, because it would ask the model.
 - The model answers anew. What it says is then an alternative for all calls in that state.
 
-The last kind has the budget of model calls. It goes where another sample tells most: where answers differ, where there
+The last kind has the budget of model calls. It goes where a further sample says most: where answers differ, where there
 are few samples so far, and where few later calls must be made anew.
 """
 
@@ -198,7 +198,7 @@ class ForkChoice:
     def drawn(self, budget: int) -> list[tuple[ForkPlan, Point]]:
         """Return new forks whose call a model answers, for which ``budget`` model calls should suffice.
 
-        Each is taken where it tells most for its cost: the variance of a mean of m samples falls by s^2 / (m (m + 1))
+        Each is taken where it says most for its cost: the variance of a mean of m samples falls by s^2 / (m (m + 1))
         with one more, and every call in the state profits from it. No call of this method returns a plan that an
         earlier one returned.
         """

@@ -23,12 +23,13 @@ Deviations from the paper, and why:
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from agl.errors import ConfigError
+import msgspec
+
 from agl.schemas import CallCredit, Episode, Transition
 from agl_rewards.credit.episodes import group_of, live_calls
-from agl_rewards.credit.turn import TurnCredit
+from agl_rewards.credit.turn import Discount, TurnCredit
 
 ROUNDING = 1e-9
 """Deviations below this, relative to the largest value (at least 1), are rounding."""
@@ -44,28 +45,16 @@ class HierarchicalCredit:
         gamma: Discount per turn, in [0, 1].
         state: ``prompt`` groups steps with the same prompt, ``turn`` those of the same turn of an agent.
         norm: ``std`` divides by the deviation, ``none`` does not.
-
-    Raises:
-        ConfigError: For an unknown or impossible setting.
     """
 
     def __init__(
         self,
         *,
-        omega: float = 1.0,  # omega and gamma are those of the paper's experiments
-        gamma: float = 0.95,
+        omega: Annotated[float, msgspec.Meta(ge=0)] = 1.0,  # omega and gamma are those of the paper's experiments
+        gamma: Discount = 0.95,
         state: Literal["prompt", "turn"] = "prompt",
         norm: Literal["std", "none"] = "std",
     ) -> None:
-        if not (math.isfinite(omega) and omega >= 0.0 and 0.0 <= gamma <= 1.0):
-            raise ConfigError(
-                f"hierarchical credit got omega = {omega} and gamma = {gamma}; omega is at least 0, gamma in [0, 1]"
-            )
-        if state not in ("prompt", "turn") or norm not in ("std", "none"):
-            raise ConfigError(
-                f"hierarchical credit got state = {state!r} and norm = {norm!r}; state is 'prompt' or 'turn', norm is "
-                "'std' or 'none'"
-            )
         self._turns = TurnCredit(gamma=gamma)
         self._omega, self._state, self._has_norm = omega, state, norm == "std"
 
@@ -129,7 +118,7 @@ def _statistics(values: Mapping[str, Sequence[float]], *, has_norm: bool) -> tup
     mean = _mean(scores)
     # std = sqrt(sum (x - mean)^2 / (n - 1)) over the n rollouts
     deviation = math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
-    # What rounding has left is no difference: divided by itself it would become an advantage of size 1.
+    # A difference by rounding counts as 0: divided by itself it would become an advantage of size 1.
     if deviation <= ROUNDING * max(1.0, *(abs(score) for score in scores)):
         return mean, 0.0
     return mean, 1.0 / deviation if has_norm else 1.0

@@ -14,7 +14,7 @@ from agl.episodes import ScoreOptions, score
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, Reward, Transition
 from agl_rewards.credit.episodes import final_of, group_of, live_calls
-from agl_rewards.credit.turn import check_gamma, discounted_returns
+from agl_rewards.credit.turn import Discount, discounted_returns
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,7 +30,7 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     reward: str = ""
-    gamma: float | None = None
+    gamma: Discount | None = None
     baseline: Literal["role", "turn", "group"] = "role"
 
 
@@ -55,10 +55,9 @@ class RoleCredit:
         self,
         *,
         roles: Mapping[str, Role | Mapping[str, object]] | None = None,
-        gamma: float = 1.0,
+        gamma: Discount = 1.0,
         trust_agent: bool = False,
     ) -> None:
-        check_gamma(gamma, "gamma")
         self._gamma = gamma
         self._trust_agent = trust_agent
         self._roles = [(_pattern(name, "role"), _role(name, settings)) for name, settings in (roles or {}).items()]
@@ -142,8 +141,6 @@ def _role(name: str, settings: Role | Mapping[str, object]) -> Role:
                 f"the settings of role {name!r} are wrong: {error}; use reward, gamma and baseline"
             ) from error
     _pattern(settings.reward, f"reward of role {name!r}")
-    if settings.gamma is not None:
-        check_gamma(settings.gamma, f"gamma of role {name!r}")
     return settings
 
 

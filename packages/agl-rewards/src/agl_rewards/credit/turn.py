@@ -6,11 +6,15 @@ each rollout counts once in its statistics. The keys therefore name tasks or tur
 
 from collections.abc import Sequence
 from itertools import groupby, takewhile
-from typing import Literal
+from typing import Annotated, Literal
 
-from agl.errors import ConfigError
+import msgspec
+
 from agl.schemas import CallCredit, Episode, Transition
 from agl_rewards.credit.episodes import final_of, group_of, live_calls
+
+Discount = Annotated[float, msgspec.Meta(ge=0, le=1)]
+"""Discount per turn, from 0 to 1."""
 
 
 class TurnCredit:
@@ -31,10 +35,7 @@ class TurnCredit:
             then has nothing to be compared with.
     """
 
-    def __init__(self, *, gamma: float = 1.0, baseline: Literal["group", "turn"] = "group") -> None:
-        check_gamma(gamma, "gamma")
-        if baseline not in ("group", "turn"):
-            raise ConfigError(f"turn credit got baseline={baseline!r}; use 'group' or 'turn'")
+    def __init__(self, *, gamma: Discount = 1.0, baseline: Literal["group", "turn"] = "group") -> None:
         self._gamma = gamma
         self._baseline = baseline
 
@@ -88,9 +89,3 @@ def discounted_returns(calls: Sequence[Transition], *, final: float, gamma: floa
 
 def _earned(calls: Sequence[Transition]) -> float:
     return sum(call.reward or 0.0 for call in calls)
-
-
-def check_gamma(gamma: float, what: str) -> None:
-    """Raise :class:`ConfigError` for a discount outside [0, 1]."""
-    if not 0.0 <= gamma <= 1.0:
-        raise ConfigError(f"{what} is {gamma}; give a discount between 0 and 1")

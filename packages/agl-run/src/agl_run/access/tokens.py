@@ -89,7 +89,7 @@ class AttemptTokens:
         self._current()
 
     def changes(self) -> int:
-        """Look at the keys, and return a number that is another one after each change of them."""
+        """Read the keys, and return a number that changes whenever they do."""
         self._current()
         return self._changes
 

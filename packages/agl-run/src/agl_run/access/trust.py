@@ -53,7 +53,7 @@ def client_context(given: str | Path | None = None) -> ssl.SSLContext:
 
 
 def refusal_of(error: BaseException, given: str | Path | None = None) -> str:
-    """Return in words why a connection has no TLS that can be trusted, and what to do; ``""`` for other failures.
+    """Explain why a connection has no TLS that can be trusted, and what to do; ``""`` for other failures.
 
     Args:
         error: The failure of the connection.
@@ -74,7 +74,7 @@ def refusal_of(error: BaseException, given: str | Path | None = None) -> str:
 
 
 def trust_variables(given: str | Path | None = None) -> dict[str, str]:
-    """Return the variables by which agents' clients trust the file beside the system's authorities.
+    """Return the variables with which agents' clients trust the file as well as the system's authorities.
 
     Those that are set already are left out, so that a person's own setting counts.
 

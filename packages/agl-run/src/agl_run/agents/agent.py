@@ -213,7 +213,7 @@ class AgentSource(Protocol):
         """Look for the agent called ``agent.name``.
 
         Raises:
-            ConfigError: There is none, or it refuses ``agent.args``; says what to install or to write.
+            ConfigError: It does not exist, or refuses ``agent.args``; says what to install or to write.
         """
         ...
 

@@ -18,7 +18,7 @@ from agl.hints import did_you_mean
 
 
 class OtherModuleError(ConfigError):
-    """A module of this process has the name of the experiment's and is another one."""
+    """This process has already imported another module of the same name."""
 
 
 def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any:
@@ -53,7 +53,7 @@ def make_importable(folder: str) -> None:
 
 
 def _meant_by(path: str, folder: str) -> str:
-    """Return what is meant by the name of a file, of a module alone, or of an attribute behind a dot."""
+    """Guess ``module:attribute`` from the name of a file, of a module alone, or of an attribute after a dot."""
     words = path.split()
     if len(words) > 1:
         return f"a command as an array of words: {json.dumps(words)}"

@@ -184,8 +184,8 @@ def _check_runner(plan: Plan) -> None:
         )
     if runner.use == "command" and not plan.agent.command:
         raise ConfigError(
-            f'runner.use is "command", and the agent {plan.agent.identity!r} is none; write a command as an array of '
-            'words, such as agent = ["python", "agent.py"], or set [runner] use = "async"'
+            f'runner.use is "command", and the agent {plan.agent.identity!r} is not a command; write a command as an '
+            'array of words, such as agent = ["python", "agent.py"], or set [runner] use = "async"'
         )
 
 
@@ -199,7 +199,7 @@ def _check_first(config: ExperimentConfig) -> None:
     for name in schedule.first:
         if name not in names:
             hint = did_you_mean(name, names, otherwise=f"there are {sorted(names)}")
-            raise ConfigError(f"schedule.first names {name!r}, which is no algorithm; {hint}")
+            raise ConfigError(f"schedule.first names {name!r}, which is not an algorithm; {hint}")
 
 
 def _check_tasks(plan: Plan) -> None:
@@ -253,7 +253,7 @@ def _check_validation(plan: Plan) -> None:
     if count < FEWEST_TASKS:
         raise ConfigError(
             f"experiment.on_collapse is {section.on_collapse!r}, and a collapse shows from {FEWEST_TASKS} validation "
-            f"tasks on, of which there are {count}; give more of them (val, validation_limit), or remove it"
+            f"tasks on, and there are {count}; give more of them (val, validation_limit), or remove it"
         )
 
 
@@ -343,7 +343,7 @@ def _check_algorithms(plan: Plan) -> None:
 
 
 def _takes_turns(plan: Plan, algorithm: AlgorithmConfig) -> bool:
-    """Return true if an algorithm's steps alternate with, or run beside, those of others."""
+    """Return true if an algorithm's steps alternate with those of others, or run at the same time."""
     schedule = plan.config.schedule
     return schedule.mode != "sequential" and algorithm.name not in schedule.first
 
@@ -353,7 +353,7 @@ def _check_pattern(owner: str, pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"{owner} agents = {pattern!r} is no regular expression: {error}; list names as in 'write|rewrite'"
+            f"{owner} agents = {pattern!r} is not a regular expression: {error}; list names as in 'write|rewrite'"
         ) from None
 
 
@@ -410,7 +410,9 @@ def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
     wanted, found = plan.entry(algorithm).tunes, _kinds(plan.config)
     if name not in found:
         hint = did_you_mean(name, _tunable(plan), otherwise=f"there are {_tunable(plan)}")
-        raise ConfigError(f"algorithm {algorithm.name!r} tunes {name!r}, which is no policy or resource; {hint}")
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} tunes {name!r}, which is neither a policy nor a resource; {hint}"
+        )
     if found[name] not in wanted:
         fitting = sorted(other for other, kind in found.items() if kind in wanted)
         remedy = f"set tunes to one of {fitting}" if fitting else "add one of that kind, or use another algorithm"
@@ -438,7 +440,9 @@ def _check_agent(plan: Plan) -> None:
         loaded = load_agent(plan.agent)
     except OtherModuleError:
         return  # a runner in this process refuses it, and one with processes of its own imports the right one there
-    known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources, *_provided(plan)}
+    runner = plan.manager.resolve(plan.manager.runner(plan.config.runner.use))
+    # A runner declares the parameters that it fills itself, such as a sandbox, as ``provides``.
+    known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources, *getattr(runner, "provides", ())}
     # The first parameter is the task, whatever its name is.
     for parameter in loaded.parameters[1:]:
         if parameter not in known:
@@ -449,13 +453,8 @@ def _check_agent(plan: Plan) -> None:
             )
 
 
-def _provided(plan: Plan) -> Sequence[str]:
-    """Return the names of the agent's parameters that its runner fills, which declares them as ``provides``."""
-    return getattr(plan.manager.resolve(plan.manager.runner(plan.config.runner.use)), "provides", ())
-
-
 def check_patterns(patterns: Mapping[str, str]) -> None:
-    """Refuse ``agents`` patterns, by policy name, that are no regular expression or that share an agent's name.
+    """Refuse ``agents`` patterns, by policy name, that are not regular expressions or that share an agent's name.
 
     Two expressions can overlap in ways that only a call shows; the gateway refuses such a call.
 

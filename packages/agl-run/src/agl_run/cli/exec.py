@@ -66,7 +66,7 @@ def exec_program(
     store_url = as_url(url or DEFAULT_STORE)
     refuse_directory(store_url, Path())
     if upstream and not upstream.startswith(("http://", "https://")):
-        raise ConfigError(f"--upstream {upstream!r} is no URL; write http://HOST:PORT/v1")
+        raise ConfigError(f"--upstream {upstream!r} is not a URL; write http://HOST:PORT/v1")
     started = time.monotonic()
     request = StopRequest()
     recording = record_command(

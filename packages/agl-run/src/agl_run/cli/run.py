@@ -293,7 +293,7 @@ _NAMES = {"as_json": "--json", "has_console": "--console"}
 
 
 def run_again(file: Path, settings: tuple[str, ...], *flags: str) -> str:
-    """Return ``agl run FILE`` with ``--set`` and the flags of the current command, and ``flags`` besides."""
+    """Return ``agl run FILE`` with ``--set`` the flags of the current command, and further ``flags``."""
     context = click.get_current_context()
     # The command that is proposed repeats what the person wrote, so that it can be pasted.
     before = _given(context.find_root(), _OF_AGL)

@@ -54,13 +54,19 @@ def worker(
     """Run rollouts of the running experiment in FILE until it is finished."""
     config, plugins = read_experiment(file, settings, manager=manager)
     if gateway_url and not gateway_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--gateway {gateway_url!r} is no URL; write http://HOST:PORT")
+        raise ConfigError(f"--gateway {gateway_url!r} is not a URL; write http://HOST:PORT")
     plan = make_worker_plan(config, folder=file.absolute().parent, manager=plugins)
     if ca := ca_of(plan):
         os.environ.setdefault(CA_ENV, str(ca))  # its store is mostly that which the gateway serves
     # Zero in the file leaves all attempts to workers, and this is one.
     at_once = concurrency or config.runner.concurrency or RunnerConfig().concurrency
-    tell = _tell_json if as_json else _tell_nothing if quiet else _tell_text
+
+    def tell(event: str, text: str, **values: Any) -> None:
+        if as_json:
+            print_json({"event": event, "time": time.time(), "text": text, **values})
+        elif not quiet:
+            click.echo(text)
+
     for text in crowded_loop(plan.config.runner.use, at_once, key="--concurrency" if concurrency else "concurrency"):
         tell("warning", text)
 
@@ -112,16 +118,3 @@ def _open(plan: Plan, given: str | None) -> Store:
             "set AGL_SECRET, which trusts this machine as the trainer"
         )
     return build_store(plan.manager, url)
-
-
-def _tell_text(event: str, text: str, **values: Any) -> None:
-    del event, values
-    click.echo(text)
-
-
-def _tell_json(event: str, text: str, **values: Any) -> None:
-    print_json({"event": event, "time": time.time(), "text": text, **values})
-
-
-def _tell_nothing(event: str, text: str, **values: Any) -> None:
-    del event, text, values

@@ -106,11 +106,11 @@ def _refuse_large_integers(tasks: Mapping[str, Json], path: Path) -> None:
 
 
 def _refuse_a_mixture(tasks: Mapping[str, Json], path: Path) -> None:
-    """Refuse the first task that is no object, where others are."""
+    """Refuse the first task that is not an object, where others are."""
     others = [place for place, task in tasks.items() if not isinstance(task, dict)]
     if others and len(others) < len(tasks):
         raise DatasetError(
-            f"{path}, {others[0]}: {str(tasks[others[0]])[:60]!r} is no object, and other tasks are; "
+            f"{path}, {others[0]}: {str(tasks[others[0]])[:60]!r} is not an object, and other tasks are; "
             "write every task as an object with the same keys"
         )
 
@@ -154,13 +154,13 @@ def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> 
 
 
 def unkeyed_tasks(*datasets: Sequence[Json]) -> list[str]:
-    """Describe tasks that are no objects; they have no keys that could be hidden, compared or put into a prompt."""
+    """Describe tasks that are not objects; they have no keys that could be hidden, compared or put into a prompt."""
     first = next((task for tasks in datasets for task in tasks if not isinstance(task, dict)), None)
     if first is None:
         return []
     return [
-        f"the task {str(first)[:60]!r} is no object; rewards and prompts that read a key of the task, such as answer, "
-        'need objects: {"question": "...", "answer": "..."}'
+        f"the task {str(first)[:60]!r} is not an object; rewards and prompts that read a key of the task, such as "
+        'answer, need objects: {"question": "...", "answer": "..."}'
     ]
 
 
@@ -225,7 +225,7 @@ def rows_of(data: Any, *, name: str) -> Iterable[Json]:
             f"{name} is a {kind} with the keys {keys[:8]}, not a list of tasks; name one of them if each is a split of "
             "a data set, or pass [task] for a single task"
         )
-    if hasattr(data, "columns") and hasattr(data, "notna"):  # pandas: None instead of NaN, which is no JSON
+    if hasattr(data, "columns") and hasattr(data, "notna"):  # pandas: None instead of NaN, which JSON lacks
         return data.astype(object).where(data.notna(), None).to_dict("records")
     for method in ("to_dicts", "to_pylist"):  # polars, Arrow
         if hasattr(data, method):

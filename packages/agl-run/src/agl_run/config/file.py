@@ -43,7 +43,7 @@ def load_data(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}; name an experiment file, such as e.toml") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no valid TOML: {error}{_line_of(path, str(error))}") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}{_line_of(path, str(error))}") from None
 
 
 def _line_of(path: Path, problem: str) -> str:
@@ -91,7 +91,7 @@ def _with_lists(section: Any) -> Any:
 
 
 def _shape_policy(table: dict[str, Any]) -> dict[str, Any]:
-    """Put the arguments of a policy, which stand beside its settings, under ``params``."""
+    """Put the arguments of a policy, which a file writes next to its settings, under ``params``."""
     own = {key: table[key] for key in _POLICY_KEYS if key in table}
     rest = {key: value for key, value in table.items() if key not in own and key != "params"}
     return {**own, "params": {**rest, **table.get("params", {})}}

@@ -2,7 +2,7 @@
 
 :class:`ExperimentConfig` is a whole experiment, and each section of the file is a record of its own; those of
 algorithms, rewards and credit are in :mod:`agl.algorithms`. :func:`policy` and :func:`runner` build theirs with the
-component's own parameters written beside the settings, as in a file.
+component's own parameters written next to the settings, as in a file.
 """
 
 from collections.abc import Iterable

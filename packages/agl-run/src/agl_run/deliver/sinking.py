@@ -118,7 +118,7 @@ class Sinks:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Give each sink the rest within the limit of time, all at once, and tell what is left."""
+        """Give all sinks the rest at once, within the limit of time, and say what is left."""
         status = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
         why = _problem(error) if status == "failed" and isinstance(error, Exception) else ""
         end = self.end or SinkOutcome(status=status, summary=self.summary, error=why, time=time.time())
@@ -220,7 +220,7 @@ class _Sinking:
             await self._news.wait()
 
     async def _give(self, *, is_last: bool) -> float:
-        """Give what is new, at the end the run's end too; returns the seconds to wait before the next time."""
+        """Give what is new, and finally the end of the run; returns the seconds to wait before the next time."""
         sink, run = self._sink, self._run
         started = time.monotonic()
         # The store is read anew each time: it also has what earlier processes of the run wrote.

@@ -1,9 +1,9 @@
-"""Shows the progress of an experiment: bars or a summary in a terminal, plain lines elsewhere, nothing when quiet."""
+"""Shows the progress of an experiment: a summary in a terminal, plain lines elsewhere, nothing when quiet."""
 
 import os
 import sys
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 from agl_run.display.summary import LiveSummary
 
@@ -68,53 +68,13 @@ class Lines:
         """Nothing to do."""
 
 
-class Bars:
-    """Draws progress bars; ``on_errors`` draws them on standard error."""
-
-    def __init__(self, *, on_errors: bool = False) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as RichProgress
-
-        self._rich = RichProgress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[text]}"),
-            console=Console(stderr=on_errors),
-        )
-        self._tasks: dict[str, Any] = {}
-        self._rich.start()
-
-    def say(self, text: str) -> None:
-        """Print it above the bars."""
-        # Names and errors may hold brackets, which rich would take for markup.
-        self._rich.console.print(text, markup=False, highlight=False)
-
-    def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Draw the task's bar."""
-        if total == 0:
-            if name in self._tasks:
-                self._rich.remove_task(self._tasks.pop(name))
-            return
-        if name not in self._tasks:
-            self._tasks[name] = self._rich.add_task(name, total=total, text=text)
-        self._rich.update(self._tasks[name], completed=done, total=total, text=text)
-
-    def close(self) -> None:
-        """Remove the bars."""
-        self._rich.stop()
-
-
 def default_progress(*, on_errors: bool = False) -> Progress:
-    """Return bars if standard output is a terminal, else lines; with ``on_errors`` the same for standard error."""
-    stream = sys.stderr if on_errors else sys.stdout
-    return Bars(on_errors=on_errors) if stream.isatty() else Lines(on_errors=on_errors)
+    """Return the summary of a run if all output goes to a terminal that can draw, else lines.
 
-
-def run_progress() -> Progress:
-    """Return the summary of a whole run if all output goes to a terminal that can draw, else lines."""
+    Args:
+        on_errors: Print the lines to standard error.
+    """
     # Both: what goes to a file or a pipe must stay free of control sequences.
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-    return LiveSummary() if is_terminal and os.environ.get("TERM") not in ("dumb", "unknown") else Lines()
+    can_draw = is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
+    return LiveSummary() if can_draw else Lines(on_errors=on_errors)

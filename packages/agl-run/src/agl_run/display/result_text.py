@@ -14,7 +14,7 @@ SHOWN = 20
 
 
 def reward_text(before: float | None, after: float | None, others: Iterable[tuple[float | None, str]]) -> str:
-    """Return validation rewards in words, those of ``others`` with theirs; ``none`` without validation tasks."""
+    """Describe validation rewards, each with its moment; ``none`` without validation tasks."""
     values = [(before, "before"), (after, "after"), *others]
     return "; ".join(f"{value:.3f} {when}" for value, when in values if value is not None) or "none"
 

@@ -108,7 +108,7 @@ class AlgorithmView:
         name: Its name within the experiment.
         total: Its steps in all, 0 if it sets no limit.
         step: Its steps so far.
-        left: The time that it still takes, in words.
+        left: The time that it still takes, as a text.
         has_begun: It is set up.
         is_finished: It takes no further step.
         reward: The mean training reward of its newest step, ``None`` without any.

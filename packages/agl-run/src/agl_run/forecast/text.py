@@ -247,7 +247,7 @@ def _verdict(found: DeviceForecast) -> str:
     """Return whether it fits, and what would make it fit."""
     memory, limit = found.memory, found.device.memory
     if memory.training + memory.serving <= _FULL * limit:
-        return "trainer and server fit beside each other"
+        return "trainer and server fit side by side"
     if memory.training + memory.serving <= limit:
         return f"trainer and server fill more than {_FULL:.0%} of it, which leaves little room for what is not counted"
     if memory.training <= _FULL * limit and memory.serving <= _FULL * limit:

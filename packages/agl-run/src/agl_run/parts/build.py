@@ -154,18 +154,18 @@ def check_keys(plan: Plan) -> None:
 
 def check_policy_key(plan: Plan, name: str, resource: Resource) -> None:
     """Check the key of a policy, which may come from its default; raises :class:`ConfigError`."""
-    # A local server seldom needs a key, unless a gateway is told to send one.
+    # A local server seldom needs a key, unless a gateway is set up to send one.
     if isinstance(resource, LLM) and ("api.openai.com" in resource.endpoint or _has_gateway(plan)):
         require_key(f"policy.{name}", resource.api_key_env)
 
 
 def require_key(place: str, variable: str) -> None:
-    """Raise :class:`ConfigError` if the environment lacks the variable; ``""`` is none."""
+    """Raise :class:`ConfigError` if the environment lacks the variable; ``""`` needs none."""
     # A key that was pasted in place of its variable would end up in the store and in logs.
     if variable and not _VARIABLE.fullmatch(variable):
         raise ConfigError(
-            f"[{place}] {_KEY} is no name of an environment variable, and may be a key itself; export the key, such as "
-            f'in OPENAI_API_KEY, and write {_KEY} = "OPENAI_API_KEY"'
+            f"[{place}] {_KEY} is not the name of an environment variable, and may be a key itself; export the key, "
+            f'such as in OPENAI_API_KEY, and write {_KEY} = "OPENAI_API_KEY"'
         )
     if variable and not os.environ.get(variable):
         raise ConfigError(
@@ -175,7 +175,7 @@ def require_key(place: str, variable: str) -> None:
 
 
 def check_template(name: str, template: PromptTemplate) -> None:
-    """Raise :class:`ConfigError` for braces of an f-string template that are no placeholder, such as ``{json: 1}``."""
+    """Raise :class:`ConfigError` for braces of an f-string that are not a placeholder, such as ``{json: 1}``."""
     if template.engine != "f-string":
         return
     remedy = 'write literal braces as {{ and }}, or set engine = "plain" or "jinja"'
@@ -188,7 +188,8 @@ def check_template(name: str, template: PromptTemplate) -> None:
         if not (_NAME.fullmatch(field or "") and _is_format(form or "")):
             shown = f"{field}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
             raise ConfigError(
-                f"[resource.{name}] template: {'{' + shown[:60] + '}'!r} is read as a placeholder and is none; {remedy}"
+                f"[resource.{name}] template: {'{' + shown[:60] + '}'!r} is read as a placeholder and is not one; "
+                f"{remedy}"
             )
 
 

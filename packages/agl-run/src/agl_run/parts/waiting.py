@@ -102,7 +102,7 @@ class StepTimes:
         self._ends: deque[float] = deque([clock()], maxlen=_KEPT + 1)
 
     def ended(self, *, left: int) -> str:
-        """Note the end of a step; returns the time that ``left`` further ones take, in words."""
+        """Note the end of a step; returns the time that ``left`` further ones take, as a text."""
         self._ends.append(self._clock())
         mean = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return f"about {_duration(mean * left)} left" if mean * left >= 1 else ""

@@ -82,7 +82,7 @@ class ForkPlayer:
         if not missed:
             return ""
         return (
-            f"the agent ended without {self._named(missed[0])}. Something beside its model calls went another way, "
+            f"the agent ended without {self._named(missed[0])}. Something other than its model calls went another way, "
             "such as a tool, or the call left through a client that is not on httpx; a fork answers no other"
         )
 

@@ -1,4 +1,4 @@
-"""Runs an experiment's coroutine from a script, from a notebook, and beside the event loop of an async program.
+"""Runs an experiment's coroutine from a script, from a notebook, and next to the event loop of an async program.
 
 All of them run on one event loop, in a thread of its own, for as long as the process lives: an asynchronous client
 belongs to the loop that it was first used on, so one that an agent's module keeps also works in the next experiment.

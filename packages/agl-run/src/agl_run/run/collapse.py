@@ -83,7 +83,7 @@ class CollapseGuard:
         await self._alert(text, step=last.turn, key=key)
 
     async def _react(self, chosen: str, best: Validation, finding: str) -> str:
-        """Do what the configuration says about a collapse; returns that in words."""
+        """Do what the configuration says about a collapse; returns a description."""
         if chosen == "continue":
             return f'{finding}; training goes on, because on_collapse is "continue"'
         if chosen == "stop":

@@ -24,6 +24,7 @@ from agl_inspect.records.state import AlgorithmState, load_algorithm, save_progr
 from agl_inspect.records.validations import Validations, failures_of, files_of, rewards_of
 from agl_run.display.progress import Progress
 from agl_run.display.run_view import AlgorithmView, RunView
+from agl_run.display.summary import LiveSummary
 from agl_run.parts.counterfactual import check_replays
 from agl_run.plan import VALIDATION
 from agl_run.run.collector import Collector
@@ -82,6 +83,8 @@ class Driver:
         self.progress = progress
         url, names = session.store_url, [config.name for config in session.plan.config.algorithm]
         self.view = RunView(algorithms={name: AlgorithmView(name=name) for name in names})
+        if isinstance(progress, LiveSummary):
+            progress.watch(self.view)
         self.failures, self.patterns = FailureReport(store_url=url), PatternReport(session.plan)
         self.agreement = AgreementReport(session.plan.config.experiment, is_trial=is_trial, store_url=url)
         # The order counts: shares and tallies are measured before reports may raise and end the

@@ -19,7 +19,6 @@ from agl_run.config.retention import retain_after_run
 from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.display.progress import Progress
 from agl_run.display.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
-from agl_run.display.summary import LiveSummary
 from agl_run.parts.build import build_rewards, check_algorithms
 from agl_run.parts.waiting import waiting_for
 from agl_run.plan import Plan
@@ -43,7 +42,7 @@ class FitResult(Record, frozen=True, kw_only=True):
         before: Validation reward before the first step, ``None`` without validation tasks.
         after: Validation reward of the versions that are live at the end, ``None`` without validation tasks; on fresh
             rollouts where these chose the versions.
-        last: Validation reward after the last step, which is another than ``after`` if earlier versions are live.
+        last: Validation reward after the last step, which differs from ``after`` if earlier versions are live.
         kept_step: Steps of all algorithms together before those earlier versions; ``None`` if the last ones are live.
         best: The highest validation reward, those before, after and between included; ``None`` without any.
         best_step: Steps of all algorithms together that were taken before the best one; of equals, before the last.
@@ -234,8 +233,6 @@ async def _start(session: Session, beginning: Beginning, progress: Progress, *, 
         driver = Driver(session, beginning.state, progress=progress)
         await driver.validations.load()
         driver.view_validations()
-        if isinstance(progress, LiveSummary):
-            progress.watch(driver.view)
         for config in session.plan.config.algorithm:
             turns.append(
                 DrivenAlgorithm(driver, config, beginning.reopened.get(config.name) or await driver.load(config))

@@ -29,7 +29,7 @@ from agl_run.config.records import (
     policy,
     validated,
 )
-from agl_run.display.progress import Progress, default_progress, run_progress
+from agl_run.display.progress import Progress, default_progress
 from agl_run.parts.rewards import given_rewards, name_of
 from agl_run.plan import Plan
 from agl_run.run.blocking import Work, require_blocking, run_beside, run_blocking
@@ -223,7 +223,7 @@ class Trainer:
         resume: bool = False,
         fresh: bool = False,
     ) -> FitResult:
-        """Run the experiment like :meth:`fit`, beside the event loop of an async program.
+        """Run the experiment like :meth:`fit` without blocking the event loop of an async program.
 
         The agent runs on another loop in another thread. Cancelling this abandons the step in flight and stops
         the experiment, which can be resumed.
@@ -231,7 +231,7 @@ class Trainer:
         return await run_beside(self._fit(self.plan(agent, train_dataset, val_dataset), resume=resume, fresh=fresh))
 
     def _fit(self, plan: Plan, *, resume: bool, fresh: bool) -> Work[FitResult]:
-        return lambda: fit_plan(plan, progress=self._progress or run_progress(), resume=resume, fresh=fresh)
+        return lambda: fit_plan(plan, progress=self._progress or default_progress(), resume=resume, fresh=fresh)
 
     def dev(
         self,
@@ -271,7 +271,7 @@ class Trainer:
         record_as: str = "",
         mode: Mode = "test",
     ) -> DevResult:
-        """Run the agent on a few tasks like :meth:`dev`, beside the event loop of an async program."""
+        """Run the agent on a few tasks like :meth:`dev` without blocking the event loop of an async program."""
         return await run_beside(self._dev(self.plan(agent, train_dataset), tasks, record_as, mode))
 
     def _dev(self, plan: Plan, tasks: int, record_as: str, mode: Mode) -> Work[DevResult]:

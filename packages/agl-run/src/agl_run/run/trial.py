@@ -57,7 +57,11 @@ async def trial(
         await session.start(state, say=progress.say)
         for key, resource in plan.resources.items():
             if key not in (live or {}) and session.live.current(key).resource != resource:
-                progress.say(_other_text(key, session.live.current(key).version))
+                progress.say(
+                    f"{key}: the trial uses the version {session.live.current(key).version}, which the experiment has "
+                    "reached or a label points at, and not what the experiment's file says, which differs; to try the "
+                    "file's, give the experiment another name: --set experiment.name=NAME"
+                )
         yield Driver(session, state, progress=progress, is_trial=True)
     finally:
         progress.close()
@@ -79,11 +83,3 @@ class Tasks:
         self._rounds += 1
         self._driver.patterns.end()
         return collected.episodes
-
-
-def _other_text(name: str, version: str) -> str:
-    return (
-        f"{name}: the trial uses the version {version}, which the experiment has reached or a label points at, and not "
-        "what the experiment's file says, which differs; to try the file's, give the experiment another name: "
-        "--set experiment.name=NAME"
-    )

@@ -23,7 +23,7 @@ _SLACK_S = 4.0
 """Seconds beyond the grace after which a keeper that does not end is killed itself."""
 
 _POLL_S = 0.01
-"""Seconds between looks at a process that was told to end."""
+"""Seconds between looks at a process that was asked to end."""
 
 _DRAIN_S = 0.2
 """Seconds in which the last output of a process that ended is read."""

@@ -81,7 +81,7 @@ def _close_all(twins: _Twins) -> None:
     """Have every loop close its connections; those of closed loops close with their sockets."""
     while twins:
         loop, twin = twins.popitem()
-        with suppress(RuntimeError, AttributeError):  # the loop is closed, or is none of asyncio's
+        with suppress(RuntimeError, AttributeError):  # the loop is closed, or not one of asyncio's
             # A connection may only be closed by the loop that opened it.
             loop.call_soon_threadsafe(_close_soon, loop, twin)
 

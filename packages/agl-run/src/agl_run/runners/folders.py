@@ -1,6 +1,6 @@
 """Temporary folders that do not outlive a killed process: the next one on this machine removes them.
 
-The owner holds an operating system lock on a file beside its folder, which the system releases when the owner ends. A
+The owner holds an operating system lock on a file next to its folder, which the system releases when the owner ends. A
 folder whose lock can be taken has no owner any more. Process ids could not tell: they are used again, and containers
 that share ``/tmp`` have equal ones.
 """

@@ -28,7 +28,7 @@ IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals of a terminal, which reach the program by themselves; the owner decides what follows."""
 
 POLL_S = 0.02
-"""Seconds between looks at descendants that were told to end; no event tells of another process's child."""
+"""Seconds between looks at descendants that were asked to end; no event reports the end of another process's child."""
 
 LAST_S = 3.0
 """Seconds that killed descendants may take to disappear, such as in a system call that nothing interrupts."""
@@ -135,7 +135,7 @@ def _wait(control: int, owner: int, wake: int, grace_s: float) -> tuple[float, b
     # An owner that was killed leaves its children to another parent.
     if os.getppid() != owner:
         return grace_s, True
-    # The owner's forked children may hold the socket open, so its end is looked for besides.
+    # The owner's forked children may hold the socket open, so its end is also looked for.
     ready, _, _ = select.select([control, wake], [], [], 1.0)
     if control in ready:
         return (0.0 if _read(control) else grace_s), True

@@ -28,7 +28,7 @@ def read_result(value: Any) -> AgentResult:
     A number is the reward, a dict of numbers its dimensions, ``None`` is neither; any other JSON value is the output.
 
     Raises:
-        RunError: The value is none of these, a number that is not finite, or an output that no store carries.
+        RunError: The value is of another kind, a number that is not finite, or an output that no store carries.
     """
     if value is None:
         return AgentResult()

@@ -82,7 +82,7 @@ def _is_own(span: Span, attempt_id: str) -> bool:
     is_named = span.attempt_id == attempt_id and span.rollout_id == rollout_id_of(attempt_id)
     try:
         return is_named and not (span.reward is not None and span.reward.fault)
-    except TypeError:  # a value that is no number
+    except TypeError:  # a value that is not a number
         return False
 
 

@@ -183,7 +183,7 @@ def _names(calls: Sequence[Transition]) -> set[str]:
 
 
 def _parts(pattern: str) -> list[str]:
-    """Return the names between the bars of a pattern; the whole pattern if a part is no expression by itself."""
+    """Return the names between the bars of a pattern; the whole pattern if a part alone is not an expression."""
     parts = pattern.split("|")
     try:
         for part in parts:

@@ -1,4 +1,4 @@
-"""Observers of steps: what is measured of them, what is summed up, and what keeps an algorithm from learning."""
+"""Observers of steps: they measure shares, sum up rollouts, and find what keeps an algorithm from learning."""
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence

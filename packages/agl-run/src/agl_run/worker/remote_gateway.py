@@ -64,7 +64,7 @@ class RemoteGateway:
         self._failed_at = float("-inf")
 
     async def look(self) -> str:
-        """Ask the gateway for its id; returns ``""``, or a problem in words that follow its address.
+        """Ask the gateway for its id; returns ``""``, or a problem worded to follow its address.
 
         Raises:
             GatewayLostError: Another gateway answers than before.

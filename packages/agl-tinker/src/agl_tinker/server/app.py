@@ -1,17 +1,18 @@
 """The routes of the server.
 
-They are those of the published client 0.38. A route that the client has and this server has not is refused with a
-message that names it. The key is asked for before a body is read.
+They are those of the published client 0.38. A route of the client that this server does not have is refused with a
+message that names it. The key is checked before a body is read.
 """
 
 import hmac
 import logging
-import time
+import uuid
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from aiohttp import web
+from pydantic import BaseModel
 from tinker import types
 
 from agl.errors import AglError
@@ -26,6 +27,7 @@ _LOG = logging.getLogger("agl_tinker")
 _API = "/api/v1"
 _PROTO = "application/x-protobuf"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+M = TypeVar("M", bound=BaseModel)
 
 
 class TinkerApp:
@@ -53,20 +55,22 @@ class TinkerApp:
         return app
 
     def _posts(self) -> dict[str, Handler]:
+        service = self._service
         return {
-            "client/config": _client_config,
-            "client/dynamic_config": _dynamic_config,
+            # One part of a batch after the other: the queue here is in order of arrival.
+            "client/config": _always({"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False}),
+            "client/dynamic_config": _always({"sample_cancel_enabled": True}),
             "create_session": self._create_session,
-            "session_heartbeat": _heartbeat,
-            "sessions/{session}/finish": _nothing,
-            "telemetry": _telemetry,
-            "create_model": self._create_model,
+            "session_heartbeat": _always({"type": "session_heartbeat"}),
+            "sessions/{session}/finish": _always({}),
+            "telemetry": _always({"status": "accepted"}),
+            "create_model": _promising(types.CreateModelRequest, service.create_model),
             "get_info": self._get_info,
             "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "load_weights": self._load_weights,
+            "optim_step": _promising(types.OptimStepRequest, service.optim_step),
+            "save_weights": _promising(types.SaveWeightsRequest, service.save_weights),
+            "save_weights_for_sampler": _promising(types.SaveWeightsForSamplerRequest, service.save_for_sampler),
+            "load_weights": _promising(types.LoadWeightsRequest, service.load_weights),
             "weights_info": self._weights_info,
             "create_sampling_session": self._create_sampling_session,
             "asample": self._sample,
@@ -76,7 +80,7 @@ class TinkerApp:
 
     def _gets(self) -> dict[str, Handler]:
         return {
-            "healthz": _health,
+            "healthz": _always({"status": "ok"}),
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler}": self._sampler,
             "training_runs/{run}/checkpoints": self._checkpoints,
@@ -107,10 +111,7 @@ class TinkerApp:
 
     async def _create_session(self, request: web.Request) -> web.Response:
         read_json(await request.read(), types.CreateSessionRequest)
-        return web.json_response({"type": "create_session", "session_id": self._service.new_session()})
-
-    async def _create_model(self, request: web.Request) -> web.Response:
-        return _promised(self._service.create_model(read_json(await request.read(), types.CreateModelRequest)))
+        return web.json_response({"type": "create_session", "session_id": uuid.uuid4().hex})
 
     async def _get_info(self, request: web.Request) -> web.Response:
         found = self._service.run_of(read_json(await request.read(), types.GetInfoRequest).model_id)
@@ -130,19 +131,6 @@ class TinkerApp:
         if request.content_type != _PROTO:
             raise RefusedError(f"forward_backward is sent as {_PROTO}; use tinker 0.38 or later.", status=415)
         return _promised(self._service.forward_backward(read_training(await request.read())))
-
-    async def _optim_step(self, request: web.Request) -> web.Response:
-        return _promised(self._service.optim_step(read_json(await request.read(), types.OptimStepRequest)))
-
-    async def _save_weights(self, request: web.Request) -> web.Response:
-        return _promised(self._service.save_weights(read_json(await request.read(), types.SaveWeightsRequest)))
-
-    async def _save_for_sampler(self, request: web.Request) -> web.Response:
-        body = read_json(await request.read(), types.SaveWeightsForSamplerRequest)
-        return _promised(self._service.save_for_sampler(body))
-
-    async def _load_weights(self, request: web.Request) -> web.Response:
-        return _promised(self._service.load_weights(read_json(await request.read(), types.LoadWeightsRequest)))
 
     async def _weights_info(self, request: web.Request) -> web.Response:
         path = (await _object(request)).get("tinker_path", "")
@@ -205,8 +193,17 @@ def _described(one: Checkpoint) -> dict[str, Any]:
         "checkpoint_type": "training" if one.kind == "weights" else "sampler",
         "time": datetime.fromtimestamp(one.created, UTC).isoformat(),
         "tinker_path": one.path,
-        "size_bytes": one.size,
+        "size_bytes": sum(file.stat().st_size for file in one.folder.rglob("*") if file.is_file()),
     }
+
+
+def _promising(kind: type[M], begin: Callable[[M], str]) -> Handler:
+    """Return a handler that begins the work of a request of this kind and answers with the id of its promise."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return _promised(begin(read_json(await request.read(), kind)))
+
+    return handler
 
 
 def _promised(request_id: str) -> web.Response:
@@ -217,35 +214,19 @@ async def _object(request: web.Request) -> dict[str, Any]:
     try:
         found: Any = await request.json()
     except ValueError as error:
-        raise RefusedError("The request's body is no JSON.") from error
+        raise RefusedError("The request's body is not JSON.") from error
     if not isinstance(found, dict):
-        raise RefusedError("The request's body is no JSON object.")
+        raise RefusedError("The request's body is not a JSON object.")
     return cast("dict[str, Any]", found)
 
 
-async def _client_config(_request: web.Request) -> web.Response:
-    # One part of a batch after the other: the queue here is in order of arrival.
-    return web.json_response({"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False})
+def _always(answer: dict[str, Any]) -> Handler:
+    """Return a handler that has one answer."""
 
+    async def handler(_request: web.Request) -> web.Response:
+        return web.json_response(answer)
 
-async def _dynamic_config(_request: web.Request) -> web.Response:
-    return web.json_response({"sample_cancel_enabled": True})
-
-
-async def _health(_request: web.Request) -> web.Response:
-    return web.json_response({"status": "ok", "time": time.time()})
-
-
-async def _heartbeat(_request: web.Request) -> web.Response:
-    return web.json_response({"type": "session_heartbeat"})
-
-
-async def _telemetry(_request: web.Request) -> web.Response:
-    return web.json_response({"status": "accepted"})
-
-
-async def _nothing(_request: web.Request) -> web.Response:
-    return web.json_response({})
+    return handler
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:

@@ -41,11 +41,6 @@ class Checkpoint:
         """Unix seconds."""
         return self.folder.stat().st_mtime
 
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
-        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
-
 
 class Checkpoints:
     """The checkpoints below a folder, which is made; raises :class:`ConfigError` where it cannot be."""
@@ -62,7 +57,7 @@ class Checkpoints:
     def new(self, run: str, kind: Kind, name: str, *, overwrite: bool = False) -> Checkpoint:
         """Return the place of a checkpoint that is to be written.
 
-        Raises :class:`RefusedError` for a name that is none, or that is taken.
+        Raises :class:`RefusedError` for a name that is not allowed, or that is taken.
         """
         if not _NAME.fullmatch(name) or name.startswith(UNNAMED):
             raise RefusedError(
@@ -74,13 +69,13 @@ class Checkpoints:
             raise RefusedError(f"The checkpoint {found.path} exists; save under another name.")
         return found
 
-    def unnamed(self, run: str, number: int) -> Checkpoint:
+    def unnamed(self, run: str) -> Checkpoint:
         """Return the place of weights for a sampling client, and remove the oldest beyond those that are kept."""
         folder = self._at(run, "sampler_weights", UNNAMED).folder.parent
         old = sorted(folder.glob(f"{UNNAMED}*"), key=lambda path: path.stat().st_mtime)
         for path in old[: max(0, len(old) - _KEPT + 1)]:
             shutil.rmtree(path, ignore_errors=True)
-        return self._at(run, "sampler_weights", f"{UNNAMED}{number:06d}-{time.time_ns():x}")
+        return self._at(run, "sampler_weights", f"{UNNAMED}{time.time_ns():x}")
 
     def find(self, path: str, kind: Kind) -> Checkpoint:
         """Return the checkpoint of a kind at ``tinker://...``; raises :class:`RefusedError` where there is none."""
@@ -88,7 +83,7 @@ class Checkpoints:
         found_kind, _, name = rest.partition("/")
         is_path = path.startswith("tinker://") and _RUN.fullmatch(run) and _NAME.fullmatch(name)
         if not is_path or found_kind not in ("weights", "sampler_weights"):
-            raise RefusedError(f"{path[:200]!r} is no path of a checkpoint; it is tinker://RUN/{kind}/NAME.")
+            raise RefusedError(f"{path[:200]!r} is not the path of a checkpoint; write tinker://RUN/{kind}/NAME.")
         if found_kind != kind:
             use = "training continues from weights" if kind == "weights" else "one samples from sampler_weights"
             raise RefusedError(f"{path!r} holds {found_kind}, and {use}: save them, and give that path.")

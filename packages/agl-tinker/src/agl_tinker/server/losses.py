@@ -36,7 +36,7 @@ class BuiltIn:
     """A loss of Tinker's.
 
     Attributes:
-        inputs: Tensors that a row must have beside ``target_tokens``; ``optional`` those that are 1 if absent.
+        inputs: Tensors that a row must have in addition to ``target_tokens``; ``optional`` ones are 1 if absent.
         config: Parameters with their defaults.
         build: Makes the loss from the parameters.
     """

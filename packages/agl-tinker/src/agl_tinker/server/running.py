@@ -1,4 +1,4 @@
-"""Runs the server until it is told to stop."""
+"""Runs the server until a signal stops it."""
 
 import asyncio
 import signal
@@ -62,7 +62,7 @@ def run_server(settings: ServeSettings, *, key: str, source: str, say: Callable[
             url = await listen(runner, host=settings.host, port=settings.port)
             say(f"serving {name} at {url}")
             say(f"clients need TINKER_BASE_URL={url} and the key in {source}; checkpoints are in {settings.folder}")
-            await _told_to_stop()
+            await _stop_signal()
         finally:
             await runner.cleanup()
 
@@ -80,7 +80,7 @@ async def listen(runner: web.AppRunner, *, host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
 
 
-async def _told_to_stop() -> None:
+async def _stop_signal() -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,7 +1,7 @@
 """The state of a server between requests: sessions, models in training, samplers, and the queue of training.
 
 Training requests of all clients go through one thread, in the order in which they arrive, because one pass fills the
-machine. Sampling runs beside it. What is in memory is lost with the process: models in training, and results that
+machine. Sampling runs meanwhile. Everything in memory is lost with the process: models in training, and results that
 nobody fetched. Checkpoints stay, and so do sampling sessions, whose ids name their weights.
 """
 
@@ -9,21 +9,22 @@ import asyncio
 import base64
 import re
 import uuid
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from tinker import types
 
-from agl_algo_torch.serving.hosting import AdamStep, Adapter, HostedModel, Trainee
+from agl_algo_torch.serving.hosting import AdamStep, Adapter, HostedModel, Sampler, Trainee
 from agl_tinker.server.checkpoints import Checkpoint, Checkpoints
 from agl_tinker.server.losses import make_loss
 from agl_tinker.server.problems import RefusedError, not_offered
 from agl_tinker.server.promises import Promises, Result
-from agl_tinker.server.samplers import Samplers
 from agl_tinker.server.wire import config_of, read_sampling, rows_of, sampling_output, training_output
 
 T = TypeVar("T")
@@ -37,8 +38,6 @@ class TrainingRun:
 
     run: str
     trainee: Trainee
-    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
-    unnamed: int = 0
 
 
 class TinkerService:
@@ -71,10 +70,6 @@ class TinkerService:
         await self._samplers.close()
         self._trainer.shutdown(wait=True, cancel_futures=True)
         self._runs.clear()
-
-    def new_session(self) -> str:
-        """Return the id of a new session."""
-        return uuid.uuid4().hex
 
     def run_of(self, run: str) -> TrainingRun:
         """Return a model in training; raises :class:`RefusedError` where there is none."""
@@ -112,7 +107,7 @@ class TinkerService:
             head=lora.train_unembed,
             seed=lora.seed if lora.seed is not None else uuid.uuid4().int % 2**31,
         )
-        await self._add(run, lambda: self.model.trainee(adapter), body.user_metadata)
+        await self._add(run, lambda: self.model.trainee(adapter))
         return {"type": "create_model", "model_id": run}
 
     def load_weights(self, body: types.LoadWeightsRequest) -> str:
@@ -129,7 +124,7 @@ class TinkerService:
         if body.base_model is not None:
             self._require_base(body.base_model)
         found = self.checkpoints.find(body.path, "weights")
-        await self._add(run, lambda: self.model.restored(found.folder, moments=body.optimizer), body.user_metadata)
+        await self._add(run, lambda: self.model.restored(found.folder, moments=body.optimizer))
         return {"type": "load_weights", "path": body.path, "model_id": run}
 
     async def _loaded(self, found: TrainingRun, body: types.LoadWeightsRequest) -> Result:
@@ -200,8 +195,7 @@ class TinkerService:
             if body.path:
                 place = self.checkpoints.new(found.run, "sampler_weights", body.path)
             else:
-                found.unnamed += 1
-                place = self.checkpoints.unnamed(found.run, found.unnamed)
+                place = self.checkpoints.unnamed(found.run)
             found.trainee.save_adapter(place.folder)
             return place
 
@@ -253,13 +247,12 @@ class TinkerService:
             self.promises.make(request_id, work())
         return request_id
 
-    async def _add(self, run: str, make: Callable[[], Trainee], metadata: dict[str, Any] | None) -> None:
+    async def _add(self, run: str, make: Callable[[], Trainee]) -> None:
         async with self._adding:  # else models that are made at once would each find the same room
             if len(self._runs) >= self._most_models:
-                self._runs.pop(
-                    next(iter(self._runs))
-                )  # that of the client that was silent longest; it is told how to go on
-            self._runs[run] = TrainingRun(run=run, trainee=await self._train(make), metadata=metadata or {})
+                # That of the client that was silent longest; its next request is answered with how to go on.
+                self._runs.pop(next(iter(self._runs)))
+            self._runs[run] = TrainingRun(run=run, trainee=await self._train(make))
 
     async def _train(self, work: Callable[[], T]) -> T:
         def on_its_thread() -> T:
@@ -283,7 +276,7 @@ def _run_id(session: str, number: int) -> str:
 
 
 def _number(seq_id: int | None) -> str:
-    """Return what tells a request from its client's others; one that came without a number is not sent twice."""
+    """Return the part of a promise's id that is the request's own; a request without a number is never sent twice."""
     return uuid.uuid4().hex if seq_id is None else str(seq_id)
 
 
@@ -303,3 +296,52 @@ def _sampled_path(sampler_id: str) -> str:
         raise RefusedError(
             f"There is no sampling session {sampler_id[:200]!r} here; create one first.", status=404
         ) from error
+
+
+Key = tuple[Path | None, int]
+"""The folder of the weights and the time when they were written, since a name may be used again after a removal."""
+
+
+class Samplers:
+    """Ready samplers by their weights. Used in one event loop.
+
+    Args:
+        model: The base model.
+        most: Samplers that stay ready; an idle one that was not asked for the longest is closed for a new one.
+    """
+
+    def __init__(self, model: HostedModel, *, most: int) -> None:
+        self._model, self._most = model, most
+        self._ready: OrderedDict[Key, Sampler] = OrderedDict()
+        self._users: dict[Key, int] = {}
+        self._opening = asyncio.Lock()
+
+    @asynccontextmanager
+    async def using(self, folder: Path | None) -> AsyncGenerator[Sampler]:
+        """Return the sampler of a checkpoint's folder, or of the base; it stays open within the block."""
+        key = (folder, folder.stat().st_mtime_ns if folder is not None else 0)
+        self._users[key] = self._users.get(key, 0) + 1
+        try:
+            # Shielded: a request that is cancelled leaves the sampler to the next one, and none that nobody closes.
+            yield await asyncio.shield(self._opened(key))
+        finally:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+
+    async def close(self) -> None:
+        """Close all of them."""
+        async with self._opening:  # one that is being opened is closed too
+            while self._ready:
+                _, sampler = self._ready.popitem()
+                await asyncio.to_thread(sampler.close)
+
+    async def _opened(self, key: Key) -> Sampler:
+        async with self._opening:  # else two requests for new weights would read them twice
+            if key not in self._ready:
+                idle = [ready for ready in self._ready if ready not in self._users]
+                for old in idle[: max(0, len(self._ready) + 1 - self._most)]:
+                    await asyncio.to_thread(self._ready.pop(old).close)
+                self._ready[key] = await asyncio.to_thread(self._model.sampler, key[0])
+            self._ready.move_to_end(key)
+            return self._ready[key]

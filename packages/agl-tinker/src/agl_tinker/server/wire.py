@@ -32,16 +32,16 @@ def read_json(content: bytes, model: type[M]) -> M:
         found = "; ".join(
             f"{'.'.join(str(part) for part in one['loc']) or 'body'}: {one['msg']}" for one in error.errors()[:5]
         )
-        raise RefusedError(f"The request is no {model.__name__} of tinker {_version()}: {found}.") from error
+        raise RefusedError(f"The request is not a {model.__name__} of tinker {_version()}: {found}.") from error
 
 
 def read_training(content: bytes) -> Any:
-    """Return a ``ForwardBackwardRequest``; raises :class:`RefusedError` for bytes that are none."""
+    """Return a ``ForwardBackwardRequest``; raises :class:`RefusedError` for other bytes."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(content)
     except DecodeError as error:
-        raise RefusedError("The request is no ForwardBackwardRequest: its bytes cannot be decoded.") from error
+        raise RefusedError("The request is not a ForwardBackwardRequest: its bytes cannot be decoded.") from error
     if not message.data:
         raise RefusedError("The request has no data. Send at least one Datum.")
     return message
@@ -105,7 +105,7 @@ def _tensor(tensor: Any, where: str, *, length: int) -> Any:
 
 def _whole(content: bytes, dtype: Any, where: str) -> Any:
     if len(content) % np.dtype(dtype).itemsize:
-        raise RefusedError(f"{where} has {len(content)} bytes, which are no whole number of values.")
+        raise RefusedError(f"{where} has {len(content)} bytes, which is not a whole number of values.")
     return np.frombuffer(content, dtype=dtype)
 
 
