@@ -92,7 +92,7 @@ def test_run_overrides_tells_once_counts_and_shows_what_the_agent_asked_for(
 def test_run_that_refuses_says_so_in_the_error_of_its_rollouts(folder: Path, server) -> None:
     result = run(folder, server, sampling="refuse")
     assert 1 == result.exit_code
-    assert "the request asks for top_p = 0.8, and policy 'main' is in training" in result.output
+    assert "the request sets top_p = 0.8, and policy 'main' is in training" in result.output
 
 
 def test_refusal_needs_the_gateway(folder: Path, server) -> None:

@@ -49,7 +49,7 @@ def test_links_lead_somewhere(page):
     for link in links(PAGES[page]):
         name, _, anchor = link.partition("#")
         target = (PAGES[page].parent / name).resolve() if name else PAGES[page]
-        assert target.is_file(), f"{link} is no file: a site and a package's page have no folders"
+        assert target.is_file(), f"{link} is not a file: a site and a package's page have no folders"
         assert not anchor or anchor in anchors(target), link
 
 

@@ -77,7 +77,7 @@ def test_unknown_name_chains_the_plugins_that_failed(install_plugin):
 def test_misspelled_hook_is_refused_with_the_close_match(install_plugin):
     install_plugin("agl-typo", MISSPELLED, entry="typo")
     error = status(PluginManager.from_environment(), "typo").error
-    assert "agl_reward is no hook; did you mean 'agl_rewards'?" in error
+    assert "agl_reward is not a hook; did you mean 'agl_rewards'?" in error
     assert "'typo' (agl-typo 1.0)" in error
 
 

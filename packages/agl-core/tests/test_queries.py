@@ -252,7 +252,7 @@ def test_bare_spans_name_the_same_actors_around_others(tree: list[tuple[int, str
 
 
 def test_spans_inside_a_judged_step_are_chosen_by_the_operation_around_it() -> None:
-    """An evaluation that came by OTLP may enclose calls, and its name is no operation's."""
+    """An evaluation that came by OTLP may enclose calls, and its name is not an operation's."""
 
     async def body() -> None:
         store = MemoryStore()

@@ -117,7 +117,7 @@ def test_policy_says_who_served_the_call() -> None:
     spans = [call_span(1, policy="q"), call_span(2, policy="", model="gpt"), call_span(3, policy="p")]
     assert {
         "c1": Reject(reason="not_selected", detail="policy 'q' served it, not 'p'"),
-        "c2": Reject(reason="not_selected", detail="model 'gpt', which is no configured policy, served it, not 'p'"),
+        "c2": Reject(reason="not_selected", detail="model 'gpt', which is not a configured policy, served it, not 'p'"),
     } == found(*spans, policy="p")
 
 

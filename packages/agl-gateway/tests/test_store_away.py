@@ -1,4 +1,4 @@
-"""A store that is away for a moment behind a balancer is waited for; what is no store is named at once."""
+"""A store that is away for a moment behind a balancer is waited for; what is not a store is named at once."""
 
 import asyncio
 import time

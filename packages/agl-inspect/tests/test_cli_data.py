@@ -170,7 +170,7 @@ def test_runs_filters_and_limits(store_of):
 def test_experiment_that_is_not_recorded_is_refused_with_a_choice(store_of, command: tuple[str, ...]):
     store_of(fill, 1)
     missing = "no rollout of an experiment 'clac' is recorded; "
-    assert f"{missing}agl runs lists what is recorded" in invoke(*command, "--experiment", "clac").output
+    assert f"{missing}agl runs lists the records" in invoke(*command, "--experiment", "clac").output
     store_of(save_progress, ExperimentRecord(name="calc", status="running"))
     result = invoke(*command, "--experiment", "clac")
     assert (1, True) == (result.exit_code, f"{missing}did you mean 'calc'?" in result.output)
@@ -283,7 +283,7 @@ def test_gc_removes_the_oldest_until_the_store_is_small_enough(store_of):
     assert done["compaction"]["after"] <= 3_100_000
     assert [f"ro-{n:03}" for n in range(len(done["removed"]), 400)] == [r.rollout_id for r in store_of(ids_in)]
     done = invoke("runs", "gc", "--max-size", "1MB", "--keep", "300").output
-    assert re.search(r"its data still take [23]\.\d MB instead of 1\.0 MB: what is left is needed, not finished", done)
+    assert re.search(r"its data still take [23]\.\d MB instead of 1\.0 MB: the rest is needed, not finished", done)
 
 
 def test_vacuum_returns_all_unused_space(store_of):

@@ -87,7 +87,7 @@ def test_explain_names_calls_that_only_one_side_saw() -> None:
     outside = call_span(2, attributes={semconv.USER_AGENT: "OpenAI/Python 3.1", semconv.FRAMEWORK_SPAN_ID: "gone"})
     episode = build_episode(ROLLOUT, ATTEMPT, [lost, outside])
     text = "\n".join(explain(episode, [lost, outside]))
-    assert "unseen: Grpc (no agent) made a call that was not recorded; what is known of it is in span " in text
+    assert "unseen: Grpc (no agent) made a call that was not recorded; span " in text
     assert "unattributed: OpenAI/Python 3.1" in text
     assert 'unseen_calls = "accept"' in text
 

@@ -100,7 +100,7 @@ def test_without_rounds_a_step_keeps_every_group(tmp_path: Path) -> None:
     village = Village(tmp_path)
     found = village.step()
     assert COUNT == len(found.groups)
-    assert ([""], {}, {}) == (village.keys, found.metrics, found.uses)
+    assert ([""], ["collect_s"], {}) == (village.keys, list(found.metrics), found.uses)
 
 
 def test_silent_groups_are_replaced_until_the_step_has_its_number(tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ class HttpStore:
 
     It has a thread with its own event loop and connections, started by the first call and ended by :meth:`close`.
     It repeats unanswered requests, except ``delete``, which is not safe to repeat: for about 4 seconds to a store that
-    never answered, for half a minute to one that did and may be restarting. A balancer's 502, 503 or 504 is no answer,
-    and neither is a store's 503 with ``Retry-After``, which says how long the next pause is.
+    never answered, for half a minute to one that did and may be restarting. A balancer's 502, 503 or 504 is
+    not an answer, and neither is a store's 503 with ``Retry-After``, which gives the length of the next pause.
 
     Args:
         url: ``http://host:port``; the token may stand before the host, as in ``http://:TOKEN@host``. With ``https``,

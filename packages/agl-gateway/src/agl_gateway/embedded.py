@@ -42,7 +42,7 @@ class EmbeddedGateway(EmbeddedSettings):
             ConfigError: It cannot run in a process of its own; names the reasons.
         """
         if reason := refusal(store_url, spool=self.spool):
-            raise ConfigError(f"the gateway cannot have a process of its own, because {reason}")
+            raise ConfigError(f"the gateway cannot run in its own process, because {reason}")
         return GatewayProcess(
             store_url=store_url,
             settings=replace(self._settings, spool=self.spool or str(default_folder())),

@@ -35,7 +35,7 @@ def agl_commands() -> Iterable[CommandEntry]:
         summary="make a token for the workers of one experiment",
     )
     yield CommandEntry(
-        name="doctor", factory="agl_gateway.cli.doctor:doctor", summary="examine a deployment and say what is wrong"
+        name="doctor", factory="agl_gateway.cli.doctor:doctor", summary="check a deployment and report faults"
     )
     yield CommandEntry(
         name="split",

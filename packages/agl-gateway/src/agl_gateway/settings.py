@@ -13,19 +13,19 @@ class EmbeddedSettings:
     Attributes:
         host: Address to listen on; keep it local unless the network is trusted.
         port: Port to listen on; 0 takes any free one.
-        spool: Folder for calls that the store does not take at once, or ``off``; by default one of this user's state
-            for a store on another machine, and none for a SQLite file or memory.
-        tls_cert: Certificate's chain in PEM: listen with TLS alone. Read again when the file changes.
+        spool: Folder for calls that the store does not accept at once, or ``off``; by default in this user's state
+            folder for a store on another machine, and off for a SQLite file or memory.
+        tls_cert: Certificate chain in PEM; listen only with TLS. Read again when the file changes.
         tls_key: Private key of the certificate in PEM, unless it is in the same file.
-        audit_log: File to which a line of JSON is appended for each privileged action.
+        audit_log: Append a line of JSON to this file for each privileged action.
         timeout_s: Seconds that a backend may be silent.
-        max_calls: Model calls of one attempt; those of conversations are not limited.
+        max_calls: Model calls that one attempt may make; conversations have no limit.
         max_spans: Spans that one attempt may append with its token.
         helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls, which
             train only where ``agents`` selects them.
-        helper_match: Mark calls as helper calls, which do not train, if their opening matches this regular expression.
+        helper_match: Mark calls whose opening matches this regular expression as helper calls, which do not train.
         spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
-        native_apis: Pass calls of this API to policies in training as they are, because their server returns token ids
+        native_apis: Pass calls of this API to policies in training unchanged, because their server returns token ids
             in it; other calls are translated to chat completions.
     """
 
@@ -46,14 +46,13 @@ class EmbeddedSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The part of the conversations that is kept.
+    """The part of the conversations that is recorded.
 
     Attributes:
-        base_rate: Share of the conversations to record, from 0 to 1, chosen by their ids.
-        reward_threshold: Keep every other conversation whose reward reaches this.
-        reward_wait_s: Time after a conversation's end in which its reward may reach the threshold.
-        max_spans_per_minute: Recorded calls per minute beyond which no further conversation is recorded; 0 for no
-            limit.
+        base_rate: Share of conversations to record, from 0 to 1, chosen by their ids.
+        reward_threshold: Also keep conversations outside that share whose reward reaches this.
+        reward_wait_s: How long to wait for that reward after a conversation's end.
+        max_spans_per_minute: Record no further conversation in a minute with this many recorded calls; 0 for no limit.
     """
 
     base_rate: float = 1.0
@@ -63,7 +62,7 @@ class Share:
 
     @property
     def is_all(self) -> bool:
-        """True if every conversation is kept."""
+        """True if every conversation is recorded."""
         return self.base_rate == 1.0 and not self.max_spans_per_minute
 
     def holds(self, rollout_id: str) -> bool:
@@ -77,11 +76,11 @@ class Settings(EmbeddedSettings):
     """All settings of a gateway.
 
     Attributes:
-        advertise: Name by which other gateways of the store reach this one; by default the host, or this machine's
-            address where the host means every address.
-        conversation_idle_s: Silence after which a conversation is over.
-        is_status_protected: Ask for the admin token at ``/metrics`` and ``/openapi.json``.
-        known_hosts: Host name for which ``/metrics`` and ``/openapi.json`` also answer without a token.
+        advertise: Name under which other gateways of the store reach this one; by default the host, or this machine's
+            address if the host stands for every address.
+        conversation_idle_s: Time without a call after which a conversation ends.
+        is_status_protected: Require the admin token for ``/metrics`` and ``/openapi.json``.
+        known_hosts: Also answer ``/metrics`` and ``/openapi.json`` without a token for this host name.
         max_body: Largest request body in bytes.
         max_bodies: Bytes of all request bodies above 1 MiB that are held at once.
         bodies_wait_s: Seconds that a further large body waits for the others.

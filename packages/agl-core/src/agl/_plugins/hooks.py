@@ -77,7 +77,7 @@ def _functions(plugin: object) -> Iterator[tuple[str, Any]]:
 def _check_impl(caller: pluggy.HookCaller, impl: pluggy.HookImpl) -> None:
     if caller.spec is None and not impl.optionalhook:
         hint = did_you_mean(caller.name, HOOKS, otherwise=f"the hooks are {', '.join(HOOKS)}")
-        raise PluginError(f"{caller.name} is no hook; {hint}")
+        raise PluginError(f"{caller.name} is not a hook; {hint}")
     # pluggy would run a wrapper around the other implementations; called by itself, it would only
     # make a generator.
     if impl.wrapper or impl.hookwrapper:

@@ -276,7 +276,7 @@ class PluginManager:
         if self._failures[plugin] == 1:
             source = self._loaded[plugin]
             _log.error(
-                "%s of the plugin %s raised; the run goes on, and further failures of this plugin are only counted "
+                "%s of the plugin %s raised; the run continues, and further failures of this plugin are only counted "
                 "(see: agl plugins list); %s",
                 hook,
                 source.shown_name,

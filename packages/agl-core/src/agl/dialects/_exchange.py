@@ -39,12 +39,12 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         first_token_s: To the first byte of the body.
         request_id: Shared by the retries of one request.
         retry_count: The client's count of retries.
-        error: The failure of the exchange in words, ``""`` if there is none.
+        error: The failure of the exchange as text, ``""`` if it did not fail.
     """
 
     request: Request
     request_id: str
-    # 0 is no HTTP status: the connection failed before one came.
+    # 0 is not an HTTP status: the connection failed before one came.
     status: int = 0
     headers: Mapping[str, str] = {}
     response: bytes = b""

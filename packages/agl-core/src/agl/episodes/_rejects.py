@@ -131,7 +131,9 @@ def _unselected(call: ModelCall, who: Who, policy: str | None, pattern: re.Patte
     if call.dialect == "embeddings":
         return Reject(reason="not_selected", detail="an embeddings call samples no tokens")
     if policy is not None and call.policy != policy:
-        served = f"policy {call.policy!r}" if call.policy else f"model {call.model!r}, which is no configured policy,"
+        served = (
+            f"policy {call.policy!r}" if call.policy else f"model {call.model!r}, which is not a configured policy,"
+        )
         return Reject(reason="not_selected", detail=f"{served} served it, not {policy!r}")
     # Titles and summaries of a coding agent share its reward and have nothing to do with it, so
     # they train only where they are named.

@@ -98,7 +98,7 @@ def call_rewards(
     """Sum of the rewards about single calls, by the call's span id; of one name the last counts.
 
     ``calls`` are the candidates in order of time. A reward of scope ``turn`` without a span is about the newest
-    call before it. A reward about a span that is no model call is about the newest call that the same agent began
+    call before it. A reward about a span that is not a model call is about the newest call that the same agent began
     before that span's end, such as the one that asked for the tool; without one of that agent, any agent's.
     """
     finder = _CallFinder(timeline, calls, enclosing)

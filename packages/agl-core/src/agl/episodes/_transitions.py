@@ -18,7 +18,7 @@ from agl.schemas import Attempt, Episode, Record, Reward, Rollout, Sampling, Spa
 
 _KEPT = Reject(reason="", detail="")
 _PLAIN = Sampling()
-# Calls that are no part of what the rollout did. Others are rejected for training only, and a
+# Calls that are not part of what the rollout did. Others are rejected for training only, and a
 # reward about them still says which call it is about.
 _NEVER_REWARDED = frozenset({"superseded", "not_final", "late"})
 
@@ -121,7 +121,7 @@ def _transitions(
 
 def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
     """The reason why no call of an incompletely recorded attempt trains."""
-    # A tool's own model is no policy of the experiment: what it said is in the tool's result.
+    # A tool's own model is not a policy of the experiment: what it said is in the tool's result.
     missed = [call for call in found.unseen if not call.is_foreign]
     if missed and options.unseen == "drop":
         detail = f"{len(missed)} model calls of the attempt were not recorded; {missed[0].client} made one"

@@ -66,7 +66,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
         latency_s: From the request's last byte to the response's last byte.
         first_token_s: To the first byte of the body; equals ``latency_s`` when not streamed.
         inputs: References (URL or content digest) to inputs that are not tokens, such as images.
-        error: The failure in words, ``""`` if there is none.
+        error: The failure as text, ``""`` if it did not fail.
     """
 
     request_id: str

@@ -415,7 +415,9 @@ class MemoryStore(TableStore):
 
     def __init__(self, url: str = "memory://", *, clock: Callable[[], float] | None = None) -> None:
         if url.rstrip("/") != "memory:":
-            raise StoreError(f"{url!r} is no URL of a memory store; write memory://, or sqlite:///runs.db for a file")
+            raise StoreError(
+                f"{url!r} is not a URL of a memory store; write memory://, or sqlite:///runs.db for a file"
+            )
         # A lease must not lapse because the machine's clock was corrected.
         offset = time.time() - time.monotonic()
         super().__init__(_Memory(clock=clock or (lambda: time.monotonic() + offset)))

@@ -53,8 +53,8 @@ def _reads(
 class TableStore:
     """A :class:`agl.contracts.Store` over a backend; waits, takes back a cancelled caller's claims, and closes.
 
-    ``restore(recordings, moves=...)`` is no part of the contract: it adds rollouts of another store with their attempts
-    and spans as they were there, and moves of labels. A rollout that is there already stays as it is.
+    ``restore(recordings, moves=...)`` is not part of the contract: it adds another store's rollouts with their attempts
+    and spans, unchanged, and moves of labels. A rollout that this store already has is left unchanged.
 
     Attributes:
         backend: Runs the transactions; closed with the store.

@@ -130,7 +130,7 @@ class OpenSpan:
         """End the span and record it.
 
         Args:
-            error: The exception or message with which it failed; ``GeneratorExit`` is no failure.
+            error: The exception or message with which it failed; ``GeneratorExit`` is not a failure.
             error_type: The type of an error that is given as a message.
             status: By default ``error`` or ``ok``.
             end_ns: Unix nanoseconds, by default now.

@@ -179,7 +179,7 @@ def secrets(keys: Sequence[str]) -> Iterator[Finding]:
         given = [name for name in (SECRET_ENV, SECRET_FILE_ENV) if name in os.environ]
         where = given[0] if given else "the key in this user's state folder"
         if not found:
-            yield _ok("signing key", "there is none yet; the first run makes it")
+            yield _ok("signing key", "it does not exist yet; the first run makes it")
         yield from _strengths("signing key", found, where=where)
     try:
         yield from _strengths("admin token", _admin_tokens(), where=ADMIN_ENV)

@@ -49,7 +49,7 @@ def worker_token(experiment: str, valid_s: float, name: str, url: str | None, ou
         _put(tokens.issue_for_worker(experiment, expires_at=time.time() + valid_s, name=name), output)
         return
     if not (served := as_url(url)).startswith(("http://", "https://")):
-        raise ConfigError(f"--store {url!r} is no gateway; write http://HOST:PORT, or leave it away to sign here")
+        raise ConfigError(f"--store {url!r} is not a gateway; write http://HOST:PORT, or leave it out to sign here")
     _put(asyncio.run(_asked(served, experiment, valid_s=valid_s, name=name)), output)
 
 

@@ -310,7 +310,7 @@ def refusal(store_url: str, *, spool: str, max_spans_per_minute: int) -> Sequenc
     if not hasattr(os, "fork") or sys.platform == "win32":
         reasons.append("this system cannot start processes that share a port; start several gateways behind a balancer")
     if store_url.startswith("memory:"):
-        reasons.append("the store is in memory, where each process would have one of its own; use sqlite:///runs.db")
+        reasons.append("the store is in memory, and each process would have a separate one; use sqlite:///runs.db")
     if spool == "off":
         reasons.append("only their spools say which calls a process has that was killed; take away --spool off")
     if max_spans_per_minute:

@@ -44,7 +44,7 @@ class Outage:
         """Record that the store does not answer."""
         if self._is_watched and not self.is_on:
             self._since = time.monotonic()
-            _log.warning("the store does not answer; calls go on, and their records wait in the spool")
+            _log.warning("the store does not answer; calls continue, and their records wait in the spool")
             self.begun.set()
 
     def end(self) -> None:

@@ -230,7 +230,7 @@ class Connection(web.RequestHandler):
             self._is_answering = False
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log an error; one of the client, such as bytes that are no HTTP, does not fill the log."""
+        """Log an error; one of the client, such as bytes that are not HTTP, does not fill the log."""
         is_of_client = isinstance(kw.get("exc_info"), HttpProcessingError)
         (self.logger.debug if is_of_client else self.logger.exception)(*args, **kw)
 

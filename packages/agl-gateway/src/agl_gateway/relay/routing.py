@@ -174,7 +174,7 @@ class Router:
         self._upstreams = tuple(upstreams)
         for upstream in upstreams:
             if upstream.name in self.targets:
-                raise ConfigError(f"two upstreams are named {upstream.name!r}; give each policy a name of its own")
+                raise ConfigError(f"two upstreams are named {upstream.name!r}; give each policy its own name")
             self.targets[upstream.name] = _target(upstream, known)
 
     def choose(self, model: str, *, dialect: Dialect = "chat", names: Sequence[str] = ()) -> UpstreamTarget:

@@ -112,7 +112,7 @@ class SamplingRules:
 
 def _refusal(policy: str, asked: str) -> str:
     return (
-        f"the request asks for {asked}, and policy {policy!r} is in training, where it samples from its full "
+        f"the request sets {asked}, and policy {policy!r} is in training, where it samples from its full "
         f'distribution; leave these parameters out while training, or set [policy.{policy}] sampling = "override" '
         'to have them ignored there, or "keep" to train on such samples with a biased gradient'
     )

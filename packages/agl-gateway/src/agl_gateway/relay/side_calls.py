@@ -58,8 +58,8 @@ class SideCalls:
         """Answer one request whose token was verified; in a conversation no summary is written.
 
         Raises:
-            Problem: 400 for a body that is no JSON object, 404 for an unknown model, 413 for thoughts longer than any
-                model's context, 502 or 504 where a server that alone could answer does not.
+            Problem: 400 for a body that is not a JSON object, 404 for an unknown model, 413 for thoughts longer than
+                any model's context, 502 or 504 where a server that alone could answer does not.
         """
         asked = restored(await self._read(request, SIDE_CALLS[endpoint]))
         target = self.relay.router.choose(asked.model, dialect=asked.dialect)
@@ -80,7 +80,7 @@ class SideCalls:
         """Answer Google's ``countTokens`` with an estimate; the caller has verified its token.
 
         Raises:
-            Problem: 400 for a body that is no JSON object.
+            Problem: 400 for a body that is not a JSON object.
         """
         asked = await self._read(request, "chat")
         return web.json_response({"totalTokens": estimate(asked)}, headers={ESTIMATED_HEADER: "true"})

@@ -143,7 +143,7 @@ class StatusApi:
             _gauge("agl_span_queue_age_seconds", "Age of the oldest of them.", recorder.pending_s),
             _gauge("agl_spool_length", "Those of them that lie in the spool.", spool.calls if spool else 0),
             _gauge("agl_capture_queue_length", "Those of them that are in memory.", recorder.queued),
-            _gauge("agl_capture_queue_bytes", "Bytes of those in memory.", recorder.queued_bytes),
+            _gauge("agl_capture_queue_bytes", "Bytes of the queued spans in memory.", recorder.queued_bytes),
         ]
 
     async def health(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -150,7 +150,7 @@ class WorkerReach:
         if (claim.experiment, name, version) in self._versions:
             return
         if not await self._is_used(claim.experiment, name, version):
-            hint = f"{_this(claim)} reads what is live there or pinned by a running rollout; an admin token reads any"
+            hint = f"{_this(claim)} reads versions live there or pinned by a running rollout; an admin token reads any"
             raise NotFoundError("resource version", f"{name}@{version}", hint)
         self._versions[claim.experiment, name, version] = None
 

@@ -60,7 +60,7 @@ def with_distinct_names(upstreams: Sequence[Upstream]) -> list[Upstream]:
         known = versions.setdefault(upstream.name, set())
         if known and (not upstream.model_version or known & {"", upstream.model_version}):
             raise ConfigError(
-                f"two upstreams are named {upstream.name!r}; give each policy a name of its own, and each of several "
+                f"two upstreams are named {upstream.name!r}; give each policy its own name, and each of several "
                 "versions of one policy its own version=V, as the arms of a split need"
             )
         name = f"{upstream.name}@{upstream.model_version}" if known else upstream.name

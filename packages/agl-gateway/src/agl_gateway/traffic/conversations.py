@@ -2,7 +2,7 @@
 
 The rollout's id is derived from the conversation's, so all gateways find the same rollout; the first one to queue it
 decides its versions. The attempt runs until a client ends the conversation, or until ``idle_s`` seconds pass without a
-call. Then it has succeeded, since a user who leaves is no failure. Later calls are answered and marked late.
+call. Then it has succeeded, since a user who leaves is not a failure. Later calls are answered and marked late.
 
 The attempt's lease holds the time of the last activity: ``LEASE_S`` before it expires. Each renewal moves it, and it is
 long enough to outlast any downtime of the gateways. So every gateway can tell which conversations are over, and a

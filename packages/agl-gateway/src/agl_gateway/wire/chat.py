@@ -21,7 +21,7 @@ _EMPTY_SCHEMA: dict[str, Json] = {"type": "object", "properties": {}}
 
 
 def fields_of(asked: Request) -> dict[str, Any]:
-    """Return the fields of a request; raises a 400 :class:`Problem` for a body that is no JSON object."""
+    """Return the fields of a request; raises a 400 :class:`Problem` for a body that is not a JSON object."""
     given = asked.to_dict()
     if given is None:
         raise Problem(

@@ -58,7 +58,7 @@ def chat_request(asked: Request, *, model: str, is_streamed: bool) -> Request:
     """Return a chat completion's request.
 
     Raises:
-        Problem: 400 for a body that is no JSON object, or asks for something that no policy's server has.
+        Problem: 400 for a body that is not a JSON object, or asks for something that no policy's server has.
     """
     given = _camel_object(fields_of(asked))
     if given.get("cachedContent"):

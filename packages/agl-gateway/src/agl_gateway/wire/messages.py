@@ -54,7 +54,7 @@ def chat_of_messages(asked: Request) -> tuple[Request, tuple[str, ...]]:
     """Return a request of messages as a chat completion, and the names of the tools that were dropped from it.
 
     Raises:
-        Problem: 400 for a body that is no JSON object, or asks for something that no policy's server has.
+        Problem: 400 for a body that is not a JSON object, or asks for something that no policy's server has.
     """
     given = fields_of(asked)
     foreign = next((key for key in _REMOTE if given.get(key)), "")
@@ -231,7 +231,7 @@ def _usage(usage: Usage) -> dict[str, Json]:
 
 
 def _block(piece: Piece, text: str) -> dict[str, Json]:
-    """Return a block with ``text``; a tool's use, whose input is no text, with its arguments so far."""
+    """Return a block with ``text``; a tool's use, whose input is not text, with its arguments so far."""
     match piece.kind:
         case "thought":
             return {"type": "thinking", "thinking": text, "signature": ""}

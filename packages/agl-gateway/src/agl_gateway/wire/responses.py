@@ -75,7 +75,7 @@ def chat_of_responses(asked: Request) -> ReadResponses:
     """Return a request of responses as a chat completion.
 
     Raises:
-        Problem: 400 for a body that is no JSON object, or asks for something that no policy's server has.
+        Problem: 400 for a body that is not a JSON object, or asks for something that no policy's server has.
     """
     given = fields_of(asked)
     foreign = next((key for key in _REMEMBERED if given.get(key)), "")

@@ -22,7 +22,7 @@ _NO_PARAMETERS = ("use", "policy", "experiment.seed")
 """Settings that are no parameters: an algorithm's kind, the name of its policy, and the seed."""
 
 _OWN = ("tunes", "agents", "source")
-"""Keys of an algorithm's table that are no argument of it."""
+"""Keys of an algorithm's table that are not arguments of it."""
 
 
 class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):

@@ -166,8 +166,8 @@ def _untrained(steps: _Steps) -> _Finding | None:
     if shares[bound] >= _REJECTED:
         return (
             f"{found}, and {bound} left {shares[bound]:.0%} of the tokens out of the loss",
-            "look at logprob_gap: where it is large, the server does not have the weights that train, or samples from "
-            f"another distribution than it says; where it is small, give {bound}_threshold wider bounds",
+            "look at logprob_gap: if it is large, the server does not have the trained weights, or samples from "
+            f"another distribution than it reports; if it is small, give {bound}_threshold wider bounds",
         )
     if any(look(steps) for look in (_silent_groups, _no_pairs, _nothing_good, _one_kind)):
         return None  # they say why it is so

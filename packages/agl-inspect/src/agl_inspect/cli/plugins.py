@@ -72,7 +72,7 @@ def show(manager: PluginManager, name: str, as_json: bool) -> None:
 def check(ctx: click.Context, manager: PluginManager, name: str | None, as_json: bool) -> None:
     """Import every component and report errors; exit status 1 if there are any.
 
-    A component whose extra is not installed is listed, but is no error.
+    A component whose extra is not installed is listed, but is not an error.
     """
     statuses = [_named(manager, name)] if name else manager.status()
     findings = [finding for status in statuses for finding in _findings(manager, status)]

@@ -209,7 +209,7 @@ def promote(
     if unused:
         names = " and ".join(unused)
         raise ConfigError(
-            f"{names} would do nothing without --if-better: the label moves whatever the rewards are. Add "
+            f"{names} would do nothing without --if-better: the label moves regardless of the rewards. Add "
             f"--if-better, or leave out {names}"
         )
     if is_split:

@@ -186,7 +186,7 @@ def collect_garbage(
     if max_size is not None and (done.size or 0) > max_size:
         left, most = (done.size or 0) / 1e6, max_size / 1e6
         click.echo(
-            f"its data still take {left:,.1f} MB instead of {most:,.1f} MB: what is left is needed, not finished, "
+            f"its data still take {left:,.1f} MB instead of {most:,.1f} MB: the rest is needed, not finished, "
             "within the other limits, or no rollout"
         )
 

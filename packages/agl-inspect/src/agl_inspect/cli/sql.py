@@ -106,7 +106,7 @@ def _refuse_repeated(columns: Sequence[str]) -> None:
     if repeated:
         raise ConfigError(
             f"several columns are called {', '.join(repeated)}, and JSON would keep one of each; select the columns "
-            "that you need, each with a name of its own (AS), or use --csv"
+            "that you need, each under its own name (AS), or use --csv"
         )
 
 

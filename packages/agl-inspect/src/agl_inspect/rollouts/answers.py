@@ -257,7 +257,7 @@ def answer_counts(model_versions: Iterable[str]) -> AnswerCounts:
 
 
 async def fork_origin(store: Store, rollout: Rollout) -> str:
-    """Describe the recorded rollout and the call that a fork goes on from; ``""`` for a rollout that is no fork."""
+    """Describe the recorded rollout and the call that a fork goes on from; ``""`` for a rollout that is not a fork."""
     try:
         plan = fork_of(rollout)
     except AglError:  # metadata of the user's own

@@ -91,7 +91,7 @@ def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _plain(content: Any) -> str:
-    """Return a content's text; parts that are no text are written as JSON."""
+    """Return a content's text; parts that are not text are written as JSON."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:

@@ -45,7 +45,7 @@ _NO_CALLS = (
 )
 
 _DRIFT = (
-    "drift: exact ids train, so a prompt that differs from what was sampled starts a row of its own. Common causes: "
+    "drift: exact ids train, so a prompt that differs from the sampled ids starts a new row. Common causes: "
     "a chat template that drops reasoning from earlier turns, tool calls printed anew, text tokenised again."
 )
 
@@ -193,7 +193,7 @@ def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> l
 def _agreement(episode: Episode) -> list[str]:
     """Name each call that was seen but not recorded, and each that was recorded outside of the tracer's spans."""
     lines = [
-        f"unseen: {_loose(call)} made a call that was not recorded; what is known of it is in span {call.span_id}"
+        f"unseen: {_loose(call)} made a call that was not recorded; span {call.span_id} has the known facts"
         for call in episode.unseen
     ]
     return lines + [

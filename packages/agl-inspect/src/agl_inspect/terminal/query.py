@@ -90,7 +90,7 @@ async def check_experiment(store: Store, name: str | None) -> None:
     if name is None or await store.rollouts(RolloutQuery(experiment=name, limit=1)):
         return
     known = sorted(record.name for record in await store.experiments())
-    listed = f"choose from: {', '.join(known)}" if known else "agl runs lists what is recorded"
+    listed = f"choose from: {', '.join(known)}" if known else "agl runs lists the records"
     raise ConfigError(
         f"no rollout of an experiment {name!r} is recorded; {did_you_mean(name, known, otherwise=listed)}"
     )

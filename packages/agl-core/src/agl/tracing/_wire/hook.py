@@ -210,7 +210,7 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
     retries = retry_count_of(named := dict(headers))
     request_id = request_id_of(named, content or b"", retries)
     opened = None
-    # A request that is no model call may still go to the gateway, such as a reward; it needs the
+    # A request that is not a model call may still go to the gateway, such as a reward; it needs the
     # token and no record.
     if call is not None:
         note_model_call()
