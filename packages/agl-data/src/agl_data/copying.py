@@ -1,7 +1,7 @@
 """``agl data copy``: copy experiments from one store to another, of any two kinds.
 
 Everything of an experiment is copied, and its record last. A copy that was interrupted is therefore no experiment yet,
-and repeating the command completes it: what was copied already is found and left alone.
+and repeating the command completes it: records that were copied already are left alone.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""JSON values that files and stores cannot carry, and what is written in their place."""
+"""JSON values that files and stores cannot carry, and their replacements; JSON lines of any recorded value."""
 
 import math
 import re
@@ -55,5 +55,5 @@ def are_numbers(values: list[float]) -> bool:
 
 
 def without_empty(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that say something: those that are ``None`` or empty are left out."""
+    """Return the fields without those that are ``None`` or empty."""
     return {name: value for name, value in fields.items() if value not in (None, "", [], {}, ())}

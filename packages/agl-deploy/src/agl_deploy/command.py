@@ -83,7 +83,8 @@ def _gpus(of: str, *, at_least: int = 0) -> Callable[[Any], Any]:
 def docker(needs: Needs, under: str) -> Made:
     """Write a Dockerfile with pinned requirements.
 
-    Its targets are the gateway, worker, trainer and console of EXPERIMENT; what is pinned is what is installed here.
+    Its targets are the gateway, worker, trainer and console of EXPERIMENT, with the releases that are installed
+    here.
     """
     build = ["docker", "build", "--file", f"{under}/Dockerfile", "--target", "gateway", "--tag"]
     return image_files(needs, under), [*_wheels(needs, under), shlex.join([*build, f"{needs.name}-gateway:local", "."])]
@@ -168,7 +169,7 @@ def _secrets(needs: Needs, under: str) -> str:
 
 
 def _read(manager: PluginManager, file: Path, output: Path | None) -> tuple[Needs, Path, str]:
-    """Return what the experiment needs, the folder to write to, and its path from the experiment's folder."""
+    """Return the experiment's needs, the folder to write to, and its path from the experiment's folder."""
     needs = read_needs(file, manager)
     base = needs.file.parent
     folder = output.absolute() if output else base / "deploy"

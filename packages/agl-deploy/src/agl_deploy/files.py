@@ -61,7 +61,7 @@ def image_files(needs: Needs, folder: str) -> dict[str, str]:
     """Return the files by path.
 
     Args:
-        needs: What the experiment needs.
+        needs: The needs of the experiment.
         folder: Where they go, relative to the experiment's folder.
     """
     dockerfile = fill(
@@ -119,7 +119,7 @@ def compose_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
     """Return the compose file and an example of its secrets, by path.
 
     Args:
-        needs: What the experiment needs.
+        needs: The needs of the experiment.
         folder: Where they go, relative to the experiment's folder.
         gpus: GPUs of the trainer; 0 for the image for CPUs.
 
@@ -183,7 +183,7 @@ def chart_files(needs: Needs, *, gpus: int) -> dict[str, str]:
     """Return the chart by path.
 
     Args:
-        needs: What the experiment needs.
+        needs: The needs of the experiment.
         gpus: GPUs of the trainer; 0 for the image for CPUs.
     """
     own = {"file": needs.file.name, "gpus": gpus, "version": version("agl-core")}
@@ -215,7 +215,7 @@ def rayjob_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
     """Return the manifest by path.
 
     Args:
-        needs: What the experiment needs.
+        needs: The needs of the experiment.
         folder: Where it goes, relative to the experiment's folder.
         gpus: GPUs of the head; 0 for the image for CPUs.
 
@@ -283,7 +283,7 @@ def skypilot_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
     """Return the files by path.
 
     Args:
-        needs: What the experiment needs.
+        needs: The needs of the experiment.
         folder: Where they go, relative to the experiment's folder.
         gpus: GPUs of the machine; 0 for a machine without one.
     """
@@ -333,7 +333,7 @@ def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[s
     """Return the files by path.
 
     Args:
-        needs: What the experiment needs.
+        needs: The needs of the experiment.
         model: ``NAME@LABEL``.
         folder: Where they go, relative to the experiment's folder.
         gpus: GPUs of the server.

@@ -17,7 +17,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 class Imported(Record, frozen=True, kw_only=True):
-    """The modules that an agent is made of, and what they need.
+    """The modules of an agent, and their requirements.
 
     Attributes:
         files: Files of the folder, relative to it.

@@ -19,7 +19,7 @@ from agl_deploy.pins import Pin, has_extra, missing, pins
 from agl_run import ExperimentConfig, PolicyConfig, load_config
 
 LONGEST = 30
-"""Characters of a name, so that Kubernetes' limit of 63 has room for what a chart appends."""
+"""Characters of a name, so that Kubernetes' limit of 63 has room for the suffixes of a chart."""
 
 _VALID = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 
@@ -212,7 +212,7 @@ def _with_key(policy: PolicyConfig) -> dict[str, Json]:
 
 
 def _not_here(found: Imported, absent: list[str]) -> list[str]:
-    """Word what the agent imports, and what its requirements name, that is not installed here."""
+    """Word the imports and requirements of the agent that are not installed here."""
     return [
         *(
             f"{file} imports {module!r}, which is neither in the folder nor installed here: add its distribution to "

@@ -26,7 +26,7 @@ SECRETS = {
     "AGL_CONSOLE_PASSWORD": "the console's password, with any user name",
     "PGPASSWORD": "the password of the database",
 }
-"""Environment variables that every deployment needs, with what each is for."""
+"""Environment variables that every deployment needs, with the purpose of each."""
 
 
 class Part(Record, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ def parts_of(needs: Needs) -> dict[str, Part]:
 
 
 def secrets_of(needs: Needs) -> dict[str, str]:
-    """Return every environment variable that somebody must give a value, with what it is for."""
+    """Return every environment variable that somebody must give a value, with its purpose."""
     own = {name for names in needs.variables.values() for name in names}
     command = shlex.join(["agl", "worker-token", needs.experiment, "--valid", "365d"])
     general = {name: use.format(command=command) for name, use in SECRETS.items()}

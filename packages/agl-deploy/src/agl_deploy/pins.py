@@ -82,7 +82,7 @@ def _installed(name: str) -> metadata.Distribution | None:
 
 
 def _needs(distribution: metadata.Distribution, extra: str) -> list[Requirement]:
-    """Return what a distribution needs here: for ``extra``, or for itself where that is ``""``."""
+    """Return the requirements of a distribution here: for ``extra``, or its own where that is ``""``."""
     every = [Requirement(text) for text in distribution.requires or ()]
     if not extra:
         return [need for need in every if need.marker is None or need.marker.evaluate({"extra": ""})]

@@ -23,7 +23,7 @@ State = Literal["new", "changed", "same", "edited"]
 
 
 def states(folder: Path, files: Mapping[str, str]) -> dict[str, State]:
-    """Compare what would be written with what is there.
+    """Compare the files to write with those in the folder.
 
     Args:
         folder: Where the files go; it need not exist.
@@ -46,7 +46,7 @@ def states(folder: Path, files: Mapping[str, str]) -> dict[str, State]:
 
 
 def write(folder: Path, files: Mapping[str, str], *, force: bool) -> dict[str, State]:
-    """Write the files and return what was there before, as :func:`states` does.
+    """Write the files and return the states before, as :func:`states` does.
 
     Args:
         folder: Where the files go.

@@ -345,7 +345,7 @@ for _name, _method in METHODS.items():
 
 
 def error_text(answer: bytes) -> str:
-    """Return the message of a gateway's error, or the beginning of an answer that is none."""
+    """Return the message of a gateway's error, or the beginning of any other answer."""
     try:
         return str(msgspec.json.decode(answer)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):

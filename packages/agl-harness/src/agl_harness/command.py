@@ -33,7 +33,7 @@ def harness() -> None:
 @harness.command("list")
 @json_option
 def list_(as_json: bool) -> None:
-    """List the harnesses, what is installed of them, and when each was tried."""
+    """List the harnesses, the installed programs, and when each harness was tried."""
     found = [(entry, locate(entry)) for entry in load_table().values()]
     if as_json:
         print_json([_as_json(entry, program) for entry, program in found])

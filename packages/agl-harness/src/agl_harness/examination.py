@@ -75,7 +75,7 @@ def _turn(given: str) -> str:
 
 
 async def _run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run a program and end all that it started; returns its exit status and what it printed."""
+    """Run a program and end all that it started; returns its exit status, output and errors."""
     pipe = asyncio.subprocess.PIPE
     kept = await BoundProcess.start(
         words, environment=environment, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe

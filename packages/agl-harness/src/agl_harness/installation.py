@@ -103,7 +103,7 @@ def version_of(program: Program, harness: Harness) -> str:
 
 
 def install(harness: Harness) -> Program:
-    """Install a harness into its folder, and return its program; what a stopped installation left is replaced.
+    """Install a harness into its folder, and return its program; a partial installation is replaced.
 
     Raises:
         ConfigError: The entry names no package, or what installs it is missing.

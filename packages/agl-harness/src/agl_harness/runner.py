@@ -122,7 +122,8 @@ class HarnessRunner:
         """Check a harness and its tasks before anything is started.
 
         Raises:
-            ConfigError: There is no such harness, or a Harbor task cannot be run, or asks for what the sandbox lacks.
+            ConfigError: The harness does not exist, or a Harbor task cannot be run or asks for something that the
+                sandbox lacks.
         """
         folder = Path(agent.folder or ".").absolute()
         find(agent.harness, folder=folder)

@@ -15,7 +15,7 @@ class HarnessSettings(Record, frozen=True, kw_only=True):
         prompt: Key of a task that holds its prompt, where the experiment has no prompt of its own.
         arguments: Further arguments of the harness.
         context: Most tokens of a prompt with its answer, for the harness's own settings.
-        output: Most tokens of an answer, likewise.
+        output: Most tokens of an answer, for the same purpose.
         memory: Memory of all its processes at most, such as ``8GB``; ``""`` for no limit.
         processes: Number of its processes at most; 0 for no limit.
         keep: When a workspace stays in the experiment's work directory: after attempts that ``failed``, ``never`` or

@@ -126,7 +126,7 @@ class Model(Record, frozen=True, kw_only=True):
         key: Its key.
         name: The name under which it is asked for.
         context: Most tokens of a prompt with its answer, for the harness's own settings.
-        output: Most tokens of an answer, likewise.
+        output: Most tokens of an answer, for the same purpose.
     """
 
     base_url: str

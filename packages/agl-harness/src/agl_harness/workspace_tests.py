@@ -25,7 +25,7 @@ _CLEAR = (
     'd*) if [ -L "$path" ] || [ ! -d "$path" ]; then rm -rf -- "$path" || exit; else chmod u+rwx "$path"; fi ;; '
     'f*) [ -L "$path" ] || chmod -R u+rwX "$path"; rm -rf -- "$path" || exit ;; esac; done'
 )
-"""Removes what is in the way of files: links and files where a folder (d) belongs, anything for a file (f)."""
+"""Makes room for files: removes links and files where a folder (d) belongs, anything where a file (f) belongs."""
 
 MAX_REPORT = 16 << 20
 """Bytes of a report at most."""
@@ -133,7 +133,7 @@ class WorkspaceTests:
         return Reward(value=value, name="tests", feedback=shown)
 
     async def _bring(self, sandbox: Sandbox, rollout: Rollout) -> bool:
-        """Copy the hidden tests into a workspace, in the place of what the harness left there, and of a report.
+        """Copy the hidden tests into a workspace, over the harness's own files, and remove an old report.
 
         Returns false where that could not be removed.
         """

@@ -118,7 +118,7 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The cells of its row under :data:`COLUMNS`."""
+        """The cells of its row, in the order of ``COLUMNS``."""
         names = (self.id, ", ".join(self.parents) or "-", self.operator, str(self.step), self.decision, self.why or "-")
         counts = (self.agent.rollouts, self.agent.tokens, self.optimizer.calls, self.optimizer.tokens)
         return (*names, *map(str, counts), f"{self.money:.4g}")

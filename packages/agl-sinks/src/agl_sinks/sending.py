@@ -42,7 +42,7 @@ def post(
         timeout_s: Seconds for each part of the exchange.
         passing: Statuses after which the request may be repeated.
         advice: The next step, by status.
-        is_secret: Whether messages leave out what the other side says, which may repeat the address.
+        is_secret: Whether messages leave out the other side's text, which may repeat the address.
 
     Raises:
         ExportError: The address does not answer, or refuses the body.

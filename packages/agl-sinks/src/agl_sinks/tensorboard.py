@@ -19,7 +19,7 @@ _writers: Any = import_module("tensorboardX.event_file_writer")
 
 
 class TensorBoardSink:
-    """Writes a run into ``LOG_DIR/RUN``; a process that resumes it writes everything anew, over what was there.
+    """Writes a run into ``LOG_DIR/RUN``; a process that resumes it writes everything anew, over the earlier files.
 
     Args:
         log_dir: The folder that ``tensorboard --logdir`` is given; by default ``tensorboard`` in the experiment's work
@@ -43,7 +43,7 @@ class TensorBoardSink:
         self._folder.mkdir(parents=True, exist_ok=True)
         suffix = f".{time.time_ns()}"  # the library's name has the second only, and two files may share that
         self._writer = _writers.EventsWriter(str(self._folder / "events"), suffix)
-        # The start of a session makes readers take this file in place of those that were there before.
+        # The start of a session makes readers take this file in place of earlier ones.
         self._write(session_log=_event.SessionLog(status=_event.SessionLog.START))
         self._text("config", f"```json\n{json.dumps(run.config, indent=2, ensure_ascii=False)}\n```")
 

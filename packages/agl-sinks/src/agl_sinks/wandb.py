@@ -19,7 +19,7 @@ PLACE = "agl_place"
 """The number in the run's summary that says up to which place of the rows the server has them."""
 
 FLUSH_S = 2.0
-"""Seconds after which the library writes what it holds to its file."""
+"""Seconds after which the library writes its buffer to its file."""
 
 
 class WandbSink:
@@ -97,9 +97,9 @@ class WandbSink:
         self._destination = str(self._run.url if mode == "online" else self._run.settings.sync_dir)
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Write a row of the history for each, at its place or behind it; what the server has is left out.
+        """Write a row of the history for each, at its place or behind it; rows that the server has are left out.
 
-        A number that a step gets later stands behind newer steps, for the library drops what is behind its last one.
+        A number that a step gets later stands behind newer steps, for the library drops rows behind its last one.
         So its last one does not say which rows the server has, and each row brings the greatest place so far.
         """
         run = self._begun()
@@ -148,7 +148,7 @@ class WandbSink:
 
 
 def _quiet() -> dict[str, Any]:
-    """Return settings that leave the program's output and other runs alone, and send nothing but what is given."""
+    """Return settings that leave the program's output and other runs alone, and send only the given values."""
     return {
         "console": "off",
         "disable_code": True,

@@ -211,5 +211,5 @@ def _result(end: SinkOutcome, steps: int) -> str:
 
 
 def _as_mrkdwn(text: str) -> str:
-    """Return a text that Slack shows as it is: it would obey what stands between angle brackets."""
+    """Return a text that Slack shows as it is: it would obey text between angle brackets."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,7 +1,7 @@
 """Waits in tests until a condition holds, up to a deadline that a busy machine keeps too.
 
 ``wait_until`` blocks the thread; ``eventually`` lets the event loop go on. Both look often, so that a test waits hardly
-longer than it has to, and fail with an ``AssertionError`` that shows what the condition was last. ``stopwatch`` says
+longer than it has to, and fail with an ``AssertionError`` that shows the condition's last value. ``stopwatch`` says
 how long the process itself took over something.
 """
 
@@ -34,7 +34,7 @@ def wait_until(condition: Callable[[], T], *, within_s: float = PATIENCE_S, ever
 async def eventually(
     condition: Callable[[], T | Awaitable[T]], *, within_s: float = PATIENCE_S, every_s: float = 0.01
 ) -> T:
-    """Call ``condition``, or await what it returns, until the result is true, and return that.
+    """Call ``condition``, or await its result, until the result is true, and return that.
 
     Raises:
         AssertionError: It was still false after ``within_s`` seconds.

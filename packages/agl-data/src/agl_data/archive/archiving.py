@@ -1,4 +1,4 @@
-"""Archives the finished rollouts of a store, and removes from the store what was read back and compared.
+"""Archives the finished rollouts of a store, and removes them from it once they were read back and compared.
 
 One process at a time archives a store. Rollouts that the archive has already are left out, so that an archiving that
 was stopped is continued by the next one.
@@ -23,7 +23,7 @@ from agl_data.archive.places import Place
 from agl_data.archive.stored import CHUNK, chunks, read_known, rollouts_there
 from agl_inspect.retention import FINISHED, delete_finished, needed_experiments, taking_turns
 from agl_inspect.terminal.query import check_experiment, pages
-from agl_store_sqlite.sql import Compaction
+from agl_store_sqlite.sql.compaction import Compaction
 
 _PAGE = 500
 """Rollouts that are listed at once."""
@@ -120,7 +120,7 @@ class Archiving:
 
         Args:
             tell: Called with the number of rollouts that have been looked at since its last call.
-            is_removing: Remove those that the archive has as the store has them.
+            is_removing: Remove the rollouts whose archived copies equal those of the store.
             is_dry_run: Only count.
 
         Raises:
@@ -250,7 +250,7 @@ class Archiving:
 
 
 async def _writer_of(store: Store) -> str:
-    """Return the name by which a store finds the parts that it began, from whichever machine; made at its first use."""
+    """Return the name by which a store finds the parts that it began on any machine; made at its first use."""
     found = (await store.load_state(_WRITER)).get(_WRITER)
     if found is None:
         found = secrets.token_hex(8).encode()

@@ -27,7 +27,7 @@ Kind: TypeAlias = Literal["text", "texts", "int", "float", "bool", "time", "byte
 Row: TypeAlias = dict[str, Any]
 
 _ROWS, _BYTES = 5_000, 8 << 20
-"""The most rows and bytes of values in a row group, but for one row that is larger."""
+"""The most rows and bytes of values in a row group; a single row may be larger."""
 
 _PAGE = 1_000
 """The most rows that are read at once."""
@@ -88,7 +88,7 @@ class TableWriter:
         return size
 
     def close(self) -> None:
-        """Write what is left, and end the file."""
+        """Write the remaining rows, and end the file."""
         try:
             self._flush()
         finally:

@@ -56,7 +56,7 @@ class Table(NamedTuple, Generic[R]):
                 raise damaged(folder.place, name, str(error)) from error
 
     def write(self, folder: Folder, records: Iterable[R]) -> None:
-        """Write the records in place of those that are archived."""
+        """Replace the archived records."""
         with tempfile.TemporaryDirectory(prefix="agl-archive-") as local:
             path = Path(local) / "table.parquet"
             rows = ({**row_of(record, self.columns), "record": encode(record)} for record in records)
@@ -144,7 +144,7 @@ async def archive_context(store: Store, folder: Folder, *, experiment: str, name
 
 
 async def restore_context(folder: Folder, store: TableStore, *, experiment: str) -> None:
-    """Bring versions, labels, scores and numbers back; what the store has already stays as it is.
+    """Bring versions, labels, scores and metrics back; records that the store has stay as they are.
 
     Raises:
         ConflictError: The store has a version or a label that went another way; nothing of the experiment is restored.

@@ -61,7 +61,7 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=False):
         first: The smallest id of its rollouts; ``last`` is the greatest.
         files: Its files by table.
         is_whole: Whether the files are there; false while they are being written.
-        writer: The name of the store that wrote it, by which its next archiving finds what a killed one left.
+        writer: The name of the store that wrote it, by which its next archiving finds the parts that a killed one left.
     """
 
     part: str

@@ -152,5 +152,5 @@ class PartReader:
 
 
 def content_of(recording: Recording) -> bytes:
-    """Return what is compared to tell whether two recordings are the same, byte for byte."""
+    """Return the bytes of a recording, which are equal for equal recordings."""
     return encode((recording.rollout, recording.attempts, recording.spans))

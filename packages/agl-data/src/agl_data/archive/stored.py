@@ -17,7 +17,7 @@ _PAGE = 1_000
 
 
 async def read_known(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[Recording]:
-    """Read rollouts with all attempts and spans, in order of id, without those that are removed meanwhile."""
+    """Read rollouts with all attempts and spans, in order of id; rollouts that are removed meanwhile are left out."""
     left = list(rollout_ids)
     while left:
         try:

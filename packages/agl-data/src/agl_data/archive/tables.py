@@ -202,7 +202,7 @@ def _span_row(span: Span, experiment: str, agent: str) -> Row:
 
 
 def _call_columns(call: ModelCall) -> tuple[Row, dict[str, Any]]:
-    """Return a call's columns, and what stands in its record in place of the fields that they hold exactly."""
+    """Return a call's columns, and the empty values that replace, in its record, the fields that they hold exactly."""
     packed = {name: getattr(call, name) for name in _PACKED}
     bodies = {name: json_text(getattr(call, name)) for name in _BODIES}
     columns = {

@@ -248,7 +248,7 @@ def _tool_around(span: Span, spans: Mapping[tuple[str, str], Span]) -> str:
 
 
 def _counts(call: ModelCall) -> dict[str, Json]:
-    """Return the numbers of tokens: those that the backend counted, else those of the ids."""
+    """Return the numbers of tokens as the backend counted them, else the numbers of ids."""
     response: Any = call.response
     usage = Usage.read(cast("Message", response).get("usage") if isinstance(response, dict) else None)
     asked, answered = usage.prompt or call.prompt_len, usage.answer or call.response_len

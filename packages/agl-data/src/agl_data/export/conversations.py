@@ -99,7 +99,7 @@ def _keys(agent: str, messages: Sequence[Message]) -> list[bytes]:
 
 
 def _comparable(message: Message) -> list[Any]:
-    """Return a message in a form that is equal for an answer and for what a client sends back of it."""
+    """Return a message in a form in which an answer equals the same answer when a client sends it back."""
     calls = objects_in(message.get("tool_calls"))
     asked = [[call.get("id"), function_of(call).get("name"), arguments_of(call)] for call in calls]
     content = message.get("content")

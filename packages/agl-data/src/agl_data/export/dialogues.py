@@ -41,7 +41,7 @@ def _continues(messages: Sequence[Any], earlier: Sequence[Any]) -> bool:
 
 
 def _as_made(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages in a form that is equal for an answer and for what a client sends back of it.
+    """Return messages in a form in which an answer equals the same answer when a client sends it back.
 
     LangChain adds the agent's ``name``, and writes the arguments of tool calls with other spaces.
     """

@@ -83,7 +83,7 @@ async def export_with_plugin(
     agents: str | None,
     min_reward: float | None,
 ) -> int:
-    """Write rollouts in a plugin's format, and print what it does not hold; returns the number of records."""
+    """Write rollouts in a plugin's format, and print its losses; returns the number of records."""
     factory = manager.resolve(manager.command(f"{_BELOW} {form}"))
     losses = Losses()
     count = 0

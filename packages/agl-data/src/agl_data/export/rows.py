@@ -58,7 +58,7 @@ class RowMaker:
 
     Args:
         form: The format's name, for messages.
-        losses: Takes what the rows do not hold.
+        losses: Counts everything that the rows do not hold.
     """
 
     def __init__(self, form: str, losses: Losses) -> None:

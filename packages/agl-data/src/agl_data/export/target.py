@@ -54,7 +54,7 @@ def target_of(output: Path | None, losses: Losses | None = None) -> Generator[Bi
 
 
 def print_losses(losses: Losses, form: str) -> None:
-    """Print on standard error what a format could not hold."""
+    """Print a format's losses on standard error."""
     listed = losses.listed()
     if not listed:
         return

@@ -219,6 +219,6 @@ def _key(prompt: Any) -> str:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine returns, in a thread of its own: a notebook has a running event loop."""
+    """Run a coroutine in a thread of its own, because a notebook has a running event loop; returns its result."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()

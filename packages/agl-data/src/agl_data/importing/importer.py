@@ -160,7 +160,7 @@ async def import_files(
 
 
 class _Item(NamedTuple):
-    """A run as a recording, ``None`` for one without a model call, and what was lost of it."""
+    """A run as a recording, ``None`` for one without a model call, and its losses."""
 
     recording: Recording | None
     lost: Counter[str]
@@ -233,7 +233,7 @@ def _add_reward(run: Run, target: Target) -> None:
 
 
 class _Survey:
-    """Counts what the files hold, and what of it the store has.
+    """Counts the runs, calls and rewards of the files, and those that the store has.
 
     Attributes:
         first: The runs that the store lacks, by id, each with the number of the one that comes first in the files.
@@ -321,7 +321,7 @@ def _fingerprint(rollout: Rollout) -> int:
 async def _write(
     store: TableStore, recordings: Sequence[Recording], there: Mapping[str, int], first: Mapping[str, int]
 ) -> None:
-    """Add the runs that the store lacks, and to those that it has the rewards that they lack.
+    """Add the runs that the store lacks, and the rewards that the other runs lack.
 
     ``there`` has the numbers of the runs that were in the store before, ``first`` those of the others: of several runs
     of one id the one that comes first in the files is added.

@@ -1,4 +1,4 @@
-"""A run as a reader found it, and what it becomes: a rollout with one attempt and its spans.
+"""A run as a reader found it, and its rollout, with one attempt and its spans.
 
 A reader names its run and spans by keys of the format; ids follow from them, so that importing a file again gives the
 same ones. Times that a format does not have stay 0 in the spans.
@@ -224,7 +224,7 @@ class Run:
         return digest([self.prompt, *((key, parent, span) for key, parent, span in self._spans)], size=16)
 
     def identity(self) -> str:
-        """Return a digest that is the same for the same run, in whichever file it stands."""
+        """Return a digest that is the same for the same run in any file."""
         return digest([self.key, "" if self.grows and self.key else self.contents()], size=12)
 
     def recording(self, target: Target, *, format: str, task: Json, copy: int, now: float) -> Recording:

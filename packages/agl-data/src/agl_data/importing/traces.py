@@ -44,7 +44,7 @@ class Scored(msgspec.Struct, frozen=True):
 
     Attributes:
         key: Its id in the trace.
-        reward: The reward, whose scope follows from what it is about.
+        reward: The reward; its scope follows from ``about``.
         about: The id, or another name, of the span that it is about; ``""`` for the run.
         at_ns: Unix nanoseconds.
         is_late: Whether it came when the attempt was decided.
@@ -124,8 +124,8 @@ def runs_of(path: Path, parts: Iterable[tuple[str, Part]], *, content: Sequence[
 
     Args:
         path: The file, for messages.
-        parts: Ids of traces, each with a part, in any order; without an id for what is of no trace.
-        content: Beginnings of names of attributes that hold what a call's own fields hold.
+        parts: Ids of traces, each with a part, in any order; the id is ``""`` for a part of no trace.
+        content: Beginnings of names of attributes that repeat fields of a call.
     """
     decode = msgspec.msgpack.Decoder(Part).decode
     with closing(sqlite3.connect("")) as gathered:  # a temporary file, which goes with the connection
@@ -176,7 +176,7 @@ def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) ->
 
 
 def _once(parts: list[Part]) -> list[Part]:
-    """Return each span once, as it stands last in the file: exporters send again what they hear no answer to."""
+    """Return each span once, as it stands last in the file: exporters send a span again when they get no answer."""
     return list({part.id or str(number): part for number, part in enumerate(parts)}.values())
 
 

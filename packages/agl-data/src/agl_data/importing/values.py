@@ -83,7 +83,7 @@ def ns_of(time: Json) -> int:
 
 
 def whole_ns(value: Json) -> int:
-    """Return Unix nanoseconds of an integer, within what a store holds; 0 for anything else."""
+    """Return Unix nanoseconds of an integer, cut to the range of a store; 0 for anything else."""
     return min(max(int(value), 0), _LATEST) if isinstance(value, int) else 0
 
 

@@ -16,7 +16,7 @@ from agl.schemas import Json
 from agl_data.importing.source import MAX_RECORD, ZSTD, Line, decoded, line_of, opened, unpacking
 
 _MOST_HEAD = 16
-"""Bytes by which the framing is recognised: lengths, tags, and what is in the first field."""
+"""Bytes by which the framing is recognised: lengths, tags, and the first field."""
 
 
 def is_protobuf(path: Path) -> bool:
@@ -37,7 +37,7 @@ def read_batches(path: Path) -> Iterator[Line] | None:
 def _framing(head: bytes) -> str:
     """Return how a file that begins so is framed, ``""`` for one that is no Protobuf.
 
-    A batch begins with 0x0A, the tag of its first field, and what this holds with 0x0A, 0x12 or 0x1A.
+    A batch begins with 0x0A, the tag of its first field, whose content begins with 0x0A, 0x12 or 0x1A.
     """
     if len(head) > 5 and head[0] < 4 and (head[4:5] == b"\n" or head[4:8] == ZSTD):
         return "prefixed"

@@ -142,7 +142,7 @@ class Session:
         return await self._recorded("reset", arguments, {"type": "reset", "data": arguments})
 
     async def step(self, action: Mapping[str, Json]) -> Step:
-        """Take an action, by the fields of the environment's action, and return what it led to.
+        """Take an action, by the fields of the environment's action, and return the answer.
 
         A refused action is an answer, with the reason in ``refused``.
 

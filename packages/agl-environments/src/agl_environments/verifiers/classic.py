@@ -113,7 +113,7 @@ class ClassicEnvironment:
         return checked_reward(state.get("reward"), parts, _weights(rubric), name=self._name)
 
     async def stop(self) -> None:
-        """Release what the environment holds, and close the client."""
+        """Release the environment's resources, and close the client."""
         if self._client is not None:
             await self._client.close()
         await self._environment._teardown()  # its only door; it would otherwise be called when Python ends

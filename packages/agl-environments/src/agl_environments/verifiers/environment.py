@@ -1,4 +1,4 @@
-"""Tasks, rewards and errors of environments, whichever generation of verifiers they were written for.
+"""Tasks, rewards and errors of environments, for both generations of verifiers.
 
 Environments with ``load_environment`` are in :mod:`agl_environments.verifiers.classic`, those made of a taskset in
 :mod:`agl_environments.verifiers.taskset`. Objects of verifiers are of any type here, so that nothing of it is imported

@@ -1,4 +1,4 @@
-"""Finds an environment by its name, and loads it whichever generation of verifiers it was written for.
+"""Finds an environment by its name, and loads it with the generation of verifiers that it was written for.
 
 Environments are packages that somebody installed, or modules next to the experiment file.
 """

@@ -104,7 +104,7 @@ class TasksetEnvironment:
         return json_tasks(rows, name=self._name), []
 
     async def start(self) -> None:
-        """Bring up the servers, so that what they lack shows now."""
+        """Bring up the servers, so that their errors show now."""
         self._serving = await self._serve(self._environment)
 
     async def _serve(self, environment: Any) -> _Serving:

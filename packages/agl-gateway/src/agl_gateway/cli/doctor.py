@@ -392,7 +392,7 @@ def _admin_tokens() -> list[bytes]:
 
 
 def _strengths(check: str, keys: Sequence[bytes], *, where: str) -> Iterator[Finding]:
-    """Look at each key; several are told apart by their lines."""
+    """Look at each key; several are named by their lines."""
     for number, key in enumerate(keys, 1):
         name = f"{check} of line {number}" if len(keys) > 1 else check
         yield _strength(name, key.decode("utf-8", "replace"), where=where)

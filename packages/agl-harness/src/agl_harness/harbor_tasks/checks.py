@@ -27,7 +27,7 @@ def check_tasks(folders: Sequence[Path], *, settings: HarnessSettings) -> None:
     """Check that tasks can be run in the sandbox that an experiment names.
 
     Raises:
-        ConfigError: One cannot, or asks for what the sandbox does not give; says what to do.
+        ConfigError: One cannot, or asks for something that the sandbox lacks; says what to do.
     """
     if not folders:
         return

@@ -220,7 +220,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def sources_of(copying: Copying, folder: Path) -> list[Path]:
-    """Return what a line copies, from the build's folder.
+    """Return the files and folders that a line copies, from the build's folder.
 
     Raises:
         ConfigError: The source does not exist, or lies outside of the folder.

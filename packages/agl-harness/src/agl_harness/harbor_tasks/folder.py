@@ -208,7 +208,7 @@ def check_workdir(task: TaskFolder) -> None:
 
 
 def lacks_of(task: TaskFolder, *, without: Sequence[str]) -> dict[Lack, str]:
-    """Return what a task asks for, a sandbox without images does not give, and nobody agreed to go without."""
+    """Return the lacks of a task that ``without`` does not accept."""
     return {lack: line for lack, line in task.lacks.items() if lack not in without}
 
 
@@ -221,7 +221,7 @@ LACKS: tuple[Lack, ...] = tuple(_MEANINGS)
 
 
 def filled_variables(variables: dict[str, str], given: dict[str, str]) -> dict[str, str]:
-    """Fill values such as ``${NAME}`` and ``${NAME:-otherwise}`` from what is given; one that lacks is left out."""
+    """Fill values such as ``${NAME}`` and ``${NAME:-otherwise}``; a variable without a value is left out."""
     found: dict[str, str] = {}
     for name, text in variables.items():
         match = _TEMPLATE.fullmatch(text)

@@ -40,7 +40,7 @@ _CLEAR = (
     "rm -rf -- /logs/verifier; rm -rf -- /tests 2>/dev/null; "  # which may be a mount, so that it stays
     'mkdir -p /logs/verifier /tests && [ -z "$(ls -A /logs/verifier)$(ls -A /tests)" ]'
 )
-"""Removes what the agent left where the tests and their reward belong, or fails."""
+"""Removes the agent's files from the places of the tests and their reward, or fails."""
 
 _FILES = ("reward.json", "reward.txt")
 _MOST = 16_000

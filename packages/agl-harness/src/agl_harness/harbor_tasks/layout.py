@@ -27,7 +27,7 @@ class Layout(Record, frozen=True, kw_only=True):
         places: Absolute paths at which programs find folders and files of the sandbox, by their path in it.
         folder: The folder of the sandbox that programs work in.
         uploads: What is copied into it: a file or folder, and its path in the sandbox.
-        ignored: Patterns of what is left out of folders.
+        ignored: Patterns of files that are left out of folders.
     """
 
     task: TaskFolder
@@ -93,7 +93,7 @@ def _layout(task: TaskFolder, image: Image, folder: Path, *, workdir: str, extra
 
 
 def _copies(image: Image, folder: Path, workdir: str) -> list[tuple[Path, PurePosixPath]]:
-    """Return what a Dockerfile copies, with the absolute path that each gets.
+    """Return the files and folders that a Dockerfile copies, each with its absolute path in the image.
 
     What goes into a folder that this machine has, such as ``/etc``, is taken apart, so that the rest stays there.
     """
@@ -123,7 +123,7 @@ def _apart(source: Path, target: PurePosixPath, work: PurePosixPath) -> list[tup
 
 
 def _stage(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
-    """Copy a folder without what a ``.dockerignore`` leaves out."""
+    """Copy a folder without the files that a ``.dockerignore`` leaves out."""
 
     def left_out(folder: str, names: list[str]) -> list[str]:
         inside = PurePosixPath(folder).relative_to(source)

@@ -41,7 +41,7 @@ def build_sandboxes(
 
     Args:
         name: ``local``, a name in the entry-point group, or ``module:attribute``.
-        base: The folder for what it keeps on this machine.
+        base: The folder for its files on this machine.
         hidden: Folders that nothing in a sandbox may see.
         readable: Files and folders within hidden ones that it may read.
         isolation: For ``local``.

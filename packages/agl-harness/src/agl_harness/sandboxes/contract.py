@@ -58,7 +58,7 @@ class Finished(Record, frozen=True, kw_only=True):
     Attributes:
         code: Its exit status, or minus the number of the signal that ended it.
         output: Its standard output; of a long one the beginning and the end.
-        errors: Its standard error, likewise.
+        errors: Its standard error, cut in the same way.
         exceeded: The limit that ended it, ``""`` if none did.
         detail: The limit and the use of it, for people.
     """
@@ -124,7 +124,7 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what runs in it, and remove it; idempotent."""
+        """End its programs, and remove it; idempotent."""
         ...
 
 
@@ -140,8 +140,8 @@ class CopyableSandbox(Protocol):
 class Sandboxes(Protocol):
     """A backend: makes sandboxes and finds them again.
 
-    ``factory(base=..., hidden=..., readable=...)`` builds one: ``base`` is the folder for what it keeps on this
-    machine, ``hidden`` the folders that nothing in a sandbox may see, ``readable`` what it may read of them.
+    ``factory(base=..., hidden=..., readable=...)`` builds one: ``base`` is the folder for its files on this
+    machine, ``hidden`` the folders that nothing in a sandbox may see, ``readable`` the exceptions within them.
     """
 
     async def create(self, name: str) -> Sandbox:

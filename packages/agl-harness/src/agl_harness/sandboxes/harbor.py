@@ -208,7 +208,7 @@ class HarborSandbox:
         await self.ask("download", source=await self._inside(path), target=str(target))
 
     async def close(self) -> None:
-        """End what runs in it, and remove it."""
+        """End its programs, and remove it."""
         with contextlib.suppress(SandboxError):
             await self.ask("close")
 

@@ -1,7 +1,7 @@
 """Makes environments of Harbor and works with them, for another program: a server at a Unix socket.
 
 Runs in a Python that has the package ``harbor``, which needs 3.12, and imports nothing of agl. A connection carries one
-request and one answer, each a line of JSON; one that is closed early cancels what it asked for. The server ends, and
+request and one answer, each a line of JSON; one that is closed early cancels its request. The server ends, and
 all environments with it, when its standard input ends.
 """
 
@@ -24,7 +24,7 @@ NO_PROGRAM = "agl-no-program"
 
 _LIMIT = 64 << 20
 _HEAD, _TAIL = 16_000, 64_000
-"""Characters that are kept of the beginning and of the end of what a command prints."""
+"""Characters that are kept of the beginning and the end of a command's output."""
 
 _SHORT_S = 60
 
@@ -53,7 +53,7 @@ class Server:
         self._folder = tempfile.TemporaryDirectory(prefix="agl-harbor-")
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request asks for; returns its answer."""
+        """Carry out a request; returns its answer."""
         do = request.pop("do")
         if do == "create":
             return await self._create(**request)

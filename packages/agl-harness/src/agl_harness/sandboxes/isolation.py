@@ -51,7 +51,7 @@ class Isolation:
 
     @property
     def warning(self) -> str:
-        """A sentence on what is not kept apart and what to do, ``""`` with bubblewrap."""
+        """A sentence on the risk of plain processes and the remedy, ``""`` with bubblewrap."""
         if self.program:
             return ""
         return (
@@ -79,7 +79,7 @@ class Isolation:
             folder: Its working directory.
             writable: The folders that it may write to.
             hidden: The folders that it finds empty.
-            readable: Folders within these that it may read nevertheless, but for hidden ones within them.
+            readable: Folders within these that it may read nevertheless, except for hidden ones within them.
             mark: A file that holds something once the command runs.
             limits: Shell commands that set its limits.
             places: Writable files and folders by the absolute path at which it finds them.
@@ -119,7 +119,7 @@ def _opened(places: Mapping[str, Path], hidden: Sequence[Path]) -> tuple[list[st
 
 
 def _contents(folder: Path) -> list[str]:
-    """Return options that bind what a folder holds, but for what bubblewrap makes itself."""
+    """Return options that bind a folder's contents, except for folders that bubblewrap makes itself."""
     options: list[str] = []
     for path in sorted(folder.iterdir()):
         if path.is_symlink():
@@ -198,7 +198,7 @@ class View:
         )
 
     def programs(self, search_path: str) -> list[Path]:
-        """Return what it may read within hidden folders, those from which programs of a ``PATH`` run included.
+        """Return the paths that it may read within hidden folders, the folders of a ``PATH``'s programs included.
 
         No hidden folder is among them, nor one above all of these.
         """

@@ -1,7 +1,7 @@
 """The sandboxes of this machine: a folder for each, and processes apart from the rest where bubblewrap works.
 
-A sandbox's folder has a lock file next to it, which its owner holds, so that the next process removes what a killed one
-left. A folder without a lock file was kept for people to look at.
+A sandbox's folder has a lock file next to it, which its owner holds, so that the next process removes the sandboxes of
+a killed one. A folder without a lock file was kept for people to look at.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 _LOCK = ".lock"
 _LOOK_S = 0.25
-"""Seconds between two looks at what a command uses."""
+"""Seconds between two looks at a command's use of memory and processes."""
 
 _THREADS = 16
 """Threads per process that the system's own limit, a backstop to ours, allows for."""
@@ -256,13 +256,13 @@ class LocalSandbox:
         return copy
 
     async def close(self) -> None:
-        """End what runs in it, and remove its folder."""
+        """End its programs, and remove its folder."""
         await self._end()
         await asyncio.to_thread(_remove, self._root)
         self._give_up_lock()
 
     async def keep(self) -> None:
-        """End what runs in it, and leave its folder for people to look at."""
+        """End its programs, and leave its folder for people to look at."""
         await self._end()
         await asyncio.to_thread(_remove, self._root / TEMPORARY)
         self._give_up_lock()
@@ -338,7 +338,7 @@ def _on_cpus(number: float) -> list[str]:
 
 
 async def _watch(kept: BoundProcess, stdin: bytes, limits: Limits, in_memory: Sequence[Path]) -> Finished:
-    """Feed a command, read what it prints, and stop it beyond its limits."""
+    """Feed a command, read its output, and stop it beyond its limits."""
     printed, complaints = PrintedText(), PrintedText()
     talking = asyncio.create_task(_converse(kept.process, stdin, printed, complaints))
     watching = asyncio.create_task(_watch_usage(kept.process.pid, limits, in_memory))
@@ -357,7 +357,7 @@ async def _watch(kept: BoundProcess, stdin: bytes, limits: Limits, in_memory: Se
 
 
 async def _watch_usage(keeper: int, limits: Limits, in_memory: Sequence[Path]) -> tuple[Any, str]:
-    """Return the limit of memory or processes that what is below the keeper exceeds, and by how much.
+    """Return the limit of memory or processes that the processes below the keeper exceed, and by how much.
 
     Files in folders that are in memory count as memory.
     """
@@ -435,7 +435,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy a file or the contents of a folder, but for sockets, pipes and devices; links stay links."""
+    """Copy a file or the contents of a folder without sockets, pipes and devices; links stay links."""
     if source.is_dir():
         shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=_special)
     else:
@@ -453,7 +453,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def _make_readable(path: Path) -> None:
-    """Let this user read what a harness made unreadable, so that it can be copied."""
+    """Make files that a harness made unreadable readable again, so that they can be copied."""
     unreadable = ["(", "-type", "d", "!", "-perm", "-500", "-o", "-type", "f", "!", "-perm", "-400", ")"]
     words = ["find", str(path), *unreadable, "-exec", "chmod", "u+rX", "{}", ";"]
     with suppress(FileNotFoundError):  # a small system may have no find

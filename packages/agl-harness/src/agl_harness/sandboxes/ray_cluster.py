@@ -218,7 +218,7 @@ class RaySandbox:
         return RaySandbox(self._handle, self._actor, inner, PurePosixPath(root))
 
     async def close(self) -> None:
-        """End what runs in it, and remove it; with the first sandbox of an actor goes the actor."""
+        """End its programs, and remove it; the first sandbox of an actor takes the actor with it."""
         with contextlib.suppress(SandboxError):
             await _ask(self._handle.close.remote(self._inner))
         if self._inner == self._actor:
@@ -284,7 +284,7 @@ class _Box:
 
 
 async def _ask(reference: Any) -> Any:
-    """Wait for an actor's answer; what the sandbox raises is raised here, and a dead actor is a dead sandbox."""
+    """Wait for an actor's answer; raises the sandbox's own errors, and :class:`SandboxError` for a dead actor."""
     ray = _ray()
     try:
         return await reference

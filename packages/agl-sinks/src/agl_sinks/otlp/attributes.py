@@ -45,7 +45,7 @@ _INT64 = 1 << 63
 
 
 def key_values(attributes: Mapping[str, Any]) -> Iterator[KeyValue]:
-    """Convert attributes; leaves out those that are ``None`` or empty texts and lists."""
+    """Convert attributes; leaves out ``None`` and empty texts and lists."""
     for key, value in attributes.items():
         if value is not None and value != "" and value != [] and value != ():
             yield KeyValue(key=_text(key), value=_any(value))

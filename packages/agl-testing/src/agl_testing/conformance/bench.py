@@ -216,7 +216,7 @@ class AlgorithmBench:
 
     async def recorded(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
         """The rollouts that the bench was given, as one finished step of an algorithm that is over."""
-        del max_age  # the bench gives what is young enough
+        del max_age  # the bench gives young rollouts only
         if self._given is None:
             raise ConfigError("the bench was given no rollouts, so the algorithm has no source")
         if (after or {}).get("payer"):

@@ -36,7 +36,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
 
 class ConversationTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a conversation, whichever dialect it came in; ``images`` counts its image parts."""
+    """One message of a conversation in any dialect; ``images`` counts its image parts."""
 
     role: str
     text: str = ""

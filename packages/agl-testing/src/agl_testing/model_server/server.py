@@ -14,7 +14,7 @@ from agl_testing.model_server.thread import HOST, ThreadedServer
 
 
 class ScriptedModelServer(ThreadedServer):
-    """A model API on a local port that says what a script tells it to say.
+    """A model API on a local port that answers by a script.
 
     >>> with ScriptedModelServer([Reply(text="hello")]) as server:
     ...     client = openai.OpenAI(base_url=server.base_url, api_key="any")
@@ -29,7 +29,7 @@ class ScriptedModelServer(ThreadedServer):
         port: 0 for any free one.
 
     The server starts on entering the context (or by :meth:`start`) and is gone, stalled calls included, on
-    leaving it (or by :meth:`stop`); leaving also raises what a ``respond`` function raised.
+    leaving it (or by :meth:`stop`); leaving also raises the error of a ``respond`` function.
     All methods may be called from any thread.
     """
 
@@ -105,7 +105,7 @@ class ScriptedModelServer(ThreadedServer):
 
     @asynccontextmanager
     async def listening(self) -> AsyncGenerator[int]:
-        """Listen with aiohttp, which cancels what is being answered when the block ends."""
+        """Listen with aiohttp, which cancels calls in progress when the block ends."""
         runner = web.ServerRunner(web.Server(self._handler.handle, handler_cancellation=True), shutdown_timeout=0.05)
         await runner.setup()
         try:

@@ -56,7 +56,7 @@ FORMATS = {
 
 
 def format_of(path: Path) -> Format:
-    """Recognise the format of a file; raises :class:`DatasetError` with those that are read when none fits."""
+    """Recognise the format of a file; raises :class:`DatasetError` with a list of the known formats when none fits."""
     if is_protobuf(path):
         return FORMATS["otlp"]
     record = first_record(path)

@@ -1,6 +1,6 @@
 """ATIF, the Agent Trajectory Interchange Format of Harbor, versions 1.0 to 1.8: one trajectory is one run.
 
-A step of the agent is a model call, and what stands before it is its request. Token ids and log-probabilities are
+A step of the agent is a model call, and the messages before it are its request. Token ids and log-probabilities are
 read where a step has them. Sub-agents are embedded, or stand in files next to the trajectory, never outside of its
 folder. Steps that were copied from another trajectory are part of requests only.
 """
@@ -84,7 +84,7 @@ class _Trajectory:
         """Keys of calls by the span ids that agl wrote."""
 
     def add(self) -> None:
-        """Add the trajectory and what is below it."""
+        """Add the trajectory and its sub-agents."""
         steps = dicts_in(self._document.get("steps"))
         times = [found for step in steps if (found := ns_of(step.get("timestamp")))]
         start_ns, end_ns = min(times, default=self._at_ns), max(times, default=self._at_ns)

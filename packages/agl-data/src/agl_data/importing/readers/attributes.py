@@ -15,9 +15,7 @@ from agl_data.importing.values import as_dict, as_text, first
 
 _TYPE, _INPUT, _OUTPUT = "langfuse.observation.type", "langfuse.observation.input", "langfuse.observation.output"
 LANGFUSE_CONTENT = (_INPUT, _OUTPUT)
-"""Names of Langfuse's attributes that hold what a call's own fields hold."""
-
-"""Pairs of names that Langfuse has for the tokens of a prompt and an answer."""
+"""Names of Langfuse's attributes that repeat fields of a call."""
 
 _KIND = "openinference.span.kind"
 _OPERATIONS = {

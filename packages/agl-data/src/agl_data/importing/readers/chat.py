@@ -1,6 +1,6 @@
 """OpenAI chat as JSON lines: each line has ``messages``, and perhaps ``tools``, as fine-tuning reads them.
 
-Every message of the assistant becomes a model call, whose request is what stands before it. One with ``weight`` 0 was
+Every message of the assistant becomes a model call, whose request is all messages before it. One with ``weight`` 0 was
 not sampled to be learnt from, and stays part of the requests only.
 """
 

@@ -91,7 +91,7 @@ class _Session:
             self._entries[uuid] = entry
 
     def _logs(self, path: Path) -> Iterator[Path]:
-        """Return the logs of the session's sub-agents, none that is a link to elsewhere."""
+        """Return the logs of the session's sub-agents, without links to elsewhere."""
         folder = path.with_suffix("") / "subagents"
         for log in sorted(folder.glob("agent-*.jsonl")):
             if log.resolve().parent == folder.resolve() and folder.resolve().parent.parent == path.resolve().parent:
@@ -245,7 +245,7 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _prompt(entry: _Entry) -> str:
-    """Return what a person asked for on a line, ``""`` for answers, results of tools and notes of the program."""
+    """Return a person's request on a line, ``""`` for answers, results of tools and notes of the program."""
     is_asked = entry.line.get("type") == "user" and entry.line.get("isMeta") is not True
     is_asked = is_asked and entry.line.get("isCompactSummary") is not True
     return text_of(entry.message.get("content")) if is_asked else ""

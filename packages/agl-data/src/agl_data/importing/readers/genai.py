@@ -11,7 +11,7 @@ from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, first
 SYSTEM, TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
 MESSAGES = (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES, SYSTEM, TOOLS)
 CONTENT = (*MESSAGES, "llm.", "input.", "output.", "gen_ai.prompt.", "gen_ai.completion.")
-"""Beginnings of names of attributes that hold what a call's own fields hold."""
+"""Beginnings of names of attributes that repeat fields of a call."""
 
 _CALLS = frozenset({semconv.OP_CHAT, semconv.OP_TEXT_COMPLETION, "generate_content"})
 

@@ -104,7 +104,7 @@ class _Events:
 
 
 def _blank(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return what the first event of a trace, a score or an observation leaves out."""
+    """Return the fields that the first event of a trace, a score or an observation leaves out."""
     if kind == "trace":
         return {"observations": []}
     return {} if kind == "score" else {"type": kind.upper(), "parentObservationId": body.get("traceId")}
@@ -123,7 +123,7 @@ def _record(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
 
 
 def _trace(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
-    """Yield a trace's own span, which stands for its agent unless an observation does, and what is below it."""
+    """Yield a trace's own span, which stands for its agent unless an observation does, and the spans below it."""
     own = as_text(record.get("id")) or as_text(record.get("traceId"))
     if not own:
         raise DatasetError(f"{place} is a trace without an id, and nothing was imported; export it once more")

@@ -1,4 +1,4 @@
-"""Model calls from what a tracer kept of a client's request and answer.
+"""Model calls from the requests and answers that tracers keep.
 
 Tracers keep the bodies of a provider's API, or messages as LangChain writes them, or texts only. Bodies stay as they
 are, in their own dialect; the rest becomes OpenAI's chat.
@@ -53,7 +53,7 @@ def call_of(
         answered: What came out: a response's body, a message, or a text.
         model: The model's name, unless it is a field of the request.
         settings: Sampling parameters, unless they are fields of the request.
-        tools: Definitions of the tools, likewise.
+        tools: Definitions of the tools, unless they are a field of the request.
         usage: Counts of tokens in chat's form.
         error: The text of the failure, ``""`` without one.
     """

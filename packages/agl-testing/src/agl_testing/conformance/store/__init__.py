@@ -17,7 +17,7 @@ from agl_testing.conformance.store.recordings import RecordingTests
 from agl_testing.conformance.store.resources import ResourceTests
 from agl_testing.conformance.store.spans import FeedTests, SpanTests
 from agl_testing.conformance.store.statistics import StatisticsTests
-from agl_testing.stores.location import StoreLocation
+from agl_testing.stores.process import StoreLocation
 
 __all__ = ["StoreConformance", "StoreLocation"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from agl.contracts import Store
 from agl_testing.conformance._base import run
-from agl_testing.stores.location import StoreLocation
+from agl_testing.stores.process import StoreLocation
 
 
 def store_test(test: Callable[[Any, Store], Awaitable[None]]) -> Callable[[Any, StoreLocation], None]:

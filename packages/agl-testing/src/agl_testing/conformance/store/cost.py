@@ -12,7 +12,7 @@ from itertools import count
 from agl.contracts import ExperimentRecord, LabelMove, Metric, RolloutQuery, Store, Trained, VersionScore
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_testing.conformance._base import run
-from agl_testing.stores.location import StoreLocation
+from agl_testing.stores.process import StoreLocation
 from agl_testing.stores.samples import make_rollout, make_span, outcome_of
 
 ROLLOUTS = 20_000

@@ -17,7 +17,7 @@ from agl.contracts import ExperimentRecord, LabelMove, Metric, RolloutQuery, Sto
 from agl.errors import FencedError, NotFoundError, SchemaVersionError, StoreError
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_testing.conformance._base import require, run
-from agl_testing.stores.location import Acknowledged, StoreLocation
+from agl_testing.stores.process import Acknowledged, StoreLocation
 from agl_testing.stores.samples import (
     VICTIM,
     finish_one,
@@ -314,7 +314,7 @@ def _run_victim(location: StoreLocation, report: Path, *, kill_after_s: float) -
 
 def _start_victim(location: StoreLocation, report: Path, mode: str) -> "subprocess.Popen[bytes]":
     arguments = [location.factory, location.url, str(report), mode]
-    return subprocess.Popen([sys.executable, "-m", "agl_testing.stores.victim", *arguments])
+    return subprocess.Popen([sys.executable, "-m", "agl_testing.stores.process", *arguments])
 
 
 def _read_report(report: Path) -> list[Acknowledged]:

@@ -35,7 +35,7 @@ class WakeUps:
         self._delays: list[float] = []
 
     async def time(self, waiting: Coroutine[Any, Any, T], write: Callable[[], Awaitable[object]]) -> T:
-        """Start the wait, then write; returns what the wait brought."""
+        """Start the wait, then write; returns the result of the wait."""
         task = asyncio.create_task(waiting)
         await asyncio.sleep(0.02)
         sent = time.monotonic()

@@ -1,4 +1,4 @@
-"""Tests of the statistics that a store keeps: they equal what the rollouts themselves add up to."""
+"""Tests of the statistics that a store keeps: they equal the sums over the rollouts themselves."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -19,7 +19,7 @@ from agl.schemas import Claim, Json, Mode, Reward, RewardSource, Rollout, Span, 
 from agl.stores import all_spans, read_recordings
 from agl_testing.conformance._base import run
 from agl_testing.conformance.store.case import store_test
-from agl_testing.stores.location import StoreLocation
+from agl_testing.stores.process import StoreLocation
 from agl_testing.stores.samples import TWO_ATTEMPTS, make_call, make_rollout, make_span, outcome_of, start_one
 
 MODES: tuple[Mode, ...] = ("train", "val")

@@ -1,10 +1,12 @@
-"""A child process that works on a store until it is killed, or until the queue is empty.
+"""A store under test, as a test and its child processes open it, and the child process itself.
 
-``python -m agl_testing.stores.victim FACTORY URL REPORT write|drain`` appends a line to REPORT after every acknowledged
-write, so a test can compare the acknowledged writes with the stored ones.
+``python -m agl_testing.stores.process FACTORY URL REPORT write|drain`` works on a store until it is killed, or until
+the queue is empty. It appends a line to REPORT after every acknowledged write, so that a test can compare these writes
+with the stored ones.
 """
 
 import asyncio
+import importlib
 import sys
 from itertools import count
 from typing import BinaryIO
@@ -12,10 +14,39 @@ from typing import BinaryIO
 import msgspec
 
 from agl.contracts import ExperimentRecord, Store, Trained
-from agl_testing.stores.location import Acknowledged, StoreLocation
+from agl.schemas import Record
 from agl_testing.stores.samples import TWO_ATTEMPTS, VICTIM, make_call, make_rollout, make_span, outcome_of
 
 LEASE_S = 1.0
+
+
+class StoreLocation(Record, frozen=True, kw_only=True):
+    """A store's factory by import path, and its URL; enough for a second process to open the same store.
+
+    Attributes:
+        factory: ``"module:attribute"``, as in the plugin's record.
+        url: URL of the store; fresh and empty for every test.
+    """
+
+    factory: str
+    url: str
+
+    def open(self) -> Store:
+        """Open a store object on this location."""
+        module, _, attribute = self.factory.partition(":")
+        return getattr(importlib.import_module(module), attribute)(self.url)
+
+
+class Acknowledged(Record, frozen=True, kw_only=True):
+    """One line of a child's report: a write that the store acknowledged.
+
+    Attributes:
+        kind: ``enqueued``, ``claimed``, ``appended``, ``finished`` or ``trained``.
+        key: The rollout's id.
+    """
+
+    kind: str
+    key: str
 
 
 async def main(location: StoreLocation, report_path: str, mode: str) -> None:
