@@ -97,7 +97,7 @@ def deferral(experiment: str, run: int) -> dict[str, Json]:
 
 
 def saved_marks(experiment: str, run: int, versions: Iterable[ResourceVersion]) -> dict[str, bytes]:
-    """Return what remembers that these versions are saved, by key."""
+    """Return the marks which record that these versions are saved, by key."""
     return {_mark(experiment, run, each.name, each.version): b"1" for each in versions if DEFERRED in each.metadata}
 
 
