@@ -17,7 +17,7 @@ from agl_gateway.access.audit import Audit
 from agl_gateway.access.certificate import Certificate
 from agl_gateway.access.identity import Admission, Identities, RunningAttempts
 from agl_gateway.access.quotas import Quotas
-from agl_gateway.access.tokens import WORKER_TOKENS, TokensApi
+from agl_gateway.access.worker_tokens import WORKER_TOKENS, TokensApi
 from agl_gateway.processes.attempt_facts import PATH, AttemptFacts, AttemptFactsApi
 from agl_gateway.processes.peers import Group, Peers, Siblings
 from agl_gateway.processes.presence import GatewayPresence

@@ -1,4 +1,4 @@
-"""Finds in the metrics of a run what keeps it from learning, says what to change, and records it as alerts.
+"""Finds the reasons in a run's metrics why it does not learn, proposes changes, and records both as alerts.
 
 Each rule looks at one algorithm's steps, mostly at the means of the last ones against those of the first. It speaks
 only where the numbers that it reads were logged and are clear, and with the numbers that made it speak. The limits are
@@ -40,7 +40,7 @@ _LONG = 20
 LONGER_ANSWERS = "raise the agent's max_tokens, or leave such answers out of the loss: mask_truncated = true"
 FULL_SAMPLING = 'sampling = "override" in [policy.NAME], or remove those parameters from the agent'
 REWRITTEN = "agl why latest names the call where the conversation no longer continues: the agent rewrites its history"
-"""Changes that a plan of a run proposes too, from its recordings."""
+"""Changes that a forecast also proposes, from recorded rollouts."""
 
 
 class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -50,8 +50,8 @@ class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
         rule: The rule's name, such as ``silent-groups``.
         algorithm: Whose steps it is about.
         step: The last of the steps that were looked at.
-        evidence: What was measured, with its numbers.
-        change: What to do, with the setting's name and a value where there is one.
+        evidence: The measurement, with its numbers.
+        change: The proposed change, with the setting's name and a value where there is one.
     """
 
     rule: str
@@ -411,7 +411,7 @@ _TIMES: dict[str, _Rule] = {
 
 
 AlertKind = Literal["suggestion", "collapse"]
-"""What raised an alert."""
+"""The source of an alert."""
 
 
 class Alert(Record, frozen=True, kw_only=True):
