@@ -7,7 +7,8 @@ call's departure to the optimiser's update, every call of a function and every r
 watched: a file holds the call when an argument or a result there holds the mark, as text, bytes or token ids. It is on
 the way when the mark passes from it, by calls and returns, to a file where a stage ends: the client's departure, the
 gateway's sender and recorder, the store's tables, the training loop. Files that only look at what they get and note
-findings (watchers, tallies, checks, links between calls) lie beside the way and are counted apart, and so are the files of the policy server, which stands for any model.
+findings (watchers, tallies, checks, links between calls) lie beside the way and are counted apart, and so are the files
+of the policy server, which stands for any model.
 ``docs/explanation/data-flow.md`` leads through those to open first.
 
 It needs the environment of the session ``example(calc)``.
