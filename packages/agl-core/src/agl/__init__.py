@@ -1,9 +1,9 @@
 """agl: train agents from their own runs.
 
-These are the names that an agent's or a plugin's author types; the rest is in :mod:`agl.schemas`, :mod:`agl.contracts`,
-:mod:`agl.errors`, :mod:`agl.hints`, :mod:`agl.algorithms`, :mod:`agl.tracing`, :mod:`agl.stores`, :mod:`agl.dialects`,
-:mod:`agl.episodes` and :mod:`agl.semconv`. ``import agl`` is cheap: each name is imported when it is first used, so a
-program that only emits rewards never loads a store.
+This module has the names that authors of agents and plugins use most. The others are in :mod:`agl.schemas`,
+:mod:`agl.contracts`, :mod:`agl.errors`, :mod:`agl.hints`, :mod:`agl.algorithms`, :mod:`agl.tracing`, :mod:`agl.stores`,
+:mod:`agl.dialects`, :mod:`agl.episodes` and :mod:`agl.semconv`. ``import agl`` is cheap: each name is imported on first
+use, so a program that only emits rewards never loads a store.
 """
 
 from typing import TYPE_CHECKING, Any

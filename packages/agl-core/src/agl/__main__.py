@@ -1,4 +1,4 @@
-"""``python -m agl`` is the ``agl`` command, which another distribution brings."""
+"""``python -m agl`` runs the ``agl`` command, which the distribution ``agl-run`` installs."""
 
 from importlib.metadata import entry_points
 

@@ -8,17 +8,17 @@ from agl.schemas import Span
 
 # A recursive agent may nest spans without end, and every transition carries its path.
 MAX_PATH = 64
-"""The most names that a path keeps, the innermost ones, so that it does not grow with the depth of recursion."""
+"""The largest number of names in a path. Longer paths keep their innermost names."""
 
 
 class Who(NamedTuple):
     """The actors that enclose a span.
 
     Attributes:
-        agent: The nearest agent's name; without one the nearest node's, else role's, else operation's; or ``""``.
-            A workflow (a graph, team or crew) counts as a node.
+        agent: The name of the nearest agent; without an agent, that of the nearest node, role or operation, in this
+            order of preference; ``""`` if none is known. A workflow (a graph, team or crew) counts as a node.
         path: Names of workflows, agents, nodes, roles, tools and operations, outermost first.
-        inside: The part of ``path`` from the nearest agent on; all of it without an agent.
+        inside: The part of ``path`` from the nearest agent inwards; the whole path if there is no agent.
         named: The nearest name of each kind: agent, node, role, operation.
     """
 
@@ -29,7 +29,7 @@ class Who(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that ``agents`` of a policy is matched with: the innermost first, out to the nearest agent."""
+        """The names against which a policy's ``agents`` pattern is matched, from the innermost to the nearest agent."""
         # The agent comes last although it is the outermost: a policy that is declared for a node or
         # role within an agent is more specific than one for the agent.
         return tuple(dict.fromkeys(name for name in (*reversed(self.inside), self.agent) if name))
@@ -54,7 +54,7 @@ class Enclosing:
         self._known: dict[str, Who] = {}
 
     def who(self, span: Span) -> Who:
-        """The actors of ``span``, those named on the span itself included."""
+        """The actors that enclose ``span``, including those that the span itself names."""
         return step_into(self._around(span), span.attributes, _operation(span))
 
     def _around(self, span: Span) -> Who:
@@ -81,7 +81,7 @@ class Enclosing:
         return who
 
     def _parent(self, span: Span) -> Span | None:
-        """The framework's span that the call carried, if it was recorded, else the span's own parent."""
+        """The framework span that the call names, if that span was recorded; otherwise the span's own parent."""
         framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
         # The wire hook sends the framework's current span along, because the call leaves in the
         # HTTP client's own context, where the parent may be another library's span.
@@ -92,12 +92,12 @@ class Enclosing:
 
 
 def step_into(around: Who, attributes: Mapping[str, object], operation: str) -> Who:
-    """The actors inside a span: those around it, and the ones that the span names.
+    """The actors inside a span: those around the span and those that the span names.
 
     Args:
         around: The actors around the span.
         attributes: The span's attributes.
-        operation: The name of a span that no convention describes, ``""`` for others.
+        operation: The span's name, if no semantic convention describes the span; otherwise ``""``.
     """
     # Most spans name nobody (model calls, rewards, messages); this path has to be short.
     if not operation and _NAMES.isdisjoint(attributes):
@@ -132,9 +132,9 @@ def _name(attributes: Mapping[str, object], key: str) -> str:
 
 
 def _operation(span: Span) -> str:
-    """The name that ``agl.operation`` was given; ``""`` for a span that a convention describes."""
-    # agl.operation records a plain internal span. What a convention describes is told from it by
-    # its operation attribute, and calls and rewards by their payload.
+    """The name that was passed to ``agl.operation``; ``""`` for a span that a semantic convention describes."""
+    # agl.operation records a plain internal span. Spans of the conventions have an operation
+    # attribute; calls and rewards have a payload.
     is_plain = (
         span.kind == "internal"
         and span.call is None

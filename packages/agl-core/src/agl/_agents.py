@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Tracers:
-    """The installed tracers as one object: an attribute is that of the first one that has it."""
+    """The installed tracers as one object: each attribute comes from the first tracer that has it."""
 
     def __init__(self, tracers: tuple[Tracer, ...]) -> None:
         self._tracers = tracers
@@ -31,9 +31,9 @@ class Tracers:
         )
 
 
-# A descriptor without __set__, so that an agent may keep an attribute of this name of its own.
+# A descriptor without __set__, so that an agent may have its own attribute of the same name.
 class _CurrentTracers:
-    """The tracers of the running attempt, as an attribute that an agent's own of this name replaces."""
+    """A descriptor that gives the tracers of the running attempt; an agent may override it by assignment."""
 
     def __get__(self, agent: object, owner: type) -> Tracers:
         capture = current()
@@ -43,13 +43,13 @@ class _CurrentTracers:
 class LitAgent(Generic[T]):
     """An agent as a class: override :meth:`rollout`, as a function or a coroutine function.
 
-    A class may also define ``training_rollout`` or ``validation_rollout``, with the same arguments, for rollouts that
-    train, and for those that validate or test; ``rollout`` runs the others. Names that end in ``_async`` are accepted.
-    One instance serves many rollouts at once, so keep per-rollout state in local variables.
+    A class may also define ``training_rollout`` for rollouts that train, and ``validation_rollout`` for rollouts that
+    validate or test; both take the arguments of ``rollout``, which runs all other rollouts. Each name may end in
+    ``_async``. One instance serves many rollouts at once, so keep per-rollout state in local variables.
 
     Attributes:
-        tracer: The tracers of the running attempt, for what a tracer offers besides its contract, such as a handler
-            that an agent passes to its framework by hand.
+        tracer: The tracers of the running attempt. Use it for features beyond the tracer contract, such as a handler
+            that an agent passes to its framework.
     """
 
     tracer = _CurrentTracers()
@@ -63,16 +63,17 @@ class LitAgent(Generic[T]):
             rollout: The record of this run, hidden fields removed.
 
         Returns:
-            A number is the reward, a dict of numbers its dimensions, ``None`` nothing; a string or any other
-            JSON value is the agent's output, which reward emitters see.
+            A number is taken as the reward, and a dict of numbers as the reward's dimensions. ``None`` records
+            nothing. A string or any other JSON value is the agent's output, which reward emitters see.
         """
         raise NotImplementedError(f"{type(self).__name__} must override rollout(task, resources, rollout)")
 
 
 def agent(function: F) -> F:
-    """Mark a plain function, sync or async, as an agent for whoever reads it; it is returned as it is.
+    """Mark a plain function, sync or async, as an agent for its readers; returns the function unchanged.
 
-    It may take any of the parameters ``task``, ``resources``, ``rollout``, ``llm`` (the only LLM among the
-    resources), ``prompt_template`` (likewise), or a resource's name; the first parameter of another name is the task.
+    The function may have the parameters ``task``, ``resources``, ``rollout``, ``llm`` (the only LLM among the
+    resources), ``prompt_template`` (the only prompt template) and the name of any resource. The first parameter with
+    another name gets the task.
     """
     return function

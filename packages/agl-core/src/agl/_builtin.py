@@ -8,13 +8,13 @@ from agl._hookspecs import hookimpl
 
 @hookimpl
 def agl_stores() -> Iterable[StoreEntry]:
-    """The store in memory."""
+    """Register the store in memory."""
     yield StoreEntry(name="memory", factory="agl.stores:MemoryStore", summary="in this process, not durable")
 
 
 @hookimpl
 def agl_tracers() -> Iterable[TracerEntry]:
-    """Tracers for OpenTelemetry spans and for model calls on the wire."""
+    """Register the tracers of OpenTelemetry spans and of model calls on the wire."""
     yield TracerEntry(
         name="otel",
         factory="agl.tracing:OtelTracer",
@@ -31,7 +31,7 @@ def agl_tracers() -> Iterable[TracerEntry]:
 
 @hookimpl
 def agl_credits() -> Iterable[CreditEntry]:
-    """Credit per episode."""
+    """Register the credit assignment ``episode``."""
     yield CreditEntry(
         name="episode", factory="agl.episodes:EpisodeCredit", summary="the episode's return to every call"
     )

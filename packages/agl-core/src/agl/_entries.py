@@ -35,7 +35,7 @@ class TracerEntry(Entry, frozen=True, kw_only=True):
     """Registers a tracer; the factory builds an :class:`agl.contracts.Tracer`.
 
     Attributes:
-        frameworks: The modules that it observes.
+        frameworks: The modules that the tracer observes.
     """
 
     frameworks: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class RewardEntry(Entry, frozen=True, kw_only=True):
     """
 
     # An option, because most rewards are plain functions of the spans and should not have to accept
-    # what they ignore.
+    # a parameter that they ignore.
     takes_setup: bool = False
 
 
@@ -61,14 +61,15 @@ class AlgorithmEntry(Entry, frozen=True, kw_only=True):
     """Registers an algorithm; the factory builds an :class:`agl.contracts.Algorithm` from its parameters alone.
 
     Attributes:
-        tunes: Kinds of resources that it can tune: ``weights`` (a policy's), ``prompt_template`` or ``json``.
-        needs_token_ids: Whether it trains on tokens; then a backend without ids is refused.
-        shares: Whether it can learn from rollouts that another algorithm paid for (``source``).
+        tunes: Kinds of resources that the algorithm can tune: ``weights`` (of a policy), ``prompt_template`` or
+            ``json``.
+        needs_token_ids: Whether the algorithm trains on tokens. If so, a backend that returns no token ids is refused.
+        shares: Whether the algorithm can learn from rollouts that another algorithm collected (setting ``source``).
     """
 
     tunes: tuple[Literal["weights", "prompt_template", "json"], ...] = ("weights",)
-    # True by default: an algorithm that trains on tokens and does not say so would fail only after
-    # rollouts were paid for.
+    # True by default: an algorithm that trains on tokens without declaring it would fail only after
+    # its rollouts were paid for.
     needs_token_ids: bool = True
     shares: bool = False
 
@@ -83,8 +84,8 @@ class RunnerEntry(Entry, frozen=True, kw_only=True):
     ``setup`` is a ``RunContext`` of ``agl-run``.
 
     Attributes:
-        can_replay: Whether it answers the model calls of a replayed rollout from the recording; a credit that replays
-            rollouts is refused where it does not.
+        can_replay: Whether the runner answers the model calls of a replayed rollout from the recording. A runner that
+            does not is refused together with a credit that replays rollouts.
     """
 
     can_replay: bool = False
@@ -94,7 +95,7 @@ class PolicyEntry(Entry, frozen=True, kw_only=True):
     """Registers a model server; ``factory(name=..., **params)`` builds an :class:`agl.contracts.Policy`.
 
     Attributes:
-        trains: Whether it takes new weights.
+        trains: Whether the server can load new weights.
     """
 
     trains: bool = False
@@ -107,23 +108,23 @@ class GatewayEntry(Entry, frozen=True, kw_only=True):
 class ExporterEntry(Entry, frozen=True, kw_only=True):
     """Registers a destination of finished rollouts; the factory builds an :class:`agl.contracts.Exporter`.
 
-    It may build an ``agl.contracts._sink.Sink`` instead, which shows the numbers of a run.
+    The factory may build an ``agl.contracts._sink.Sink`` instead, which shows the numbers of a run.
     """
 
 
 class CommandEntry(Entry, frozen=True, kw_only=True):
-    """Registers a command; the factory is, or returns, a ``click.Command``, and is imported when it is called.
+    """Registers a command; the factory is, or returns, a ``click.Command``, and is imported when the command is called.
 
     Attributes:
-        parent: The command of ``agl`` below which this one hangs, such as ``resources``; ``""`` for ``agl`` itself.
-            Below ``export`` it is a format, and the factory builds an ``agl_inspect.exports.ExportWriter``.
+        parent: The ``agl`` command that this one is a subcommand of, such as ``resources``; ``""`` for ``agl`` itself.
+            A subcommand of ``export`` is a format, and its factory builds an ``agl_inspect.exports.ExportWriter``.
     """
 
     parent: str = ""
 
 
 class PluginStatus(Record, frozen=True, kw_only=True):
-    """One plugin as :meth:`agl.PluginManager.status` finds it.
+    """The status of one plugin, as :meth:`agl.PluginManager.status` returns it.
 
     Attributes:
         name: The entry point's name.
@@ -131,9 +132,10 @@ class PluginStatus(Record, frozen=True, kw_only=True):
         version: The distribution's version.
         module: The module that the entry point names.
         state: ``loaded``, ``broken`` (quarantined; see ``error``) or ``disabled``.
-        components: ``"<kind> <name>"`` of everything that it registered, or would have.
-        error: Why it is broken, as one paragraph with the remedy.
-        failures: How many of its observer calls raised so far.
+        components: ``"<kind> <name>"`` of every component that the plugin registered, or would have registered if it
+            had not failed.
+        error: The reason why the plugin is broken and the remedy, in one paragraph.
+        failures: Number of calls of the plugin's observers that have raised so far.
     """
 
     name: str
@@ -143,6 +145,5 @@ class PluginStatus(Record, frozen=True, kw_only=True):
     state: PluginState
     components: tuple[str, ...] = ()
     error: str = ""
-    # Observers are isolated, so that this number is the only trace of one that fails again and
-    # again.
+    # Observers are isolated, so this number is the only trace of an observer that fails repeatedly.
     failures: int = 0

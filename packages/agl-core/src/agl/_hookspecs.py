@@ -1,6 +1,6 @@
-"""The hooks. Provider hooks return records; observer hooks only watch, and their failures stop nothing.
+"""The hooks. Provider hooks return records. Observer hooks only watch, and an observer that raises stops nothing.
 
-Hooks are synchronous and do no work: the components that they name are built on request.
+Hooks are synchronous. Provider hooks do no work: the components that they name are built on request.
 Write ``from agl import hookimpl`` and define functions with these names in the module that the ``agl`` entry point
 names. That module imports ``agl`` and the standard library only.
 """
@@ -161,11 +161,11 @@ class AglSpec:
     ) -> None:
         """An algorithm finished a step and its state is saved, or the experiment was validated.
 
-        Called in the process that runs the experiment, once for every step in the order in which they finish.
-        ``run`` counts the experiment's fresh starts, from 1, and ``experiment_step`` the
-        steps of all algorithms together, this one included. A validation comes as the algorithm ``validate``: its
-        ``report.step`` counts those before it too, and its metrics are ``reward`` and ``failed``. ``workdir`` is the
-        experiment's work directory.
+        Called in the process that runs the experiment, once for every step, in the order in which steps finish.
+        ``run`` counts the experiment's fresh starts, from 1. ``experiment_step`` counts the steps of all algorithms
+        together, including this one. A validation has the algorithm name ``validate``: its ``report.step`` is the
+        number of steps that all algorithms took before it, and its metrics are ``reward`` and ``failed``. ``workdir``
+        is the experiment's work directory.
 
         .. code-block:: python
 
@@ -178,12 +178,12 @@ class AglSpec:
     def agl_alert_raised(
         self, experiment: str, run: int, kind: str, rule: str, algorithm: str, step: int, evidence: str, change: str
     ) -> None:
-        """A run found something about itself that a person should know.
+        """A run raised an alert: a finding about itself that needs a person.
 
-        Called in the process that runs the experiment after the finding is kept, once for each, over restarts too.
-        ``kind`` is ``suggestion``, or ``collapse`` if the run acted upon a validation reward that fell. ``rule`` is
-        the rule's name, such as ``silent-groups``, ``algorithm`` and ``step`` say where it looked, ``evidence`` has
-        its numbers, and ``change`` says what to do, ``""`` where there is nothing.
+        Called in the process that runs the experiment, after the finding is stored; once for each finding, even if the
+        run is restarted. ``kind`` is ``suggestion``, or ``collapse`` if the run reacted to a fall of the validation
+        reward. ``rule`` is the name of the rule, such as ``silent-groups``, which examined ``algorithm`` at ``step``.
+        ``evidence`` has the rule's numbers. ``change`` is the recommended change, ``""`` if there is none.
 
         .. code-block:: python
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Make a module's ``__getattr__``, which imports a name from its home and keeps it on the package.
+    """Make a ``__getattr__`` for a package, which imports a name on first use and then caches it on the package.
 
     Args:
         package: The package's ``__name__``.
@@ -19,7 +19,7 @@ def lazy_names(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[st
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home_of[name]), name)
-        # Kept on the package, so that the module's __getattr__ is asked only once for each name.
+        # Cached on the package, so that Python calls its __getattr__ only once for each name.
         setattr(sys.modules[package], name, value)
         return value
 

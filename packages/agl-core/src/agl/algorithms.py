@@ -1,7 +1,7 @@
-"""The configuration of algorithms and other components by name, as an experiment file and Python both build it.
+"""The configuration of algorithms and other components by name, for experiment files and for Python.
 
-``agl.Trainer(algorithm=agl.VERL(config))`` reads as if VERL were here and imports nothing heavy: the trainer's plugin
-manager finds the component by its name, and a package that is not installed is named with its ``pip install`` line.
+``agl.Trainer(algorithm=agl.VERL(config))`` reads as if VERL were here, but imports nothing heavy: the trainer's plugin
+manager finds the component by its name. If its package is not installed, the error has the ``pip install`` line.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,12 +32,13 @@ class PlacementConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     """``[algorithm.resources]``, ``[runner.resources]``: the part of a cluster that a process gets.
 
     Attributes:
-        num_cpus: CPUs, in fractions too; by default 1 for an algorithm and 0.5 for a worker.
-        num_gpus: GPUs; the process sees no others.
+        num_cpus: Number of CPUs, which may be fractional; by default 1 for an algorithm and 0.5 for a worker.
+        num_gpus: Number of GPUs; the process sees no others.
         memory: Memory, such as ``4GB``; ``""`` to reserve none.
-        custom: Resources that the cluster's machines have by name, such as ``{ browser = 1 }``.
-        strategy: ``PACK`` for few machines and ``SPREAD`` for many; ``STRICT_PACK`` and ``STRICT_SPREAD``, which only
-            algorithms have, refuse what does not go on one machine, or on one machine each.
+        custom: Amounts of the cluster's custom resources, by name, such as ``{ browser = 1 }``.
+        strategy: ``PACK`` to use few machines, ``SPREAD`` to use many. Algorithms may also use ``STRICT_PACK``, which
+            fails unless everything fits on one machine, and ``STRICT_SPREAD``, which fails unless every part gets a
+            machine of its own.
     """
 
     num_cpus: float | None = None
@@ -52,7 +53,7 @@ class ComponentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         use: The name that a plugin registered, such as ``turn``; for a reward also ``module:attribute``.
-        params: Keyword arguments of its factory.
+        params: Keyword arguments of the component's factory.
     """
 
     use: str
@@ -60,18 +61,18 @@ class ComponentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An algorithm by name, and its place in the experiment: ``[[algorithm]]``.
+    """An algorithm by name, with its settings in the experiment: ``[[algorithm]]``.
 
     Attributes:
         use: The name that a plugin registered, such as ``grpo``.
-        tunes: Names of the resources that it tunes; empty for the only one that it can tune.
-        name: Its name within the experiment; ``use`` unless given.
-        agents: Regular expression over the names of agents, nodes and roles whose calls it trains; ``""`` for all.
-        source: Names of the algorithms whose rollouts it learns from instead of collecting its own, or
-            ``experiment:NAME`` for the finished ones of another experiment in the store.
-        credit: Its own credit assignment; ``None`` for the experiment's.
-        resources: The part of the runner's cluster in which its steps run; ``None`` for the experiment's own process.
-        params: Keyword arguments of its factory.
+        tunes: Names of the resources that the algorithm tunes; may be empty if it can tune only one of them.
+        name: The algorithm's name within the experiment; by default the value of ``use``.
+        agents: Regular expression for the names of agents, nodes and roles whose calls train; ``""`` for all.
+        source: Names of other algorithms from whose rollouts this one learns instead of collecting rollouts itself, or
+            ``experiment:NAME`` for the finished rollouts of another experiment in the store.
+        credit: A credit assignment for this algorithm alone; ``None`` for that of the experiment.
+        resources: The cluster share for the algorithm's steps; ``None`` to run them in the experiment's own process.
+        params: Keyword arguments of the algorithm's factory.
     """
 
     use: str
@@ -89,7 +90,7 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def component(use: str, /, **params: Json) -> ComponentConfig:
-    """A component by its registered name: ``component("turn", gamma=0.9)``."""
+    """Configure a component by its registered name: ``component("turn", gamma=0.9)``."""
     return ComponentConfig(use=use, params=params)
 
 
@@ -106,21 +107,22 @@ def algorithm(
     resources: PlacementConfig | None = None,
     **params: Json,
 ) -> AlgorithmConfig:
-    """An algorithm of any plugin by its registered name: ``algorithm("rft", tunes="writer", min_reward=1.0)``.
+    """Configure an algorithm by its registered name: ``algorithm("rft", tunes="writer", min_reward=1.0)``.
 
     Args:
-        use: The registered name, such as ``"grpo"``; ``agl plugins list`` prints all.
-        config: Its parameters as one mapping, besides those given as keyword arguments.
-        tunes: The resource or resources that it tunes; by default the only one that it can tune.
-        name: Its name within the experiment, where two are of one kind.
-        agents: Regular expression for the agents whose calls it trains.
-        source: The algorithm or algorithms whose rollouts it learns from, instead of collecting its own.
-        credit: Its own credit assignment, such as ``component("turn", gamma=0.9)``; by default the trainer's.
-        resources: The part of the runner's cluster in which its steps run; by default the trainer's process.
-        params: Its parameters.
+        use: The registered name, such as ``"grpo"``; ``agl plugins list`` prints all names.
+        config: Parameters of the algorithm as a mapping, in addition to ``params``.
+        tunes: The resource or resources that the algorithm tunes; by default the only one that it can tune.
+        name: The algorithm's name within the experiment; needed if the experiment uses one algorithm twice.
+        agents: Regular expression for the agents whose calls train.
+        source: The algorithm or algorithms from whose rollouts this one learns, instead of collecting rollouts itself.
+        credit: A credit assignment for this algorithm alone, such as ``component("turn", gamma=0.9)``; by default that
+            of the trainer.
+        resources: The cluster share for the algorithm's steps; by default they run in the trainer's process.
+        params: Parameters of the algorithm.
 
     Raises:
-        ConfigError: A parameter is given twice.
+        ConfigError: A parameter is both in ``config`` and in ``params``.
     """
     twice = sorted(set(config or ()) & params.keys())
     if twice:
@@ -138,38 +140,38 @@ def algorithm(
 
 
 def SFT(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802  # a name in capitals, like those below
-    """Supervised fine-tuning, from ``agl-algo-torch``; takes what :func:`algorithm` takes."""
+    """Supervised fine-tuning, from ``agl-algo-torch``; see :func:`algorithm` for the arguments."""
     return algorithm("sft", config, **settings)
 
 
 def GRPO(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
-    """Group-relative policy optimisation, from ``agl-algo-torch``; takes what :func:`algorithm` takes."""
+    """Group-relative policy optimisation, from ``agl-algo-torch``; see :func:`algorithm` for the arguments."""
     return algorithm("grpo", config, **settings)
 
 
 def PPO(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
-    """Proximal policy optimisation, from ``agl-algo-torch``; takes what :func:`algorithm` takes."""
+    """Proximal policy optimisation, from ``agl-algo-torch``; see :func:`algorithm` for the arguments."""
     return algorithm("ppo", config, **settings)
 
 
 def DPO(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
-    """Direct preference optimisation, from ``agl-algo-torch``; takes what :func:`algorithm` takes."""
+    """Direct preference optimisation, from ``agl-algo-torch``; see :func:`algorithm` for the arguments."""
     return algorithm("dpo", config, **settings)
 
 
 def VERL(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
     """VERL at scale, from ``agl-algo-verl``: ``agl.VERL({"algorithm": {"adv_estimator": "grpo"}, ...})``.
 
-    ``config`` has VERL's own keys; ``settings`` are what :func:`algorithm` takes.
+    ``config`` has VERL's own keys; ``settings`` are the keyword arguments of :func:`algorithm`.
     """
     return algorithm("verl", config, **settings)
 
 
 def APO(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
-    """Automatic prompt optimisation, from ``agl-algo-apo``; takes what :func:`algorithm` takes."""
+    """Automatic prompt optimisation, from ``agl-algo-apo``; see :func:`algorithm` for the arguments."""
     return algorithm("apo", config, **settings)
 
 
 def GEPA(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
-    """Reflective prompt evolution, from ``agl-algo-apo``; takes what :func:`algorithm` takes."""
+    """Reflective prompt evolution, from ``agl-algo-apo``; see :func:`algorithm` for the arguments."""
     return algorithm("gepa", config, **settings)

@@ -1,6 +1,6 @@
 """Plugins: found by entry point, checked before they are imported, quarantined when they fail.
 
-The :class:`PluginManager` is an object that its owner passes on; nothing here is global.
+There is no global manager: whoever makes a :class:`PluginManager` passes it to those who need it.
 """
 
 from agl._plugins.manager import PluginManager

@@ -1,7 +1,7 @@
-"""Makes a component from its record: imports the lazy factory, checks the parameters against its signature, calls it.
+"""Builds a component from its entry: imports the factory, checks the parameters against its signature, and calls it.
 
-Each failure becomes an error for the person who can repair it: a module that is not installed, a plugin that is
-broken, a parameter that does not exist or has the wrong type.
+Each failure raises an error that says who can repair it, and how: a module is not installed, a plugin is broken, or a
+parameter does not exist or has the wrong type.
 """
 
 import importlib
@@ -24,10 +24,15 @@ _JSON = (str, bool, int, float, list, dict, type(None))
 
 
 def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
-    """Import the entry's factory; messages name it by ``component``, such as ``the reward 'x'``.
+    """Import the entry's factory.
+
+    Args:
+        entry: The entry.
+        component: The component's name in messages, such as ``the reward 'x'``.
+        source: The plugin that registered the entry.
 
     Raises:
-        PluginError: A module that it needs is not installed; the message has the ``pip install`` line.
+        PluginError: A module that the factory needs is not installed; the message has the ``pip install`` line.
         BrokenPluginError: The import raised, or the module has no such attribute.
     """
     if not isinstance(entry.factory, str):
@@ -49,13 +54,13 @@ def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
 
 
 def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any]) -> Any:
-    """Make the component; raises :class:`ConfigError` that names a wrong parameter and the accepted ones."""
+    """Build the component; raises :class:`ConfigError`, naming the wrong parameter and those that are accepted."""
     factory = resolve(entry, component, source)
     return factory(**checked_params(factory, component, params))
 
 
 def checked_params(factory: Callable[..., Any], component: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """``params`` if the factory takes them, with JSON values converted to the annotated types."""
+    """``params`` with JSON values converted to the annotated types; :class:`ConfigError` if the factory rejects one."""
     try:
         parameters = inspect.signature(factory).parameters
     # Classes and functions written in C have no signature; they check their arguments themselves.
@@ -80,7 +85,7 @@ def checked_params(factory: Callable[..., Any], component: str, params: Mapping[
 
 
 def _record(component: str, path: str, table: dict[str, Any], kind: type[msgspec.Struct], default: Any) -> Any:
-    """A record of settings from a table, whose keys replace those of the parameter's default."""
+    """A record of settings from a table; fields that the table lacks keep the values of the parameter's default."""
     for name in table:
         if name not in kind.__struct_fields__:
             fields = [f"{path}.{field}" for field in kind.__struct_fields__]
@@ -111,8 +116,8 @@ def _attribute(module: Any, path: str) -> Any:
 
 def _not_installed(error: ModuleNotFoundError, factory: str, component: str, source: Source) -> AglError:
     name = (error.name or "").partition(".")[0]
-    # The plugin's own module is missing: the entry names what its distribution does not contain.
-    # Anything else is missing from the environment, and pip can help.
+    # The plugin's own module is missing: the entry names a module that its distribution does not
+    # contain. Any other module is missing from the environment, and pip can install it.
     if not name or name == factory.partition(".")[0].partition(":")[0]:
         return BrokenPluginError(
             f"{component} cannot be built: the plugin {source.shown_name} names {factory!r}, which does not exist "
@@ -124,7 +129,7 @@ def _not_installed(error: ModuleNotFoundError, factory: str, component: str, sou
 
 
 def _install_line(module: str, source: Source) -> str:
-    """The command that installs a module: the plugin's requirement or extra of that name, else the module's name."""
+    """The command that installs a module, as a requirement or an extra of the plugin, or else by the module's name."""
     for line in source.requires:
         project = re.split(r"[^\w.-]", line, maxsplit=1)[0]
         # PEP 503: names of projects are equal without regard to case and to -, _ and dots; modules
@@ -168,7 +173,7 @@ def _converted(component: str, name: str, value: Any, hint: Any, default: Any = 
 
 
 def _choices(hint: Any) -> Iterator[str]:
-    """The texts that a type allows, where it names them."""
+    """The strings of the ``Literal`` types in a type hint."""
     for part in get_args(hint):
         if isinstance(part, str):
             yield part

@@ -1,4 +1,4 @@
-"""The registered components by kind and name, with their plugins, and the errors for missing ones."""
+"""The registered components by kind and name, with their plugins, and the errors for components that are missing."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ RECORDS: dict[Kind, type[Entry]] = {kind: record for record, kind in KINDS.items
 
 @cache
 def known() -> dict[tuple[Kind, str], str]:
-    """The distribution of each well-known component by kind and name, for the ``pip install`` line of a missing one.
+    """The distribution of each well-known component, by kind and name; errors for missing components suggest it.
 
     ``python -m tools.generate`` writes the table.
     """
@@ -38,46 +38,49 @@ def known() -> dict[tuple[Kind, str], str]:
 
 @dataclass(frozen=True, kw_only=True)
 class QuarantinedPlugin:
-    """A plugin that failed, with its error and the components that it had named by then."""
+    """A plugin that failed to load, with its error and the components that it had named before it failed."""
 
     source: Source
     error: PluginError
     keys: tuple[Key, ...] = ()
 
     def may_hold(self, key: Key) -> bool:
-        """True if the component may belong to this plugin."""
+        """True if the plugin named the component, or is likely to contain it."""
         return key in self.keys or is_likely_home(key, self.source)
 
 
 def key_of(entry: Entry) -> Key:
-    """Kind and name of a component; a command's name begins with that of the command above it."""
-    # A plugin may derive a record of its own from ours; the nearest known one decides.
+    """The kind and name of a component; the name of a subcommand is prefixed with that of its parent command."""
+    # A plugin may subclass our entries; the nearest known base class decides.
     kind: Kind = next(KINDS[record] for record in type(entry).__mro__ if record in KINDS)
     parent = entry.parent if isinstance(entry, CommandEntry) else ""
     return kind, f"{parent} {entry.name}" if parent else entry.name
 
 
 def is_likely_home(key: Key, source: Source) -> bool:
-    """True if a plugin that was never imported is the likely home of a component."""
-    # A plugin that failed before it could name its components is known by two signs: its own name,
-    # which is often that of its only component, and the table of well-known components.
+    """True if a plugin that was never imported is likely to contain a component."""
+    # There are two signs: the plugin's name, which is often that of its only component, and the
+    # table of well-known components.
     home = known().get(key, "").partition("[")[0]
     return key[1] == source.name or (source.distribution != "" and home == source.distribution)
 
 
 class Catalog:
-    """The registered components. A name that two plugins register is refused, there and when it is looked up."""
+    """The registered components. If two plugins register one name, both the registration and later lookups raise."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[Source, Entry]] = {}
-        # Two plugins with one name would make the order of installation decide which one runs; both
-        # are refused until the user chooses.
+        # If two plugins register one component, the order of installation would decide which one
+        # runs; so both are refused until the user chooses.
         self._contested: dict[Key, str] = {}
 
     def add(self, source: Source, entries: Sequence[Entry], *, reserved: Iterable[str] = ()) -> None:
-        """Register all or none; raises :class:`DuplicateComponentError` that names both plugins.
+        """Register all entries, or none if one of them is already registered.
 
-        Components of the plugins named in ``reserved`` stay usable after such a clash.
+        Components that belong to a plugin in ``reserved`` stay usable after such a clash.
+
+        Raises:
+            DuplicateComponentError: A component is already registered; the message names both plugins.
         """
         # Collected first and added at the end, because a plugin is admitted with all of its
         # components or not at all.
@@ -87,8 +90,8 @@ class Catalog:
             owner = fresh.get(key) or self._entries.get(key)
             if owner is not None:
                 message = _clash(key, owner[0], source)
-                # What the engine itself registers stays usable, or a plugin could take the default
-                # store away.
+                # The engine's own components stay usable; otherwise a plugin could disable the
+                # default store.
                 if owner[0].name not in {*reserved, source.name}:
                     self._contested[key] = message
                 raise DuplicateComponentError(message)
@@ -96,7 +99,7 @@ class Catalog:
         self._entries.update(fresh)
 
     def get(self, record: type[E], name: str) -> E | None:
-        """The component, ``None`` if there is none; raises if two plugins registered it."""
+        """The component of that name, ``None`` if there is none; :class:`DuplicateComponentError` if there are two."""
         key = (KINDS[record], name)
         if key in self._contested:
             raise DuplicateComponentError(self._contested[key])
@@ -104,12 +107,12 @@ class Catalog:
         return entry if isinstance(entry, record) else None
 
     def entries(self, record: type[E]) -> list[E]:
-        """All components of a kind in order of name."""
+        """All components of a kind, sorted by name."""
         found = [entry for _, entry in self._entries.values() if isinstance(entry, record)]
         return sorted(found, key=lambda entry: entry.name)
 
     def source_of(self, entry: Entry) -> Source | None:
-        """The plugin that registered this very component."""
+        """The plugin that registered this entry object; ``None`` for any other entry, even of the same name."""
         source, registered = self._entries.get(key_of(entry), (None, None))
         return source if registered is entry else None
 
@@ -118,14 +121,14 @@ class Catalog:
         return [key for key, (owner, _) in self._entries.items() if owner is source]
 
     def names(self, kind: Kind) -> list[str]:
-        """Names of a kind in order."""
+        """The sorted names of a kind's components."""
         return sorted(name for found, name in self._entries if found == kind)
 
 
 def missing(
     key: Key, names: Sequence[str], broken: Sequence[QuarantinedPlugin], disabled: Sequence[Source]
 ) -> PluginError:
-    """The error for a component that is not registered; ``names`` are the registered ones of its kind."""
+    """The error for a component that is not registered; ``names`` are those that are registered for its kind."""
     kind, name = key
     for plugin in broken:
         if plugin.may_hold(key):
@@ -141,8 +144,7 @@ def missing(
         plugins = ", ".join(plugin.source.shown_name for plugin in broken)
         parts.append(f"it may be in a plugin that failed to load: {plugins} (see: agl plugins check)")
     error = UnknownComponentError("; ".join(parts))
-    # The component may be in one of the plugins that failed to load; their tracebacks are what
-    # helps then.
+    # The component may be in one of the plugins that failed to load; then their tracebacks help.
     error.__cause__ = _cause(broken)
     return error
 

@@ -1,7 +1,7 @@
 """Reads one plugin: refuses hooks that would never be called, and collects the components it registers.
 
-pluggy accepts a misspelled hook, a function without the marker and a coroutine function, all of which would silently
-do nothing. Here they are errors with the remedy.
+pluggy accepts a misspelled hook, a function without the marker and a coroutine function, and then silently never runs
+them. Here each of them raises an error that names the remedy.
 """
 
 import inspect
@@ -24,7 +24,7 @@ PROVIDERS: dict[str, type[Entry]] = {
     for name in HOOKS
     for record in get_args(get_type_hints(getattr(AglSpec, name))["return"])
 }
-"""Provider hooks and the type of record that each returns."""
+"""The type of entry that each provider hook returns, by the hook's name."""
 
 OBSERVERS = tuple(name for name in HOOKS if name not in PROVIDERS)
 
@@ -33,15 +33,15 @@ _FACTORY = re.compile(r"[\w.]+:[\w.]+")
 
 
 def hookimpls(hooks: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
-    """Implementations of one hook in order of registration, those marked ``tryfirst`` before, ``trylast`` after."""
+    """The implementations of one hook: those marked ``tryfirst``, then the others, then those marked ``trylast``."""
     caller: pluggy.HookCaller = getattr(hooks.hook, hook)
-    # pluggy calls the last registered one first; here the order of names decides, and each
-    # implementation is called by itself.
+    # pluggy itself calls the last registered implementation first. Here they keep the order of
+    # registration, and each is called separately.
     return sorted(caller.get_hookimpls(), key=lambda impl: (impl.trylast, not impl.tryfirst))
 
 
 def check_hooks(hooks: pluggy.PluginManager, plugin: object) -> None:
-    """Raise :class:`PluginError` for anything in ``plugin`` that looks like a hook and would not be called."""
+    """Raise :class:`PluginError` if something in ``plugin`` looks like a hook but would never be called."""
     for name, function in _functions(plugin):
         if getattr(function, f"{PROJECT}_impl", None) is None:
             raise PluginError(f"{name} is not marked; write @agl.hookimpl above it, or give it another name")
@@ -52,7 +52,7 @@ def check_hooks(hooks: pluggy.PluginManager, plugin: object) -> None:
 
 
 def components(hooks: pluggy.PluginManager, plugin: object) -> list[Entry]:
-    """The records that ``plugin`` returns from its provider hooks, checked."""
+    """The entries that the provider hooks of ``plugin`` return; :class:`PluginError` if one of them is invalid."""
     found: list[Entry] = []
     for hook, record in PROVIDERS.items():
         for impl in hookimpls(hooks, hook):
@@ -68,8 +68,8 @@ def _functions(plugin: object) -> Iterator[tuple[str, Any]]:
             continue
         member = inspect.getattr_static(plugin, name)
         function = getattr(member, "__func__", member)
-        # Only its own functions: a module that imports another one's hook, to call it, does not
-        # implement it.
+        # Only functions defined in the module: one that is imported to be called is not an
+        # implementation.
         if inspect.isfunction(function) and (home is None or function.__module__ == home):
             yield name, function
 

@@ -1,7 +1,7 @@
 """The plugin manager: loads plugins, builds their components and calls their observers.
 
-It never imports a framework: a plugin's entry point names a light module with records, and a component's own module
-is imported when :meth:`PluginManager.build` is called.
+The manager never imports a framework: a plugin's entry point names a light module that has only entries, and a
+component's own module is imported when :meth:`PluginManager.build` is called.
 """
 
 import logging
@@ -58,9 +58,9 @@ _log = logging.getLogger("agl.plugins")
 class PluginManager:
     """Registered plugins and their components.
 
-    A new manager has the components of ``agl-core``, and of ``agl-run`` with its parts where it is installed;
-    :meth:`load` adds the other installed plugins and :meth:`register` one at hand. Looking components up is safe from
-    several threads; registering is not.
+    A new manager has the components of ``agl-core`` and, where they are installed, of ``agl-run``, ``agl-inspect`` and
+    ``agl-store-sqlite``. :meth:`load` adds the other installed plugins, and :meth:`register` adds a module or object.
+    Looking components up is safe from several threads; registering is not.
 
     Args:
         disabled: Names of entry points or distributions to leave out; ``"*"`` for all.
@@ -76,13 +76,13 @@ class PluginManager:
         self._loaded: dict[str, Source] = {}
         self._broken: list[QuarantinedPlugin] = []
         self._skipped: list[Source] = []
-        # Kept for plugins that fail after naming components, so that asking for one of these names
-        # the culprit.
+        # Kept for plugins that fail after they named components: the error for one of these
+        # components then names the plugin.
         self._named: dict[Source, tuple[Key, ...]] = {}
         self._failures: dict[str, int] = {}
         core = Source(name=CORE_PLUGIN, distribution=CORE, version=agl.__version__, module=builtin.__name__)
-        # The core registers through the same door as everybody; a hook that it cannot use is a
-        # defect of the hook.
+        # The core registers through the same hooks as every plugin; if it cannot use a hook, the
+        # hook is at fault.
         self._admit(core, builtin)
         for source, point in [found for distribution in ENGINE for found in installed(distribution)]:
             self._load(source, point)
@@ -99,10 +99,10 @@ class PluginManager:
         """A manager with the installed plugins.
 
         Args:
-            disabled: Left out, besides those in ``AGL_DISABLED_PLUGINS`` (separated by commas).
-            strict: By default whether ``AGL_PLUGINS_STRICT`` is ``1``.
-            load: False leaves out every installed plugin, as ``--no-plugins`` does.
-            environ: Where the variables are read.
+            disabled: Plugins to leave out, in addition to those in ``AGL_DISABLED_PLUGINS`` (separated by commas).
+            strict: See the class; by default true if ``AGL_PLUGINS_STRICT`` is ``1``, ``true``, ``yes`` or ``on``.
+            load: Whether to load installed plugins; false has the effect of ``--no-plugins``.
+            environ: The environment variables to read.
         """
         names = [name.strip() for name in environ.get(DISABLED_VARIABLE, "").split(",") if name.strip()]
         if strict is None:
@@ -112,10 +112,10 @@ class PluginManager:
         return manager
 
     def load(self) -> None:
-        """Load the installed plugins in order of name; one that fails is quarantined, or raised when strict."""
+        """Load the installed plugins in order of name; a plugin that fails is quarantined, or raises if strict."""
         for source, point in installed():
-            # Loaded when the manager was made, also with --no-plugins: without a store and a runner
-            # there is nothing to run.
+            # Already loaded by the constructor, even with --no-plugins: nothing runs without a
+            # store and a runner.
             if source.distribution in ENGINE:
                 continue
             if self._disabled & {EVERY, source.name, source.distribution}:
@@ -134,7 +134,7 @@ class PluginManager:
             raise failure from _cause_of(failure, error)
 
     def tracer(self, name: str) -> TracerEntry:
-        """The tracer of that name. This lookup and its siblings raise :class:`PluginError` for a missing component."""
+        """The tracer of that name; like all lookups by name, raises :class:`PluginError` if it is missing."""
         return self._get(TracerEntry, name)
 
     def reward(self, name: str) -> RewardEntry:
@@ -174,11 +174,11 @@ class PluginManager:
         return self._get(CommandEntry, name)
 
     def entry(self, kind: Kind, name: str) -> Entry:
-        """The component of any kind."""
+        """The component of that kind and name."""
         return self._get(RECORDS[kind], name)
 
     def entries(self, kind: Kind) -> Sequence[Entry]:
-        """All components of a kind, in order of name."""
+        """All components of a kind, sorted by name."""
         return self._catalog.entries(RECORDS[kind])
 
     def resolve(self, entry: Entry, /) -> Any:
@@ -186,16 +186,18 @@ class PluginManager:
         return resolve(entry, _shown_name(entry), self._source_of(entry))
 
     def build(self, entry: Entry, /, **params: Any) -> Any:
-        """Make the component.
+        """Build the component.
 
         Raises:
-            ConfigError: A parameter is unknown, missing or of the wrong type; all accepted ones are named.
-            PluginError: Its module needs something that is not installed, or is broken.
+            ConfigError: A parameter is unknown, missing or of the wrong type; the message lists the accepted ones.
+            PluginError: The component's module is broken, or needs a package that is not installed.
         """
         return build(entry, _shown_name(entry), self._source_of(entry), params)
 
     def notify(self, hook: str, /, **values: Any) -> None:
-        """Call the observers of a hook, plugin by plugin; one that raises is logged once and does not stop the others.
+        """Call the observers of a hook, one after the other.
+
+        If an observer raises, the others are still called. Only the first error of each plugin is logged.
 
         Raises:
             PluginError: ``hook`` is not an observer hook.
@@ -209,16 +211,16 @@ class PluginManager:
                 self._note_failure(impl.plugin_name, hook, error)
 
     def status(self) -> list[PluginStatus]:
-        """Every plugin that was found, in order of name; the core's own components first."""
+        """The status of every plugin that was found, sorted by name after the core itself."""
         loaded = [self._status(source, "loaded", self._catalog.keys_of(source)) for source in self._loaded.values()]
         broken = [self._status(item.source, "broken", item.keys, error=str(item.error)) for item in self._broken]
         skipped = [self._status(source, "disabled") for source in self._skipped]
-        # The core's own components are always the first that load.
+        # The core always loads first.
         rest = sorted([*loaded[1:], *broken, *skipped], key=lambda status: (status.name, status.distribution))
         return [loaded[0], *rest]
 
     def worker_env(self) -> dict[str, str]:
-        """The environment variables that give a child process the same choice of plugins."""
+        """The environment variables with which a child process loads the same plugins."""
         return {DISABLED_VARIABLE: ",".join(sorted(self._disabled)), STRICT_VARIABLE: "1" if self._strict else "0"}
 
     @property
@@ -231,8 +233,7 @@ class PluginManager:
         try:
             check_bound(source, agl.__version__)
             self._admit(source, point.load())
-        # KeyboardInterrupt is let through: a person pressed Ctrl-C while something slow was
-        # imported.
+        # KeyboardInterrupt passes through: a person pressed Ctrl-C during a slow import.
         except (Exception, SystemExit) as error:  # noqa: BLE001  # one plugin must not take the others with it
             failure = _failure(source, error)
             if self._strict:
@@ -253,8 +254,7 @@ class PluginManager:
             entries = components(self._hooks, plugin)
             self._named[source] = tuple(key_of(entry) for entry in entries)
             self._catalog.add(source, entries, reserved=(CORE_PLUGIN, "inspect", "run", "store-sqlite"))
-        # A plugin that fails half-way must leave no hooks behind, even where the user interrupted
-        # it.
+        # A plugin that fails half-way must leave no hooks behind, even if the user interrupted it.
         except BaseException:
             self._hooks.unregister(plugin)
             raise

@@ -1,4 +1,4 @@
-"""Finds plugins by entry point, names their origin in messages, and checks that they fit this core before import."""
+"""Finds plugins by entry point, describes their origin in messages, and checks their required version of the core."""
 
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
@@ -9,7 +9,7 @@ from agl.schemas import Record
 
 CORE = "agl-core"
 ENGINE = ("agl-inspect", "agl-run", "agl-store-sqlite")
-"""The distributions of the engine; their components load like the core's own where they are installed."""
+"""The distributions of the engine; if installed, they are loaded with the core, even with ``--no-plugins``."""
 
 DISABLED_VARIABLE = "AGL_DISABLED_PLUGINS"
 STRICT_VARIABLE = "AGL_PLUGINS_STRICT"
@@ -19,7 +19,7 @@ class Source(Record, frozen=True, kw_only=True):
     """The origin of a plugin.
 
     Attributes:
-        name: The entry point's name, or the one given to ``register``.
+        name: The entry point's name, or the name that was passed to ``register``.
         distribution: The installed distribution; ``""`` for a plugin that was registered as an object.
         version: The distribution's version.
         module: The module that the entry point names.
@@ -50,9 +50,9 @@ class Source(Record, frozen=True, kw_only=True):
 
 
 def installed(distribution_name: str = "") -> list[tuple[Source, EntryPoint]]:
-    """The installed plugins, all or those of one distribution, in order of name, then distribution; none is imported.
+    """The installed plugins, of one distribution or of all, sorted by name and then by distribution.
 
-    ``EntryPoint.load`` imports one.
+    No plugin is imported; ``EntryPoint.load`` does that.
     """
     try:
         points = distribution(distribution_name).entry_points if distribution_name else entry_points()
@@ -71,7 +71,7 @@ def _source_of(point: EntryPoint) -> Source:
 
 
 def check_bound(source: Source, core_version: str) -> None:
-    """Raise :class:`BrokenPluginError` when the distribution's own bound on the core excludes ``core_version``."""
+    """Raise :class:`BrokenPluginError` if the requirements of the plugin's distribution exclude ``core_version``."""
     # Imported here, because a process without plugins does not need it.
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name

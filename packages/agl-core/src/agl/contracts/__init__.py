@@ -1,4 +1,4 @@
-"""The contracts of stores, tracers, runners, policies, credits, algorithms and exporters, and plugins' records."""
+"""The contracts of stores, tracers, runners, policies, credits, algorithms and exporters, and plugins' entries."""
 
 from agl._entries import (
     AlgorithmEntry,
