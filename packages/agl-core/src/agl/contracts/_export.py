@@ -9,8 +9,8 @@ from agl.contracts._store import Recording
 class Exporter(Protocol):
     """Sends finished rollouts to another system.
 
-    Used by one task at a time. A rollout may come again, after a restart or an error: sending it twice must do no
-    harm.
+    Used by one task at a time. After a restart or an error a rollout may be exported again, so sending a rollout twice
+    must do no harm.
     """
 
     @property
@@ -21,7 +21,7 @@ class Exporter(Protocol):
     async def export(self, recordings: Sequence[Recording]) -> None:
         """Send finished rollouts with all of their spans.
 
-        Raises :class:`~agl.errors.ExportError`; one that is passing makes the caller repeat the call later.
+        Raises :class:`~agl.errors.ExportError`; if its ``is_passing`` is true, the caller repeats the call later.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Plans of replays: recorded rollouts that run again with some agents replaced, or as recorded up to one call."""
+"""Plans for running recorded rollouts again: with some agents replaced (replay), or anew from one call on (fork)."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol, TypeVar, runtime_checkable
@@ -12,35 +12,36 @@ from agl.schemas import Episode, Mode, Record, Rollout
 T = TypeVar("T")
 
 REPLAY = "replay"
-"""Metadata key of a replay's plan."""
+"""Key of a replay's plan in the rollout's metadata."""
 
 FORK = "fork"
-"""Metadata key of a fork's plan."""
+"""Key of a fork's plan in the rollout's metadata."""
 
 
 REPLAY_VERSION = "replay:"
-"""Prefix of the model version of a call that a replay answered."""
+"""Prefix of the model version that is recorded for a call that a replay answered."""
 
 DIVERGED = f"{REPLAY_VERSION}diverged"
-"""The model version of a call that a fork refused, because the agent did not make it in the recording."""
+"""The model version that is recorded for a call that a fork refused, because the recorded rollout has no such call."""
 
 
 class ReplayPlan(Record, frozen=True, kw_only=True):
     """The plan of a replay: some agents get replaced answers, the others their recorded ones.
 
-    A call of an agent that is not replaced gets the recorded answer if that agent sent the same conversation
-    in the recording; otherwise the model answers anew.
+    A call of any other agent gets the recorded answer if that agent sent the same conversation in the recording;
+    otherwise the model answers it.
 
     Attributes:
         rollout_id: The recorded rollout.
         replaced: Names of the agents whose answers are replaced, as in :attr:`Transition.agent`; sorted.
-        how: ``silent``: the answer is ``text``, without tool calls; ``sibling``: the answer is that of the same agent
-            at the same turn in the rollout ``sibling``, or ``text`` at turns that this rollout lacks.
+        how: The replaced answers. With ``silent`` the answer is ``text``, without tool calls. With ``sibling`` it is
+            that of the same agent at the same turn in the rollout ``sibling``, or ``text`` if that rollout lacks the
+            turn.
         text: The answer of silent agents.
-        sibling: A recorded rollout of the same task.
+        sibling: Id of another recorded rollout of the same task.
         sample: Number that distinguishes otherwise equal replays.
-        mode: Mode of the recorded rollout: calls that a model answers are sampled as in this mode, so that the replays
-            of a training rollout are drawn from the distribution that it was drawn from.
+        mode: Mode of the recorded rollout. Calls that a model answers are sampled as in this mode, so that replays of a
+            training rollout are drawn from the same distribution as the rollout itself.
     """
 
     rollout_id: str
@@ -53,22 +54,22 @@ class ReplayPlan(Record, frozen=True, kw_only=True):
 
 
 class ForkPlan(Record, frozen=True, kw_only=True):
-    """The plan of a fork: a recorded rollout runs again as it was up to one call, and goes on from there anew.
+    """The plan of a fork: a recorded rollout runs again unchanged up to one call, and freely from that call on.
 
-    Calls before it get their recorded answers, and must be the recorded ones: the first request that differs is a
-    divergence, which fails the fork.
+    Calls before the fork get their recorded answers, and their requests must equal the recorded ones: the first request
+    that differs is a divergence, and the fork fails.
 
     Attributes:
         rollout_id: The recorded rollout.
         span_id: The span of the recorded call to fork at.
-        answer_rollout: A rollout whose answer this call gets; ``""`` if a model answers.
-        answer_span: The span of the call that got that answer.
-        is_coupled: Later calls whose request stayed the same get the recorded answer too; otherwise a model answers all
-            of them. A recorded answer was drawn for the same request, so that the fork is a fair sample either way;
-            coupled, it differs from the recorded run only by what the new answer changed.
+        answer_rollout: The rollout that has the answer for this call; ``""`` if a model answers it.
+        answer_span: The span of the call with that answer, in ``answer_rollout``.
+        is_coupled: Whether a later call whose request equals the recorded one also gets the recorded answer; if not, a
+            model answers all later calls. Both give a fair sample, because the recorded answer was drawn for the same
+            request. A coupled fork differs from the recorded run only by the effects of the new answer.
         sample: Number that distinguishes otherwise equal forks.
-        mode: Mode of the recorded rollout: calls that a model answers are sampled as in this mode, so that the forks of
-            a training rollout are drawn from the distribution that it was drawn from.
+        mode: Mode of the recorded rollout. Calls that a model answers are sampled as in this mode, so that forks of a
+            training rollout are drawn from the same distribution as the rollout itself.
     """
 
     rollout_id: str
@@ -85,7 +86,7 @@ AnyPlan = ReplayPlan | ForkPlan
 
 
 class DivergenceError(RunError):
-    """A fork did not make the calls of its recorded rollout before the one that it forks at."""
+    """A fork diverged: before the call that it forks at, it made a call that differs from the recorded ones."""
 
 
 def replay_of(rollout: Rollout) -> ReplayPlan | None:
@@ -99,7 +100,7 @@ def fork_of(rollout: Rollout) -> ForkPlan | None:
 
 
 def sampling_mode(rollout: Rollout) -> Mode:
-    """Return the mode by whose rules models sample for a rollout: a fork's or replay's is its recorded rollout's."""
+    """Return the mode whose sampling rules apply to a rollout: for a replay or a fork, that of the recorded rollout."""
     try:
         again = fork_of(rollout) or replay_of(rollout)
     except AglError:  # metadata of the user's own
@@ -108,7 +109,7 @@ def sampling_mode(rollout: Rollout) -> Mode:
 
 
 def is_diverged(episode: Episode) -> bool:
-    """Return true if an episode is a fork that failed because it diverged, and so says nothing about its call."""
+    """Return true if an episode is a fork that diverged, so that it is no evidence about the call it forked at."""
     error = episode.attempt.error if episode.attempt else None
     return error is not None and error.type == f"{DivergenceError.__module__}.{DivergenceError.__qualname__}"
 
@@ -127,18 +128,18 @@ def _plan(rollout: Rollout, key: str, kind: type[T]) -> T | None:
 
 
 class ReplayFn(Protocol):
-    """Runs recorded rollouts of one step again, each according to a plan."""
+    """Runs recorded rollouts of one step again, one for each plan."""
 
     async def __call__(self, plans: Sequence[AnyPlan]) -> list[Episode]:
         """Run the replays and forks and return them in the order of the plans, failed ones included.
 
         Equal plans run once. Replays and forks are ordinary rollouts of mode ``test`` with the recorded task and
-        pinned resources, and are never trained on. Their ids follow from (experiment, algorithm, step, plan), so that
-        a step that is repeated after a crash finds those that it already ran.
+        pinned resources, and are never trained on. Their ids follow from (experiment, algorithm, step, plan), so a
+        step that is repeated after a crash finds those that have already run.
 
         Raises:
-            AglError: A plan names a rollout that is not of this step, nor one of its replays.
-            CaptureError: A replaced agent's call bypassed the hook that answers it, and reached a model.
+            AglError: A plan names a rollout that is neither of this step nor a replay of such a rollout.
+            CaptureError: A replaced agent's call bypassed the responder and reached a model.
         """
         ...
 
@@ -148,9 +149,9 @@ class CounterfactualCredit(Credit, Protocol):
     """A credit that measures an agent's contribution by replaying rollouts without it."""
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> Sequence[Episode]:
-        """Return the episodes in order, with the data for :meth:`assign` attached as further rewards.
+        """Return the episodes in the same order, with further rewards attached that :meth:`assign` will need.
 
-        Called with a step's training episodes after they are collected, before the algorithm gets them. Episodes
-        that an algorithm collects with ``keeps_all``, or reads from another one, are not prepared.
+        Called with the training episodes of a step after they are collected and before the algorithm gets them. Not
+        called for episodes that an algorithm collects with ``keeps_all`` or reads from another algorithm.
         """
         ...

@@ -10,22 +10,22 @@ from agl.schemas import LLM, Json, Record, Resource, ResourceVersion
 # A policy in the experiment's process listens on a port that every user of the machine can reach,
 # so it asks for a key.
 POLICY_KEY_ENV = "AGL_POLICY_KEY"
-"""Environment variable of the key that policies ask for which run in an experiment's own process."""
+"""Environment variable with the key that callers must send to policies in an experiment's own process."""
 
 
 class ServedModel(Record, frozen=True, kw_only=True):
     """A model that a policy serves: its addresses, its name and the version of its weights.
 
     Attributes:
-        base_urls: Base URL of every server, with its ``/v1``. All of them serve the same weights.
-        model: The name by which the servers know the weights.
-        version: The version of the weights; ``""`` where only the servers' answers name it.
+        base_urls: Base URL of every server, including ``/v1``. All servers have the same weights.
+        model: The servers' name for the weights.
+        version: The version of the weights; ``""`` if it is known only from the servers' answers.
         api_key_env: Environment variable that holds the servers' key; ``""`` if they need none.
-        sampling_parameters: Defaults that agents find in their resource.
+        sampling_parameters: Default sampling parameters, which agents find in their ``LLM`` resource.
     """
 
-    # Several, because a policy may run on several GPUs or machines; the gateway keeps a rollout at
-    # one of them, whose prefix cache is warm.
+    # Several, because a policy may run on several GPUs or machines. The gateway sends all calls of
+    # a rollout to one server, whose prefix cache is then warm.
     base_urls: tuple[str, ...]
     model: str
     version: str = ""
@@ -34,7 +34,7 @@ class ServedModel(Record, frozen=True, kw_only=True):
 
     @property
     def llm(self) -> LLM:
-        """The first server, as a resource that a client can call."""
+        """The first server as an ``LLM`` resource, which a client can call."""
         return LLM(
             endpoint=self.base_urls[0],
             model=self.model,
@@ -47,22 +47,22 @@ class Policy(Protocol):
     """A model server, or several with the same weights, that an experiment starts or attaches to."""
 
     async def start(self) -> ServedModel:
-        """Serve the initial weights; returns once they can be called."""
+        """Serve the initial weights; returns once the servers answer calls."""
         ...
 
     async def stop(self) -> None:
         """Release everything; idempotent."""
 
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """Serve these weights; returns once all servers have them.
+        """Serve the weights of ``version``; returns once all servers have loaded them.
 
-        The servers keep their addresses, and their name for the model may change. A policy raises for weights that it
-        cannot load; calls that it answers from then on are recorded with the version ``unverified-VERSION``.
+        The servers' addresses stay the same; their name for the model may change. A policy that cannot load the weights
+        raises, and the calls that it answers afterwards are recorded with the version ``unverified-VERSION``.
         """
         ...
 
     def resource(self) -> Resource:
-        """The first version of the policy's resource: its initial weights, or its endpoint."""
+        """The policy's resource in its first version: the initial weights, or the endpoint."""
         ...
 
     @property
@@ -72,12 +72,13 @@ class Policy(Protocol):
 
 
 class Gateway(Protocol):
-    """The capture proxy. It runs its own event loop, which a blocking agent cannot block."""
+    """The capture proxy. It runs its own event loop, so that a blocking agent does not hold it up."""
 
     async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: bytes | Callable[[], bytes]) -> str:
-        """Listen; returns the base URL without ``/v1``, such as ``http://127.0.0.1:4747``.
+        """Start listening; returns the base URL without ``/v1``, such as ``http://127.0.0.1:4747``.
 
-        ``secret`` is the key that signs attempt tokens, or returns the keys of now, one a line: the first one signs.
+        ``secret`` is the key for attempt tokens, or a function that returns the current keys, one a line: the first key
+        signs new tokens, and tokens signed with any of them are accepted.
         """
         ...
 
@@ -88,9 +89,9 @@ class Gateway(Protocol):
         """Hold new calls of ``policy`` and wait up to ``drain_s`` seconds for those in flight."""
 
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
-        """Let held calls through; they carry ``model_version`` and ask the backend for ``model``.
+        """Let held calls through, and from now on record ``model_version`` and ask the backend for ``model``.
 
-        An empty value leaves the current one in place.
+        An empty value leaves the current setting unchanged.
         """
 
     async def settle(self, attempt_id: str) -> None:

@@ -1,8 +1,8 @@
 """The contract of sinks, which show a run in a system where people keep their experiments, such as W&B or MLflow.
 
 A sink is registered and named like an exporter of rollouts: :class:`~agl.contracts.ExporterEntry`, ``[[exporter]]``.
-The experiment reads its store and gives the sink what the store has; connections, pauses after errors and the thread
-are the experiment's business, so a sink is a few blocking calls of a library.
+The experiment reads the numbers from its store and passes them to the sink. It also runs the sink's thread, and pauses
+and retries after errors. So a sink is only a few blocking calls of a library.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from agl.schemas import Json, Record, to_json
 __all__ = ["Cell", "Sink", "SinkOutcome", "SinkRow", "SinkRun", "SinkTable", "flat_config", "shortened"]
 
 Cell = str | float | int | None
-"""A cell of a table."""
+"""The value of one cell of a :class:`SinkTable`."""
 
 LONGEST_NAME = 200
-"""Characters of a metric's name; MLflow takes 250."""
+"""Largest number of characters in a metric's name; MLflow accepts 250."""
 
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_.\- /]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
@@ -27,14 +27,14 @@ class SinkRun(Record, frozen=True, kw_only=True):
     """The run that a sink shows.
 
     Attributes:
-        id: Names the run in the other system: letters, digits, ``_`` and ``-``, at most 128. A resumed run has the id
-            that it had, and no other run of any store has it.
+        id: The run's id in the other system: at most 128 letters, digits, ``_`` and ``-``. A run keeps its id when it
+            is resumed, and no other run of any store has the same id.
         name: The experiment's name and the number of the run, such as ``small-2``.
         experiment: The experiment's name.
         run: The number of the run, from 1.
-        agent: The agent that it runs, such as ``module:function``.
-        config: The experiment as its file describes it, without secrets; algorithms are by name.
-        folder: The experiment's work directory, where a sink that writes files does so by default.
+        agent: The run's agent, such as ``module:function``.
+        config: The contents of the experiment's file, without secrets; its algorithms are keyed by name.
+        folder: The experiment's work directory, which is the default folder of a sink that writes files.
     """
 
     id: str
@@ -51,10 +51,10 @@ class SinkRow(Record, frozen=True, kw_only=True):
 
     Attributes:
         algorithm: The algorithm's name, or ``validate``.
-        step: The algorithm's own step; of a validation the steps before it.
-        experiment_step: Steps of all algorithms together, this one included: the axis on which they compare.
+        step: The algorithm's own step; for a validation, the number of steps that all algorithms took before it.
+        experiment_step: The number of steps of all algorithms, including this one; an axis that all of them share.
         time: Unix seconds at which the numbers were logged.
-        metrics: The numbers by name; they may be infinite or no number.
+        metrics: The numbers by name; they may be infinite or NaN.
     """
 
     algorithm: str
@@ -65,26 +65,26 @@ class SinkRow(Record, frozen=True, kw_only=True):
 
     @property
     def place(self) -> int:
-        """Its place among the rows of the run, in which a validation comes after the step before it."""
+        """The row's position in the run's order, in which a validation follows the step that came before it."""
         return 2 * self.experiment_step + (self.algorithm == "validate")
 
     def named(self) -> dict[str, float]:
-        """Return the numbers as ``ALGORITHM/NAME``, with the two steps among them.
+        """Return the numbers by ``ALGORITHM/NAME``, including ``step`` and ``experiment_step``.
 
-        Names hold ASCII letters, digits, ``_``, ``.``, ``-``, spaces and slashes, and at most 200 characters. One that
-        had to be changed for that ends with a digest, so that two never become one.
+        Names have at most 200 characters, which are ASCII letters, digits, ``_``, ``.``, ``-``, spaces and slashes. A
+        name that had to be changed for this ends with a digest, so that two names never become equal.
         """
         numbers = {**self.metrics, "step": float(self.step), "experiment_step": float(self.experiment_step)}
         return {_plain(f"{self.algorithm}/{name}"): value for name, value in numbers.items()}
 
 
 class SinkTable(Record, frozen=True, kw_only=True):
-    """A table of the run as it is now; a later one of the same name replaces it.
+    """A table about the current state of the run; it replaces the earlier table of the same name.
 
     Attributes:
         name: ``resources``, ``candidates``, ``rollouts`` or ``alerts``.
         columns: The names of the columns.
-        rows: The rows; texts have no control characters but line breaks and tabs, and long ones are cut with a mark.
+        rows: The rows. Texts have no control characters other than line breaks and tabs; long texts are cut and marked.
     """
 
     name: str
@@ -96,11 +96,11 @@ class SinkOutcome(Record, frozen=True, kw_only=True):
     """The end of a run.
 
     Attributes:
-        status: ``stopped`` for a run that a person stopped.
-        summary: Validation rewards, steps and live versions by name, such as ``reward_after``; of a run that did not
-            reach its end only what is known.
-        error: Why it failed, in words; ``""`` if it did not.
-        time: Unix seconds of the end; 0 if it is not known.
+        status: The status; ``stopped`` for a run that a person stopped.
+        summary: Validation rewards, steps and live versions by name, such as ``reward_after``. A run that did not reach
+            its end lacks some of them.
+        error: The reason why the run failed, as text; ``""`` if it did not fail.
+        time: Unix seconds of the end; 0 if the time is not known.
     """
 
     status: Literal["finished", "failed", "stopped"]
@@ -111,10 +111,10 @@ class SinkOutcome(Record, frozen=True, kw_only=True):
 
 @runtime_checkable
 class Sink(Protocol):
-    """Shows one run in another system; all methods are called in one thread, one after the other, and may block.
+    """Shows one run in another system. All methods are called in one thread, one after the other, and may block.
 
-    Whatever a method raises is told once. After an error everything comes again from ``begin`` on, some time later; so
-    it does, with the same id of the run, in a process that resumes the experiment. Writing twice must do no harm.
+    If a method raises, the user is informed once, and after a pause everything is sent again, starting with ``begin``.
+    The same happens, with the same run id, in a process that resumes the experiment. So writing twice must do no harm.
     """
 
     @property
@@ -123,31 +123,32 @@ class Sink(Protocol):
         ...
 
     def begin(self, run: SinkRun) -> None:
-        """Make the run in the other system, or continue it."""
+        """Create the run in the other system, or continue it if it exists there."""
         ...
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Write rows in order of their ``place``.
+        """Write rows, which come in order of their ``place``.
 
-        After ``begin`` all rows of the run come once, those from before it was resumed included; leave out what the
-        other system has. A number that a step gets later comes as a further row of that step.
+        After ``begin``, all rows of the run are passed once, including those from before it was resumed; skip rows that
+        the other system already has. A number that is logged for an earlier step comes as a further row of that step.
         """
         ...
 
     def show(self, tables: list[SinkTable]) -> None:
-        """Write tables that are new or changed."""
+        """Write tables that are new or have changed."""
         ...
 
     def end(self, end: SinkOutcome) -> str | None:
-        """Say how the run ended, make everything durable, and release connections.
+        """Record the end of the run, make everything durable, and release connections.
 
-        Returns what was written, in words, for a line at the end of the run; ``None`` for the number of steps.
+        Returns a description of what was written, for a line that is shown at the end of the run; ``None`` to show the
+        number of steps.
         """
         ...
 
 
 def flat_config(config: dict[str, Json], prefix: str = "") -> dict[str, str]:
-    """Return a configuration as texts by dotted name, such as ``algorithm.grpo.params.lr``."""
+    """Flatten a configuration into texts by dotted name, such as ``algorithm.grpo.params.lr``."""
     found: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
@@ -158,12 +159,12 @@ def flat_config(config: dict[str, Json], prefix: str = "") -> dict[str, str]:
 
 
 def shortened(text: str, limit: int, *, rest: str = "") -> str:
-    """Return a text of at most ``limit`` characters that any system takes: a longer one is cut, with a mark.
+    """Cut a text to ``limit`` characters, with a mark at its end, and replace characters that some systems refuse.
 
     Args:
-        text: Any text; control characters and halves of characters become ``\\ufffd``.
-        limit: Its greatest length.
-        rest: How to read the whole text, for the mark.
+        text: Any text; control characters and lone surrogates become ``\\ufffd``.
+        limit: Largest length of the result.
+        rest: How to read the whole text; the mark includes it.
     """
     clean = _CONTROL.sub("\ufffd", text)
     if len(clean) <= limit:
@@ -173,7 +174,7 @@ def shortened(text: str, limit: int, *, rest: str = "") -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a name that every system takes, unchanged where it can be."""
+    """Return a name that every system accepts; a name that is already acceptable stays unchanged."""
     plain = _UNUSUAL.sub("_", name)
     plain = "/".join(part.strip(" .") or "_" for part in plain.split("/"))
     if plain == name and len(name) <= LONGEST_NAME:

@@ -1,4 +1,4 @@
-"""Statistics of rollouts, which stores keep as rollouts finish, so that nobody has to read the rollouts for them."""
+"""Statistics of rollouts. Stores update them as rollouts finish, so that showing them does not read the rollouts."""
 
 from msgspec.structs import replace
 
@@ -6,14 +6,15 @@ from agl.schemas import Mode, Record
 
 
 class Moments(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Number, mean and spread of some values; those of two sets merge into those of their union.
+    """Number, mean and spread of a set of values; the moments of two sets can be merged.
 
-    The spread is kept around the mean and not around zero, so that it stays exact where the mean is large (Chan,
-    Golub and LeVeque, 1979). Values that were taken out leave an error behind, of about the sixteenth digit of the
-    largest of them.
+    The spread is measured from the mean and not from zero, so that it stays exact if the mean is large (Chan, Golub and
+    LeVeque, 1979). Removing values leaves a rounding error, in about the sixteenth digit of the largest removed value.
 
     Attributes:
-        squares: The sum of the squared differences from the mean.
+        count: Number of values.
+        mean: Their mean.
+        squares: Sum of the squared differences of the values from the mean.
     """
 
     count: int = 0
@@ -22,12 +23,12 @@ class Moments(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def variance(self) -> float | None:
-        """The unbiased variance, ``None`` below two values."""
+        """The unbiased variance; ``None`` with fewer than two values."""
         # Bessel's correction, as in the group baselines of GRPO.
         return self.squares / (self.count - 1) if self.count > 1 else None
 
     def plus(self, other: "Moments") -> "Moments":
-        """The moments of both sets; a negative count takes a set out that is part of this one."""
+        """The moments of both sets together; a negative count in ``other`` removes its values from this set."""
         count = self.count + other.count
         if not count:
             return Moments()
@@ -35,7 +36,7 @@ class Moments(Record, frozen=True, kw_only=True, omit_defaults=False):
         # n_a n_b / n. A negative n_b takes the set b out again.
         apart = other.mean - self.mean
         squares = self.squares + other.squares + apart * apart * self.count * other.count / count
-        # Taking values out may leave a rounding error below 0, of which a root cannot be taken.
+        # Removing values may leave a rounding error below 0, which has no square root.
         return Moments(count=count, mean=self.mean + apart * other.count / count, squares=max(0.0, squares))
 
 
@@ -43,15 +44,22 @@ _SUMS = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens"
 
 
 class Statistics(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The finished rollouts of one step of an algorithm in one mode, over all runs of the experiment.
+    """Sums over the finished rollouts of one step of an algorithm in one mode, in all runs of the experiment.
 
     Attributes:
-        algorithm: The algorithm and ``step`` that the rollouts' metadata name; ``""`` and ``None`` without.
-        succeeded: Rollouts of that status, like ``failed`` and ``cancelled``.
-        reward: The rewards by the rule of :func:`agl.episodes.score` without a key and weights; rollouts without one,
-            and rewards beyond 1e100, are left out.
-        seconds: Time from the first attempt's start to the end, summed over the rollouts.
-        calls: Model calls of the deciding attempts, like the tokens that follow; see :class:`agl.schemas.Tally`.
+        experiment: The experiment's name.
+        algorithm: The algorithm that the rollouts' metadata name; ``""`` if they name none.
+        step: The step that the rollouts' metadata name; ``None`` if they name none.
+        mode: The rollouts' mode.
+        succeeded: Number of rollouts that succeeded.
+        failed: Number of rollouts that failed.
+        cancelled: Number of rollouts that were cancelled.
+        reward: Moments of the rewards, which are chosen as by :func:`agl.episodes.score` without key and weights.
+            Rollouts without a reward, and rewards beyond 1e100, are left out.
+        seconds: Time from the first attempt's start to the rollout's end, summed over the rollouts.
+        calls: Model calls of the deciding attempts; see :class:`agl.schemas.Tally`.
+        prompt_tokens: Tokens of these calls' prompts.
+        response_tokens: Tokens of these calls' responses.
     """
 
     experiment: str
@@ -73,13 +81,13 @@ class Statistics(Record, frozen=True, kw_only=True, omit_defaults=False):
         return self.succeeded + self.failed + self.cancelled
 
     def plus(self, other: "Statistics") -> "Statistics":
-        """The sums of both, under the names of this one."""
+        """The sums of both, with the experiment, algorithm, step and mode of this one."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
         return replace(self, reward=self.reward.plus(other.reward), **sums)
 
     @property
     def negative(self) -> "Statistics":
-        """The share that takes these rollouts out of statistics that hold them, when it is added."""
-        # The mean stays: with a negative count, plus() weighs it against the other set's.
+        """The statistics that, added to others by :meth:`plus`, remove these rollouts from them."""
+        # The mean keeps its sign: plus() weighs it by the negative count.
         reward = replace(self.reward, count=-self.reward.count, squares=-self.reward.squares)
         return replace(self, reward=reward, **{name: -getattr(self, name) for name in _SUMS})
