@@ -3,16 +3,17 @@
 Invariants, each a test of ``agl_testing.StoreConformance``:
 
 - An acknowledged write survives ``kill -9`` (durable stores).
-- Ids come from the caller; a repeated write with equal content is harmless, with other content a
+- Callers choose the ids. Writing an id again with equal content is harmless; with other content it raises
   :class:`~agl.errors.ConflictError`. Ids and names have 1 to 256 characters, without slashes, control characters and
-  halves of characters; others raise :class:`~agl.errors.InvalidIdError`.
-- An attempt whose lease lapsed, or that outlived ``retry.timeout_s``, is ``lost`` or ``timeout``; its rollout is
-  queued again or failed by its retry policy. This also happens while a caller waits, not only at the next call.
+  lone surrogates; other ids raise :class:`~agl.errors.InvalidIdError`.
+- An attempt whose lease lapsed becomes ``lost``, and one that outlived ``retry.timeout_s`` becomes ``timeout``. Its
+  rollout is then queued again or fails, as its retry policy says. All this happens even while a caller waits, not only
+  at the next call.
 - Late writes never change an outcome: ``finish`` of a decided attempt raises :class:`~agl.errors.FencedError`
-  unless it repeats the recorded outcome; spans appended late are kept and marked ``is_late``.
-- Waiting is by wake-up. Returned values never alias stored ones. Unknown ids raise
-  :class:`~agl.errors.NotFoundError` with the id. No operation costs more because the store is larger.
-- One object may be used from several threads and event loops at once.
+  unless it repeats the recorded outcome. Spans that are appended late are kept and marked ``is_late``.
+- Waiting callers are woken; they do not poll. Returned values never alias stored ones. Unknown ids raise
+  :class:`~agl.errors.NotFoundError` with the id. The cost of an operation does not grow with the size of the store.
+- One store object may be used from several threads and event loops at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,24 +25,25 @@ from msgspec.structs import replace
 from agl.contracts._statistics import Statistics
 from agl.schemas import Attempt, Claim, Json, Mode, Outcome, Record, ResourceVersion, Rollout, RolloutStatus, Span
 
-# Large enough that a page costs little beside its request, small enough that a dozen readers at
-# once fit into a small machine's memory.
+# Large enough that the cost of a request is small against that of its page; small enough that the
+# pages of a dozen readers fit into a small machine's memory.
 PAGE_BYTES = 32 << 20
-"""Bytes of spans after which a page of recordings ends."""
+"""Default size at which a page of recordings ends, in bytes of spans."""
 
 # 63 bits: SQLite's and PostgreSQL's integers are signed.
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""A number that every store can count to; stores refuse others with a :class:`~agl.errors.StoreError`."""
+"""An integer that every store can hold; stores raise :class:`~agl.errors.StoreError` for any other."""
 
 
 class Change(Record, frozen=True, kw_only=True):
     """One entry of the change feed.
 
     Attributes:
-        cursor: Position; strictly increasing over all changes of a store.
-        kind: The kind of change; ``spans`` says that spans were appended to the attempt.
-        key: The rollout id, or the resource's name.
-        status: The rollout's status after the change, or the resource's version.
+        cursor: Position in the feed; strictly increasing over all changes of a store.
+        kind: ``rollout`` for a changed rollout, ``spans`` for spans that were appended to an attempt, or ``resource``
+            for a published version.
+        key: The rollout id; for ``resource``, the resource's name.
+        status: The rollout's status after the change; for ``resource``, the version.
     """
 
     cursor: int
@@ -53,13 +55,14 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 class RolloutQuery(Record, frozen=True, kw_only=True):
-    """Selects rollouts to list, in order of ``sort`` and then of id, descending with ``is_newest_first``.
+    """Selects rollouts, and sorts them by the field ``sort`` and then by id; descending if ``is_newest_first``.
 
     Attributes:
-        contains: A text in the rollout's id or in its task as JSON. The store looks through all rollouts that the other
-            fields select.
-        sort: The field to sort by; a rollout without that time comes before all others.
-        after: The last id of the page before, and ``after_value`` its field to sort by; :meth:`next` sets both.
+        contains: A text that the rollout's id, or its task as JSON, must contain. The store searches all rollouts that
+            the other fields select.
+        sort: The field to sort by. A rollout whose field is an unset time comes before all others.
+        after: Id of the last rollout on the previous page; :meth:`next` sets it.
+        after_value: Value of the field ``sort`` in that rollout; :meth:`next` sets it.
     """
 
     experiment: str | None = None
@@ -69,27 +72,27 @@ class RolloutQuery(Record, frozen=True, kw_only=True):
     ids: tuple[str, ...] = ()
     contains: str = ""
     sort: Literal["rollout_id", "created_at", "finished_at", "status"] = "rollout_id"
-    # A position by value and not by number: rollouts that arrive or vanish meanwhile do not shift
-    # the pages.
+    # A page starts at a value and not at an offset, so that rollouts that are added or removed
+    # meanwhile do not shift the pages.
     after: str = ""
     after_value: str | float = ""
     limit: Count = 1000
     is_newest_first: bool = False
 
     def next(self, last: Rollout) -> "RolloutQuery":
-        """The query of the page behind the rollout ``last``, wherever that rollout is by then."""
+        """The query for the page that follows the rollout ``last``, even if that rollout has changed since."""
         return replace(self, after=last.rollout_id, after_value=getattr(last, self.sort))
 
 
 class SpanQuery(Record, frozen=True, kw_only=True):
-    """Selects spans of one attempt of each rollout, by ``sequence`` above ``after``; empty fields select all.
+    """Selects spans of one attempt per rollout whose ``sequence`` is above ``after``; empty fields select all spans.
 
     Attributes:
-        attempt_id: The attempt; by default the deciding or running one of each rollout, and ``""`` for the spans that
-            belong to the rollout alone.
-        name: The whole name.
-        contains: A part of the name.
-        agent: The nearest agent around the span, or without one the nearest node, role or operation.
+        attempt_id: The attempt; by default each rollout's deciding or running attempt. ``""`` selects the spans that
+            belong to a rollout but to none of its attempts.
+        name: The full name of the span.
+        contains: A text that the name contains.
+        agent: The nearest agent around the span; without an agent, the nearest node, role or operation.
         kind: ``call``, ``reward``, or the last word of the operation by the GenAI conventions, such as ``agent``,
             ``tool``, ``node``, ``workflow`` or ``handoff``.
     """
@@ -104,22 +107,22 @@ class SpanQuery(Record, frozen=True, kw_only=True):
 
 
 SpanChoice: TypeAlias = Literal["none", "deciding", "all"] | SpanQuery
-"""The spans that come with a recording: none, those of the deciding or running attempt, all, or one page of some."""
+"""The spans to include in a recording: none, all, those of the deciding or running attempt, or a page of a query."""
 
 
 class Recording(Record, frozen=True, kw_only=True):
-    """A rollout with its attempts, first to last, and its spans, from which an episode is built.
+    """A rollout with its attempts, first to last, and its spans. Episodes are built from recordings.
 
     Attributes:
-        is_whole: Whether these are all of the spans that were asked for; :func:`agl.stores.read_recordings` reads the
-            rest. The next page of a :class:`SpanQuery` comes ``after`` the last one's ``sequence``.
+        is_whole: Whether ``spans`` holds all requested spans. If not, :func:`agl.stores.read_recordings` reads the
+            rest; with a :class:`SpanQuery`, request the next page with ``after`` set to the last span's ``sequence``.
     """
 
     rollout: Rollout
     attempts: list[Attempt]
     spans: list[Span] = []
-    # An attempt may have more spans than a page takes; a reader that ignores this would judge a
-    # rollout by a part of it.
+    # An attempt may have more spans than fit on a page; a reader that ignores this would judge a
+    # rollout by a part of its spans.
     is_whole: bool = True
 
 
@@ -129,8 +132,8 @@ class LabelMove(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         name: The resource's name.
         moved_at: Unix seconds by the store's clock, increasing over the moves of a label.
-        is_back: Whether this is a roll-back to the version that the label pointed at before.
-        reason: The reason in words, given by the mover.
+        is_back: Whether this move is a rollback to the version that the label pointed at before.
+        reason: The reason for the move, as text.
     """
 
     name: str
@@ -145,9 +148,9 @@ class VersionScore(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The mean reward of a resource's version, with its 95 % interval from ``low`` to ``high``.
 
     Attributes:
-        n: Tasks that were measured.
-        how: The origin of the rewards, such as ``fresh rollouts``, or ``selection`` for those by which the version
-            was chosen among others, which flatter the chosen one.
+        n: Number of tasks that were measured.
+        how: The origin of the rewards, such as ``fresh rollouts``. ``selection`` stands for the rewards by which the
+            version was chosen among others; their mean is biased in its favour.
     """
 
     name: str
@@ -160,15 +163,15 @@ class VersionScore(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class ExperimentRecord(Record, frozen=True, kw_only=True):
-    """An experiment between two steps.
+    """The state of an experiment between two steps.
 
     Attributes:
-        run: Counts fresh starts, from 1; part of every rollout's id.
-        status: ``finished`` once every algorithm is; until then the experiment may be resumed.
-        live: The live version of every resource.
-        turn: Steps taken by all algorithms together.
-        owner: Worker name of the process that runs or ran it.
-        agent: The agent that it runs, such as ``module:function``; ``""`` in records of older releases.
+        run: Number of the run, which is the count of fresh starts, from 1; it is part of every rollout's id.
+        status: ``finished`` once every algorithm has finished; until then the experiment may be resumed.
+        live: The live version of every resource, by the resource's name.
+        turn: Number of steps that all algorithms have taken together.
+        owner: Worker name of the process that runs the experiment or ran it last.
+        agent: The experiment's agent, such as ``module:function``; ``""`` in records of older releases.
     """
 
     name: str
@@ -197,11 +200,11 @@ class Presence(Record, frozen=True, kw_only=True):
 
     Attributes:
         member: ``""`` for the process that runs the experiment, a worker's name for any other process.
-        session: Random; every start of the experiment has its own.
-        since: Unix seconds by the member's clock.
-        seen_at: Unix seconds by the store's clock at this sign of life; set by the store.
-        beat: Counts while the member lives, so that a killed one is recognised without comparing clocks.
-        details: The addresses and settings that others need to join; never a key.
+        session: A random id; every start of the experiment has its own.
+        since: Unix seconds at which the member started, by its own clock.
+        seen_at: Unix seconds of this sign of life, by the store's clock; set by the store.
+        beat: A counter that grows while the member lives, so that readers notice its death without comparing clocks.
+        details: The addresses and settings that others need to join; never a secret.
     """
 
     experiment: str
@@ -210,20 +213,19 @@ class Presence(Record, frozen=True, kw_only=True):
     since: float = 0.0
     # By the store's clock, because the clocks of two machines may differ by more than a lease.
     seen_at: float = 0.0
-    # A reader compares it with the beat that it saw before, and needs no clock to see whether the
-    # member lives.
+    # A reader compares the beat with the one that it read before, and needs no clock.
     beat: int = 0
     details: dict[str, Json] = {}
 
 
 class Metric(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One logged number. Unique by (experiment, run, algorithm, step, name): logging again replaces it.
+    """One logged number. It replaces an earlier one of the same experiment, run, algorithm, step and name.
 
     Attributes:
-        step: The algorithm's own step, from 1; of a validation the steps of all algorithms before it, from 0.
-        run: The run of the experiment, :attr:`ExperimentRecord.run`.
-        experiment_step: Steps of all algorithms together, this one included: the axis on which numbers of several
-            algorithms compare. ``None`` if it is not known, as in numbers that older releases logged.
+        step: The algorithm's own step, from 1; for a validation, the number of steps of all algorithms before it.
+        run: The run of the experiment, see :attr:`ExperimentRecord.run`.
+        experiment_step: Number of steps of all algorithms, including this one: an axis on which the numbers of several
+            algorithms can be compared. ``None`` if it is not known, as in records of older releases.
     """
 
     experiment: str
@@ -239,12 +241,12 @@ class Metric(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Store(Protocol):
-    """Asynchronous and batch-first; every method may be called concurrently and repeated safely."""
+    """The contract of stores. Every method is asynchronous, may be called concurrently, and is safe to repeat."""
 
     # Rollouts and their attempts
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Queue rollouts in order; returns them as stored, an already known id as it stands now."""
+        """Queue rollouts in order; returns the stored rollouts. A known id is returned in its current state."""
         ...
 
     async def claim(
@@ -261,19 +263,19 @@ class Store(Protocol):
     ) -> list[Claim]:
         """Open attempts for up to ``limit`` of the oldest queued rollouts.
 
-        Waits up to ``wait_s`` seconds for the first one. The same non-empty ``claim_id`` again returns the
-        attempts that are still running under it, so that a lost answer loses no rollout. A caller that is cancelled
-        leaves the rollouts queued; with a ``claim_id`` the attempts stay open for a repetition, which returns all of
-        them whatever its ``limit``, until their leases lapse.
+        Waits up to ``wait_s`` seconds for the first rollout. Repeating a call with the same non-empty ``claim_id``
+        returns all attempts that are still running under this id, whatever the ``limit``, so that a lost answer loses
+        no rollout. If the caller is cancelled and gave no ``claim_id``, the rollouts stay queued; if it gave one, the
+        attempts stay open for a repetition until their leases lapse.
         """
         ...
 
     async def renew(self, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
-        """Extend leases; returns the ids still held. An id that is absent was lost, cancelled or decided."""
+        """Extend leases; returns the ids still held. The missing attempts were lost, cancelled or otherwise decided."""
         ...
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[Rollout]:
-        """Append each outcome's spans and decide its attempt, atomically; returns the rollouts after it."""
+        """Append each outcome's spans and decide its attempt, in one transaction; returns the updated rollouts."""
         ...
 
     async def cancel(self, rollout_ids: Sequence[str]) -> list[Rollout]:
@@ -281,25 +283,25 @@ class Store(Protocol):
         ...
 
     async def delete(self, rollout_ids: Sequence[str]) -> int:
-        """Remove finished rollouts with their attempts and spans; returns how many it removed.
+        """Remove finished rollouts with their attempts and spans; returns the number of removed rollouts.
 
-        Raises :class:`~agl.errors.ConflictError` for one that is not finished, and then removes none.
+        If a rollout is not finished, it raises :class:`~agl.errors.ConflictError` and removes nothing.
         """
         ...
 
     async def rollouts(self, query: RolloutQuery) -> list[Rollout]:
-        """One page of rollouts; ``query.ids`` that are unknown raise :class:`NotFoundError`."""
+        """One page of rollouts; raises :class:`NotFoundError` for an unknown id in ``query.ids``."""
         ...
 
     async def count_rollouts(self, query: RolloutQuery) -> int:
-        """The number of rollouts on all pages of a query; it costs more the more there are."""
+        """The number of rollouts on all pages of a query; the cost grows with that number."""
         ...
 
     async def statistics(self, experiment: str | None = None) -> list[Statistics]:
-        """The sums over finished rollouts, of one experiment or of all, by experiment, algorithm, step and mode.
+        """Sums over finished rollouts, per experiment, algorithm, step and mode; of one experiment or of all.
 
-        They change in the transaction that finishes a rollout, removes one or accepts a late reward. They cost one
-        record per step and mode, however many rollouts and spans these have.
+        The sums are updated in the transaction that finishes or removes a rollout or accepts a late reward. Reading
+        them costs one record per step and mode, however many rollouts and spans there are.
         """
         ...
 
@@ -310,60 +312,61 @@ class Store(Protocol):
     async def recordings(
         self, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
     ) -> list[Recording]:
-        """One page of rollouts with their attempts and spans: of the deciding or running attempt, all, none or some.
+        """One page of rollouts with their attempts and with the spans that ``spans`` selects.
 
-        All attempts of many rollouts come with ``spans="none"``. With a :class:`SpanQuery`, each rollout comes with
-        one page of the spans that it selects, or without any. The page of rollouts ends early, with at least one
-        rollout, once its spans exceed ``max_bytes``; request the rollouts behind the last one with ``query.after``.
-        With ``all``, spans that belong to no attempt come first.
+        With a :class:`SpanQuery`, each rollout has one page of the selected spans, which may be empty. With ``all``,
+        spans that belong to no attempt come first. With ``none``, the attempts of many rollouts can be read cheaply.
+        The page ends early, but has at least one rollout, once its spans exceed ``max_bytes``; request the following
+        rollouts with :meth:`RolloutQuery.next`.
         """
         ...
 
     # Spans and the change feed
 
     async def append_spans(self, spans: Sequence[Span]) -> None:
-        """Append in order; a span id that the attempt already has is ignored."""
+        """Append spans in order; a span whose id the attempt already has is ignored."""
 
     async def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: Count = 0, limit: Count = 10_000
     ) -> list[Span]:
-        """Spans of one attempt by ``sequence`` above ``after``; the deciding or running attempt by default.
+        """Spans of one attempt with a ``sequence`` above ``after``; by default of the deciding or running attempt.
 
-        With ``attempt_id=""`` it returns the spans that belong to the rollout and to no attempt: late rewards from
+        With ``attempt_id=""`` it returns the spans that belong to the rollout but to no attempt: late rewards from
         outside for a rollout that was never started.
         """
         ...
 
     async def changes(self, *, after: Count = 0, limit: Count = 1000, wait_s: float = 0.0) -> list[Change]:
-        """Changes with a cursor above ``after``, in order; waits up to ``wait_s`` seconds for the first."""
+        """Changes with a cursor above ``after``, in order; waits up to ``wait_s`` seconds if there is none yet."""
         ...
 
     async def cursor(self) -> int:
-        """The newest change's cursor, 0 in an empty store."""
+        """The cursor of the newest change; 0 in an empty store."""
         ...
 
     # Resources, their labels and scores
 
     async def publish(self, versions: Sequence[ResourceVersion]) -> None:
-        """Add resource versions; an unpinned rollout gets the newest published one of a name."""
+        """Add resource versions; a rollout that pins no version of a resource gets the newest one."""
 
     async def resource(self, name: str, version: str | None = None) -> ResourceVersion:
         """One version of a resource, the newest by default."""
         ...
 
     async def resources(self, name: str | None = None) -> list[ResourceVersion]:
-        """All versions of ``name`` in order of publication; the newest of every name for ``None``."""
+        """All versions of the resource ``name`` in order of publication; for ``None``, the newest of every resource."""
         ...
 
     async def move_label(self, move: LabelMove) -> LabelMove:
-        """Point a label at a version that exists; returns the move as stored, the last one if it points there already.
+        """Point a label at an existing version; returns the stored move.
 
-        Every move is kept. Of two processes that move a label at once, one comes after the other.
+        If the label already points at that version, nothing changes and the label's last move is returned. The store
+        keeps every move, and orders the moves of processes that move a label at once.
         """
         ...
 
     async def label_moves(self, name: str, label: str) -> list[LabelMove]:
-        """Every move of a label, oldest first; none for a label that does not exist."""
+        """Every move of a label, oldest first; an empty list for a label that does not exist."""
         ...
 
     async def labels(self, name: str | None = None) -> list[LabelMove]:
@@ -371,7 +374,7 @@ class Store(Protocol):
         ...
 
     async def save_scores(self, scores: Sequence[VersionScore]) -> None:
-        """Save scores of versions that exist; each replaces the earlier score of its version."""
+        """Save scores of existing versions; each replaces the earlier score of its version."""
 
     async def scores(self, name: str) -> list[VersionScore]:
         """The scores of a resource's versions, sorted by version; versions that were never measured are left out."""
@@ -385,48 +388,51 @@ class Store(Protocol):
         *,
         experiment: ExperimentRecord | None = None,
         trained: Sequence[Trained] = (),
-        # Compare and set: two trainers of one experiment may both believe that they own it, and
-        # only one of them may save.
+        # Compare and set: two trainers may both believe that they own an experiment, and only one
+        # of them may save.
         expected: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Write algorithm states by key, the experiment's record and its ledger, all or none.
+        """Write algorithm states by key, the experiment's record and new ledger entries, in one transaction.
 
-        An empty value deletes the key. The ledger only grows: a rollout that another step of the same algorithm and
-        run trained on raises :class:`~agl.errors.ConflictError`. ``expected`` are values that keys must have, empty
-        for none, unless they already have the value that this call writes: a key with any other value raises
-        :class:`~agl.errors.FencedError`. Of several calls at once that expect one value, one succeeds.
+        An empty value deletes its key. ``expected`` maps keys to the values that they must have before the call, where
+        an empty value stands for a missing key. A key may also already have the value that this call writes, because
+        then the call is a repetition. Of several concurrent calls that expect the same value, one succeeds.
+
+        Raises:
+            ConflictError: A rollout in ``trained`` was trained on by another step of the same algorithm and run.
+            FencedError: A key has neither the expected value nor the value that this call writes.
         """
 
     async def load_state(self, prefix: str) -> dict[str, bytes]:
-        """All states whose key starts with ``prefix``, sorted by key."""
+        """All states whose keys start with ``prefix``, by key and sorted by it."""
         ...
 
     async def experiments(self, name: str | None = None) -> list[ExperimentRecord]:
-        """All experiments by name, or the one of that name; none if it never ran."""
+        """All experiments, sorted by name, or only the one called ``name``; empty if that experiment never ran."""
         ...
 
     async def trained(
         self, experiment: str, *, run: int, algorithm: str, rollout_ids: Sequence[str] | None = None
     ) -> dict[str, int]:
-        """The step that trained on each rollout, by rollout id; for all rollouts in the ledger, or for those given."""
+        """The step that trained on each rollout, by rollout id; for ``rollout_ids``, or for the whole ledger."""
         ...
 
     async def announce(self, presence: Presence) -> None:
-        """Announce a member of an experiment, or that it lives; replaces its earlier announcement."""
+        """Announce that a member of an experiment lives; replaces its earlier announcement."""
 
     async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
         """Remove members; unknown ones are ignored."""
 
     async def presences(self, experiment: str, *, member: str | None = None) -> list[Presence]:
-        """The members of an experiment, sorted by name, or the one of that name; killed ones are included."""
+        """The members of an experiment, sorted by name, or only ``member``; includes members that were killed."""
         ...
 
     async def log_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Save numbers; one of the same experiment, run, algorithm, step and name replaces the earlier one."""
+        """Save numbers; each replaces an earlier one of the same experiment, run, algorithm, step and name."""
 
     async def metrics(self, experiment: str, *, name: str | None = None, run: Count | None = None) -> list[Metric]:
-        """The numbers of one run of the experiment, or of all its runs, by (run, algorithm, step, name)."""
+        """The numbers of one run of the experiment, or of all runs, sorted by (run, algorithm, step, name)."""
         ...
 
     async def close(self) -> None:
-        """Flush and release; safe to call twice. Waiting calls end with :class:`~agl.errors.StoreError`."""
+        """Finish open writes, release everything; idempotent. Waiting calls raise :class:`~agl.errors.StoreError`."""

@@ -1,20 +1,20 @@
-"""Contracts of capture: tracers report actors, upstreams are the targets of calls, responders answer some of them."""
+"""Contracts of capture: tracers report actors, upstreams are targets of calls, responders answer calls themselves."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from agl.schemas import Record
 
-# The dialects are imported by those who read calls; a tracer does not need them.
+# Only for type checkers: a tracer should not have to import the dialects.
 if TYPE_CHECKING:
     from agl.dialects import Request
 
 
 class Tracer(Protocol):
-    """Reports a framework's events as spans of the attempt that is current in the context variable.
+    """Reports a framework's events as spans of the current attempt.
 
-    It opens and closes spans with :func:`agl.tracing.open_span`, which never raises into the agent. Derive from this
-    class to inherit the methods that a tracer may do without: all but the first two.
+    A tracer opens and closes spans with :func:`agl.tracing.open_span`, which never raises into the agent. Derive from
+    this class to inherit the optional methods, which are all but :meth:`install` and :meth:`uninstall`.
     """
 
     def install(self) -> None:
@@ -26,25 +26,27 @@ class Tracer(Protocol):
     def current_span_id(self) -> str | None:
         """Id of the span that is current in the framework's own context, ``None`` if there is none.
 
-        A model call belongs to the innermost of these spans and of those that were opened as current.
+        A model call belongs to the innermost span among those that the tracers name and those that were opened with
+        ``is_current``.
         """
         return None
 
     def flush(self, timeout_s: float) -> None:
-        """Return once every event so far is a recorded span, or ``timeout_s`` seconds are over."""
+        """Return once every event up to now is recorded as a span, or after ``timeout_s`` seconds."""
 
     def worker_env(self) -> Mapping[str, str]:
-        """Environment that worker processes need, such as a framework's telemetry opt-outs."""
+        """Environment variables for worker processes, such as a framework's opt-out from telemetry."""
         return {}
 
 
 class CannedAnswer(Record, frozen=True, kw_only=True):
-    """A prepared answer to a model call, given in place of a model's.
+    """A prepared HTTP response to a model call, in place of the model's.
 
     Attributes:
-        content_type: The content type of ``body``, the whole HTTP body.
-        model_version: The version that the call's record names as the one that answered.
-        status: The HTTP status; 400 and more refuse the call.
+        content_type: The content type of ``body``.
+        body: The whole HTTP body.
+        model_version: The model version that is recorded for the call.
+        status: The HTTP status; a status of 400 or more refuses the call.
     """
 
     content_type: str
@@ -57,7 +59,7 @@ class Responder(Protocol):
     """Answers model calls of an attempt in place of the model, before they leave the agent's process."""
 
     def respond(self, request: "Request", *, agent: str) -> CannedAnswer | None:
-        """Answer a request of ``agent``; ``None`` when a model must answer. Thread-safe."""
+        """Answer a request of ``agent``, or return ``None`` to let the model answer. Thread-safe."""
         ...
 
 
@@ -66,18 +68,19 @@ class Upstream(Record, frozen=True, kw_only=True):
 
     Attributes:
         name: The policy resource's name.
-        base_url: OpenAI-compatible base URL with its ``/v1``.
-        model: Model name the backend knows; ``""`` to pass the request's through.
-        aliases: Model names (``fnmatch`` patterns) in requests that mean this policy, besides name and model.
+        base_url: Base URL of an OpenAI-compatible API, including ``/v1``.
+        model: The backend's name for the model; ``""`` to pass on the name in the request.
+        aliases: Further model names (``fnmatch`` patterns) that select this policy, besides ``name`` and ``model``.
         api_key_env: Environment variable with the backend's key; the key stays in the gateway.
-        is_trained: Whether an algorithm tunes it; then token ids are requested, and their absence is an error.
-        model_version: Version that serves now, when the backend does not name it in its answers.
-        agents: Regular expression: calls made by agents, nodes or roles whose whole name it matches go here,
-            whatever their model name is; ``""`` for none.
-        replicas: Base URLs of further servers with the same weights; all calls of a rollout go to one server, and
-            to another only where that one does not answer.
-        sampling: Treatment of training calls that ask for less than the policy's full distribution: ``override`` that,
-            ``refuse`` the call, or ``keep`` what it asks for; ``""`` for calls that train nothing.
+        is_trained: Whether an algorithm tunes the policy. If so, token ids are requested, and a backend that returns
+            none is an error.
+        model_version: The version that the backend serves now; used if the backend's answers do not name it.
+        agents: Regular expression that must match the whole name of an agent, node or role. Calls of those that match
+            go to this policy, whatever model name they send; ``""`` matches none.
+        replicas: Base URLs of further servers with the same weights. All calls of a rollout go to one server, or to
+            another one if it does not answer.
+        sampling: Treatment of training calls that ask for less than the policy's full distribution: ``override`` their
+            parameters, ``refuse`` the calls, or ``keep`` their parameters; ``""`` if the calls do not train.
     """
 
     name: str
@@ -87,9 +90,9 @@ class Upstream(Record, frozen=True, kw_only=True):
     api_key_env: str = ""
     is_trained: bool = False
     model_version: str = ""
-    # By the caller rather than by the model's name: frameworks give several agents one client, and
-    # so one model name.
+    # By the caller and not by the model's name, because frameworks give several agents one client,
+    # and with it one model name.
     agents: str = ""
     replicas: tuple[str, ...] = ()
-    # What a request may do with the policy's distribution; agl.dialects.sampled has the reason.
+    # agl.dialects.sampled applies this rule, and its module explains the reason.
     sampling: Literal["", "override", "refuse", "keep"] = ""
