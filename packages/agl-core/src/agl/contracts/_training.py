@@ -27,19 +27,19 @@ class RewardEmitter(Protocol):
     """Computes rewards from recorded spans; sees the task's hidden fields."""
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Sequence[Reward] | Reward | float | None:
-        """Rewards of one finished attempt; ``None`` for no opinion. May be a coroutine function."""
+        """Return the rewards of one finished attempt, or ``None`` for no opinion. May be a coroutine function."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSetup:
-    """Given to a reward emitter besides its parameters, if its entry says ``takes_setup``.
+    """The ``setup`` argument of a reward emitter's factory, if its entry has ``takes_setup``.
 
     Attributes:
         folder: The base of relative paths in the experiment.
-        policies: The experiment's model servers by name, at their own addresses: a call to one is not recorded as
-            an agent's. They have no endpoint while an experiment is only checked.
-        build: Makes another reward emitter from its name, or ``module:attribute``, and its parameters.
+        policies: The experiment's model servers by name, at their own addresses, so that a reward's calls are not
+            recorded as calls of the agent. While an experiment is only checked, they have no endpoint.
+        build: Builds another reward emitter from its name, or ``module:attribute``, and its parameters.
     """
 
     folder: Path
@@ -51,12 +51,12 @@ class Credit(Protocol):
     """Turns the rewards of a group of episodes into a number for every call that is not rejected."""
 
     def assign(self, group: Sequence[Episode]) -> Sequence[Sequence[CallCredit]]:
-        """One list per episode, in order; episodes of one group share a task. Pure and deterministic."""
+        """Return one list of credits per episode, in order. The episodes share a task. Pure and deterministic."""
         ...
 
 
 class Runner(Protocol):
-    """Executes attempts. The worker loop around it claims, renews leases and writes outcomes."""
+    """Executes attempts. The worker's loop claims them, renews their leases and writes their outcomes."""
 
     async def start(self) -> None:
         """Acquire the resources that attempts share, such as a pool of processes."""
@@ -70,19 +70,20 @@ class Runner(Protocol):
 
 
 class CallUse(Record, frozen=True, kw_only=True):
-    """The use that a step made of one recorded call, for ``agl why``.
+    """How a step used one recorded call; shown by ``agl why``.
 
     Attributes:
         span_id: The model call's span.
-        row: The call's branch in its episode, whose row the step trained on; -1 if it did not train on the call.
-        credit: The number that the credit assignment gave the call, ``None`` for none.
-        advantage: The advantage after the estimator, averaged over the call's tokens; ``None`` for an algorithm
+        row: Number of the call's branch in its episode, if the step trained on that branch's row; -1 if the step did
+            not train on the call.
+        credit: The credit that the call was assigned; ``None`` if it got none.
+        advantage: The advantage from the estimator, averaged over the call's tokens; ``None`` for an algorithm
             without advantages.
-        note: The reason why the call did not train, or a remark; ``""`` if there is nothing to say.
-        tokens: Numbers of the R tokens that the call sampled, by name, each as packed little-endian float16, [R]:
-            ``entropy`` of the policy before the token in nats, and ``advantage`` where the tokens differ in it; NaN for
-            tokens without one. The driver does not read them;
-            ``agl_inspect.rollouts.training.token_values`` unpacks them.
+        note: The reason why the call did not train, or a remark; may be ``""``.
+        tokens: Arrays with one value for each of the R tokens that the call sampled, by name, as packed little-endian
+            float16, [R]. ``entropy`` is the policy's entropy before the token, in nats. ``advantage`` is present if the
+            advantages of the tokens differ. NaN marks tokens without a value.
+            ``agl_inspect.rollouts.training.token_values`` unpacks the arrays.
     """
 
     span_id: str
@@ -101,14 +102,14 @@ class StepReport(Record, frozen=True, kw_only=True):
     """The report of one step of an algorithm.
 
     Attributes:
-        step: From 1; equals the number of steps done, over restarts too.
-        is_finished: Nothing is left to do.
+        step: Number of steps done so far, including this one and those before a restart.
+        is_finished: Whether the algorithm has finished.
         metrics: Numbers to log at this step.
-        trained: Ids of the rollouts that the update consumed; the driver refuses one that it was given before.
-        published: ``name@version`` of resources that the step published.
-        stop_reason: The reason why it finished, in words; ``""`` while it has not.
-        uses: The use of every call of the rollouts that the step looked at, by rollout id. The driver stores them for
-            ``agl why``; observers get the report without them.
+        trained: Ids of the rollouts that the step trained on; the driver refuses an id that an earlier step reported.
+        published: ``name@version`` of the resources that the step published.
+        stop_reason: The reason why the algorithm finished, as text; ``""`` until it has.
+        uses: How the step used the calls of each rollout that it examined, by rollout id. The driver stores this for
+            ``agl why`` and removes it from the reports that observers get.
     """
 
     step: int
@@ -122,11 +123,12 @@ class StepReport(Record, frozen=True, kw_only=True):
 
 
 class Collected(Record, frozen=True, kw_only=True):
-    """Finished rollouts of one request, in its order: groups are contiguous.
+    """The finished rollouts of one request, in the order of its tasks; each group is contiguous.
 
     Attributes:
-        episodes: All of them, failed ones included: look at ``rollout.status``, ``reward`` and ``rows``.
-        dropped: Number that the experiment's policies for failed rollouts and missing rewards removed, per reason.
+        episodes: The rollouts as episodes. Some may have failed: look at ``rollout.status``, ``reward`` and ``rows``.
+        dropped: Number of rollouts that were removed by the experiment's settings for failed rollouts and missing
+            rewards, by reason.
     """
 
     episodes: tuple[Episode, ...] = ()
@@ -153,22 +155,23 @@ class CollectFn(Protocol):
         keeps_all: bool = False,
         greedy: bool = False,
     ) -> Collected:
-        """Run every task ``n`` times as one group each.
+        """Run every task ``n`` times; the rollouts of one task form a group.
 
-        Rollout ids follow from (experiment, algorithm, step, mode, key, position), so that a step repeated after a
-        crash finds the rollouts that it had already paid for.
+        Rollout ids follow from (experiment, algorithm, step, mode, key, position), so a step that is repeated after a
+        crash finds the rollouts that it has already paid for.
 
         Args:
             tasks: The tasks to run.
             step: The step that collects.
             n: Rollouts per task.
             mode: The purpose of the rollouts.
-            resources: Versions to pin by name; other resources use their live version.
-            key: Separates requests of one step and mode, which may then run at once; letters, digits, ``_``, ``-``.
-            keeps_all: Return failed and unrewarded training rollouts as they are, instead of applying the
-                experiment's policies for them; validation and test rollouts always come as they are.
-            greedy: Have the tuned policies answer at temperature 0, whatever the agent asks; for rollouts of mode
-                ``test``, to which the experiment's policies for failed and unrewarded ones are then applied.
+            resources: Versions to pin, by the resource's name; other resources use their live version.
+            key: Distinguishes several requests of one step and mode, which may run concurrently; letters, digits,
+                ``_`` and ``-``.
+            keeps_all: Return failed and unrewarded training rollouts too, instead of applying the experiment's settings
+                for them. Validation and test rollouts are always returned.
+            greedy: Let the tuned policies answer at temperature 0, whatever the agent requests. Only for rollouts of
+                mode ``test``; the experiment's settings for failed and unrewarded rollouts are then applied.
         """
         ...
 
@@ -176,17 +179,17 @@ class CollectFn(Protocol):
 class Recorded(Record, frozen=True, kw_only=True):
     """Finished training rollouts that other algorithms or experiments collected.
 
-    Those of other algorithms of the run are in order of their ids, those of other experiments in the order in which
-    they finished.
-
-    A rollout's ``metadata`` name its collector (``algorithm`` and ``step``), its ``resources`` the versions it used.
+    Rollouts of the run's other algorithms are sorted by id; rollouts of other experiments are in the order in which
+    they finished. A rollout's ``metadata`` name the ``algorithm`` and ``step`` that collected it, and its ``resources``
+    name the versions that it used.
 
     Attributes:
-        episodes: The rollouts that the experiment's policies for failed rollouts and missing rewards keep.
-        dropped: Number of rollouts left out per reason; ``stale`` for those older than ``max_age``.
-        steps: The last finished step of every source, or the position in the feed of another experiment, for the next
-            request's ``after``.
-        is_over: No source will take another step; other experiments have no further finished rollouts.
+        episodes: The rollouts that the experiment's settings for failed rollouts and missing rewards keep.
+        dropped: Number of rollouts that were left out, by reason; ``stale`` for those older than ``max_age``.
+        steps: The last finished step of every source or, for another experiment, the position in the change feed. Pass
+            it as ``after`` in the next request.
+        is_over: Whether no more rollouts will come: no source will take another step, and other experiments have no
+            further finished rollouts.
     """
 
     episodes: tuple[Episode, ...] = ()
@@ -210,20 +213,20 @@ def _grouped(episodes: Sequence[Episode], key: Callable[[Rollout], object]) -> l
 
 
 class RecordedFn(Protocol):
-    """Reads the rollouts of the algorithms named in ``source``, so that another learns from them."""
+    """Reads the rollouts of the algorithms and experiments named in the setting ``source``."""
 
-    # In versions and not in seconds: importance weights drift with the number of updates, however
-    # long they take.
+    # The age is in versions and not in seconds: importance weights drift with the number of
+    # updates, however long these take.
     async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
-        """The rollouts of the sources' finished steps above ``after``, a step by source.
+        """Return the rollouts of the steps that the sources finished after ``after``.
 
-        With the schedule ``concurrent`` it waits until there is such a step or no source takes another one; where
-        algorithms take turns it returns at once.
+        With the schedule ``concurrent`` it waits until a source finishes such a step, or no source takes another one.
+        With other schedules it returns at once.
 
         Args:
             after: ``steps`` of the previous answer; ``None`` to read from the beginning.
-            max_age: Staleness: how many versions of a tuned resource may have followed the one that a rollout
-                ran with; ``None`` for any number.
+            max_age: Largest staleness: the number of versions of a tuned resource that may have been published after
+                the one that a rollout ran with; ``None`` for no limit.
         """
         ...
 
@@ -234,9 +237,10 @@ class PublishFn(Protocol):
     async def __call__(
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
     ) -> ResourceVersion:
-        """Publish; returns once new rollouts get this version and, for weights, the policy serves it.
+        """Publish a version; returns once new rollouts get it and, for weights, the policy serves it.
 
-        The version is ``<experiment>-<run>-<algorithm>-<step>``. Refuses a name that the algorithm does not tune.
+        The version is called ``<experiment>-<run>-<algorithm>-<step>``. A resource that the algorithm does not tune is
+        refused.
         """
         ...
 
@@ -254,10 +258,11 @@ class ProposeFn(Protocol):
         parent: str = "",
         metadata: Mapping[str, Json] | None = None,
     ) -> ResourceVersion:
-        """Store the version and return it; ``collect(resources={name: version})`` can pin it.
+        """Store a version and return it; ``collect(resources={name: version})`` pins it.
 
-        The version is ``<experiment>-<run>-<algorithm>-<step>-<key>``, and its metadata say ``candidate: true``.
-        The same content again is harmless. Refuses a name that the algorithm does not tune.
+        The version is called ``<experiment>-<run>-<algorithm>-<step>-<key>`` and has ``candidate: true`` in its
+        metadata. Repeating the call with the same content is harmless. A resource that the algorithm does not tune is
+        refused.
         """
         ...
 
@@ -269,38 +274,40 @@ class AlgorithmContext:
     Attributes:
         experiment: The experiment's name.
         name: This algorithm's name, unique within the experiment.
-        tunes: Names of the resources that it tunes.
-        train: Training tasks; ``val`` validation tasks.
-        validation: Number of the first validation tasks that the driver itself runs before the first step, and again
-            after the last one.
-        validated: Returns the episodes of the first of these passes, in order of the tasks; ``()`` before it.
-        seed: The experiment's seed; derive random state from (seed, step, purpose), keep none in globals.
-        workdir: This algorithm's directory for checkpoints; exists.
+        tunes: Names of the resources that the algorithm tunes.
+        train: Training tasks.
+        val: Validation tasks.
+        validation: Number of validation tasks, from the first on, that the driver itself runs before the first step and
+            again after the last one.
+        validated: Returns the episodes of the driver's validation before the first step, in order of the tasks; ``()``
+            until then.
+        seed: The experiment's seed. Derive random state from (seed, step, purpose), and keep none in globals.
+        workdir: This algorithm's existing directory for checkpoints.
         folder: The base of relative paths in the experiment.
         store: The experiment's store.
         credit: The configured credit assignment.
         collect: See :class:`CollectFn`.
-        sources: Names of the algorithms whose rollouts it learns from; ``()`` for its own.
-        recorded: See :class:`RecordedFn`; refuses without ``sources``.
+        sources: Names of the algorithms from whose rollouts this one learns; ``()`` if it collects its own.
+        recorded: See :class:`RecordedFn`; raises without ``sources``.
         publish: See :class:`PublishFn`.
         propose: See :class:`ProposeFn`.
         kept: Returns the steps of this algorithm whose published files and saved states must stay on disk, because the
-            experiment may go back to them; for those that prune old ones.
-        defer: ``defer(save)`` in ``setup`` lets steps wait to be saved, so that a step need not write its checkpoint;
-            ``None`` where each step must have written all that ``state()`` names before it returns. The driver then
-            calls ``await save(must)`` after steps and before it releases the algorithm. It returns true once everything
-            is written, false if that may wait, which it may not with ``must``, or if a step that was interrupted has
-            changed what would be written. Steps that are not saved are repeated after a crash, with the rollouts that
-            they had collected; no file of a version that they published may be needed to serve it.
-        agents: Regular expression over the names of agents whose calls train, and ``""`` for all: calls of the others
-            are rejected as ``not_selected``, also where they share a policy that is tuned.
-        live: Name and live version of every resource, tuned or not.
-        endpoint: The address of a policy of the experiment by name, for algorithms that call a model themselves.
-        current: The live version of a resource by name.
-        policy: The running policy by name.
-        progress: ``progress(done, total, text)``: drives this algorithm's progress bar within a step.
+            experiment may go back to them. Algorithms that prune old files need it.
+        defer: ``None`` if each step must write every file that ``state()`` names before it returns. Otherwise ``setup``
+            may call ``defer(save)``, and steps need not write a checkpoint: the driver calls ``await save(must)`` after
+            steps and before it releases the algorithm. ``save`` returns true once everything is written. It returns
+            false if writing may wait, which is not allowed with ``must``, or if an interrupted step has changed the
+            state to write. Unsaved steps are repeated after a crash, with the rollouts that they had collected, so
+            serving a version that such a step published must not need any file.
+        agents: Regular expression for the names of agents whose calls train; ``""`` for all. Calls of other agents are
+            rejected as ``not_selected``, even if they use a tuned policy.
+        live: Returns the live version of every resource, tuned or not, by the resource's name.
+        endpoint: Returns the address of a policy, by its name, for algorithms that call a model themselves.
+        current: Returns the live version of a resource, by its name.
+        policy: Returns the running policy of that name.
+        progress: ``progress(done, total, text)`` updates this algorithm's progress bar within a step.
         say: Shows the user one line, such as the planned number of rollouts.
-        clock: Unix seconds.
+        clock: Returns the time in Unix seconds.
     """
 
     experiment: str
@@ -329,31 +336,31 @@ class AlgorithmContext:
     clock: Callable[[], float]
     # Asked anew each time, because rolling back or resuming changes which steps are needed.
     kept: Callable[[], frozenset[int]] = frozenset
-    # None is the safe default: each step then writes all that its state names before it returns.
+    # None is the safe default: each step then writes every file that its state names.
     defer: Callable[[Callable[[bool], Awaitable[bool]]], None] | None = None
     agents: str = ""
 
 
 class Algorithm(Protocol):
-    """Tunes resources in resumable steps. Construct it with its parameters only; they are typed and checked.
+    """Tunes resources in resumable steps. Its constructor takes only its parameters, which are typed and checked.
 
-    The driver calls ``setup``, then ``restore`` when there is a saved state, then ``step`` until it is finished,
-    and saves ``state()`` after every step. Kill the process anywhere: at most the step in flight is repeated.
+    The driver calls ``setup``, then ``restore`` if there is a saved state, then ``step`` until the algorithm has
+    finished, and saves ``state()`` after every step. If the process is killed, at most the step in flight is repeated.
     """
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check everything that can be checked before the first rollout; raise :class:`~agl.errors.ConfigError`."""
+        """Prepare, and check all that can be checked before a rollout; raises :class:`~agl.errors.ConfigError`."""
 
     async def step(self) -> StepReport:
-        """Do one step: collect, update, publish. Must be repeatable from the state before it."""
+        """Do one step: collect, update, publish. Must be repeatable from the state before the step."""
         ...
 
     def state(self) -> Mapping[str, Json]:
-        """The state that ``restore`` needs: JSON, with paths of checkpoint files that are already complete."""
+        """Return the state that ``restore`` needs, as JSON; checkpoint files that it names must be complete."""
         ...
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from ``state()``; weights and optimiser included."""
+        """Restore an earlier ``state()``, including weights and optimiser."""
 
     async def close(self) -> None:
         """Release memory and threads; idempotent."""
@@ -361,55 +368,56 @@ class Algorithm(Protocol):
 
 @runtime_checkable
 class CheckedAlgorithm(Algorithm, Protocol):
-    """An algorithm that can check its needs while another one still has its turn.
+    """An algorithm that can check its requirements before its turn comes.
 
-    Where algorithms follow each other, a later one is set up when its turn comes. The check finds before the first
-    rollout what would fail then.
+    With the schedule ``sequential``, a later algorithm is set up only when its turn comes. The check finds errors of
+    that later setup before the first rollout of the run.
     """
 
     async def check(self, context: AlgorithmContext) -> None:
-        """Raise the :class:`~agl.errors.ConfigError` that ``setup`` would raise, as far as that is known by now.
+        """Raise the :class:`~agl.errors.ConfigError` that ``setup`` would raise, as far as it can be foreseen.
 
-        Called on an object that is not set up and is closed afterwards. Takes little memory and shows nothing to the
-        user; the resources that it tunes may have other versions when its turn comes.
+        Called on an object that is not set up, and that is closed afterwards. The check must use little memory and show
+        nothing to the user. The resources that the algorithm tunes may have other versions when its turn comes.
         """
 
 
 @runtime_checkable
 class ExtendableAlgorithm(Algorithm, Protocol):
-    """An algorithm that can continue beyond its last step when its parameters allow more steps.
+    """An algorithm that can continue after its last step if its parameters now allow more steps.
 
-    Steps taken in two sessions have the same effect as the same number in one. Where they cannot, such as with a
-    learning rate that falls over the steps, the algorithm's documentation describes the difference.
+    Steps that are taken in two sessions should have the same effect as the same number of steps in one session. If that
+    is impossible, such as with a learning rate that falls over the steps, the algorithm documents the difference.
     """
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """True if steps are left after those of ``state``, the last state of a run that had finished.
+        """Return true if further steps follow ``state``, the last state of a finished run.
 
-        Called on an object that is not set up. A run that continues is set up and restored from that state as usual.
+        Called on an object that is not set up. If the run continues, it is set up and restored from ``state`` as usual.
 
         Args:
             state: The value of :meth:`Algorithm.state` after the last step.
             tasks: Number of training tasks.
-            sources_go_on: Whether an algorithm that this one learns from takes further steps.
+            sources_go_on: Whether an algorithm from which this one learns will take further steps.
         """
         ...
 
 
 @runtime_checkable
 class ReversibleAlgorithm(Algorithm, Protocol):
-    """An algorithm that can continue from an earlier state when training has lost what it had learned.
+    """An algorithm that can continue from an earlier state after a collapse.
 
-    One without this stops instead; see ``on_collapse`` of the experiment file.
+    An algorithm without this method stops instead; see ``on_collapse`` of the experiment file.
     """
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Continue from an earlier :meth:`Algorithm.state` with smaller steps; the next step keeps its number.
+        """Continue from an earlier :meth:`Algorithm.state` with a smaller learning rate.
 
-        Steps are counted on, and no rollout of the steps in between is trained again. The versions that were live at
-        ``state`` are live again when this is called, and :meth:`Algorithm.state` describes the result afterwards.
+        The number of steps is not reset, and no rollout of the steps since ``state`` is trained on again. The versions
+        that were live at ``state`` are already live again when this is called. Afterwards :meth:`Algorithm.state`
+        describes the result.
 
         Args:
-            state: A state whose step is in ``kept`` of the context; empty for the one before the first step.
-            rate: Factor of the configured learning rate, or of another size of the steps, from now on; below 1.
+            state: A state whose step is in ``kept`` of the context; empty for the state before the first step.
+            rate: Factor below 1 by which to multiply the configured learning rate, or another step size, from now on.
         """
