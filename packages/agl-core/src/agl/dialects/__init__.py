@@ -1,7 +1,8 @@
 """The wire formats of model calls as pure functions on bytes, shared by the gateway and the in-process tracer.
 
-They cover OpenAI's chat completions, completions and responses, Anthropic's messages, and embeddings, as plain bodies
-and as streams, whole, cut or garbage. Nothing here does any input or output, and no answer of a backend makes it raise.
+They cover OpenAI's chat completions, completions and responses, Anthropic's messages, and embeddings. Answers may be
+plain bodies or streams, and may be whole, cut or garbage: no answer of a backend makes a function raise. The functions
+do no input or output.
 """
 
 from agl.dialects._calls import calls_of

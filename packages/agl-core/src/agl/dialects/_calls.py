@@ -1,4 +1,4 @@
-"""Turns an exchange into model calls: one per sampled choice, with its tokens or the reason why it has none."""
+"""Turns an exchange into model calls: one per sampled choice, with its tokens or the reason why they are missing."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -38,17 +38,17 @@ _MAX_ERROR = 2000
 def calls_of(
     exchange: Exchange, *, policy: str = "", model_version: str = "", want_ids: bool = True
 ) -> list[ModelCall]:
-    """The model calls of one exchange, at least one; no answer of a backend makes it raise.
+    """The model calls of one exchange; no answer of a backend makes it raise.
 
     Args:
         exchange: A request and its answer.
-        policy: Name of the policy that served it.
-        model_version: Its version, used where the backend does not name one.
-        want_ids: Whether token ids were requested; ``ids_missing`` is worded accordingly.
+        policy: Name of the policy that served the request.
+        model_version: The version of the weights, used if the answer does not name one.
+        want_ids: Whether token ids were requested; ``ids_missing`` gives the reason accordingly.
 
     Returns:
-        One call per choice, by index. ``ids_missing`` is set when ids or log-probabilities are absent, or when
-        they differ in number (then both are kept).
+        One call per choice, sorted by index, or a single call without an answer. ``ids_missing`` is set if ids or
+        log-probabilities are absent, or if their numbers differ (then both are kept).
     """
     dialect = exchange.request.dialect
     answer = _embeddings(exchange) if dialect == "embeddings" else _answer(dialect, exchange)
@@ -103,8 +103,7 @@ def _base(exchange: Exchange, answer: Answer) -> ModelCall:
     """The fields that the choices of one exchange share."""
     dialect, given = exchange.request.dialect, exchange.request.to_dict() or {}
     request, inputs = stored(exchange.request)
-    # Of bool, which is an int in Python, and of a text nothing follows; a backend would refuse
-    # them.
+    # A bool, which is an int in Python, and any other value count as 1; backends refuse them.
     asked = given.get("n")
     return ModelCall(
         request_id=exchange.request_id,
@@ -126,15 +125,15 @@ def _base(exchange: Exchange, answer: Answer) -> ModelCall:
 
 
 def _is_whole(exchange: Exchange, choices: Sequence[Choice]) -> bool:
-    """True if a stream brought every choice to its end, even if it broke afterwards.
+    """True if every choice of a stream arrived completely, even if the connection broke afterwards.
 
-    Clients hang up after reading the last event, which may be before the end of the body.
+    Clients hang up after they read the last event, which may be before the end of the body.
     """
     return exchange.is_streamed and bool(choices) and all(choice.is_finished for choice in choices)
 
 
 def _plain_response(exchange: Exchange, dialect: Dialect) -> Json:
-    """The body of an answer without choices: an error's JSON; an embedding's without its vectors."""
+    """The body to record for an answer without choices: the JSON of an error, or an embedding without its vectors."""
     if exchange.status < 400 and dialect != "embeddings":
         return None
     # Errors of providers repeat a part of the key that they refused.
@@ -143,7 +142,7 @@ def _plain_response(exchange: Exchange, dialect: Dialect) -> Json:
 
 
 def _object(data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``, an empty one if there is none."""
+    """The JSON object in ``data``; empty if ``data`` is not a JSON object."""
     try:
         return as_dict(msgspec.json.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError):

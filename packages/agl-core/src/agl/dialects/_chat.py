@@ -1,8 +1,9 @@
 """Chat completions and completions: bodies and streams, with token ids in vLLM's fields, SGLang's, or none.
 
-vLLM: ``prompt_token_ids`` at the top of a chat completion (in a stream on the first chunk) and in each choice of a
-completion, ``choices[i].token_ids`` (in a stream the delta's ids). SGLang: ``choices[i].prompt_token_ids`` and
-``choices[i].response_token_ids``. The two APIs differ in the content of a choice, a ``message`` or a ``text``.
+vLLM has ``prompt_token_ids`` at the top of a chat completion (in a stream: on the first chunk) and in each choice of a
+completion; the answer's ids are in ``choices[i].token_ids`` (in a stream: the ids of the delta). SGLang has
+``choices[i].prompt_token_ids`` and ``choices[i].response_token_ids``. The content of a choice is a ``message`` in chat
+completions and a ``text`` in completions.
 """
 
 from typing import Any, Literal
@@ -41,7 +42,7 @@ class _Choice(msgspec.Struct, gc=False):
     # vLLM's: the stop string or token id that ended the answer.
     stop_reason: Any = None
     logprobs: _Logprobs | None = None
-    # vLLM puts these beside the choices of a chat completion, and within each of a completion.
+    # vLLM puts these next to the choices of a chat completion, and into each choice of a completion.
     token_ids: list[int] | None = None
     response_token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -73,12 +74,12 @@ _BODY = msgspec.json.Decoder(_Body)
 _CHUNK = msgspec.json.Decoder(_Chunk)
 _CHUNKS = msgspec.json.Decoder(list[_Chunk])
 _VERSION_FIELDS = ("model_version", "model_versions", "weight_versions")
-# Kept of the body; all else of it is in the choice, or in the packed tokens.
+# Fields of the body that are recorded; all others are in the choice or in the packed tokens.
 _HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint", "service_tier", "usage")
 
 
 def read_body(data: bytes, content_key: ContentKey = "message") -> Answer:
-    """The answer in a plain body; raises :class:`msgspec.DecodeError` if there is none."""
+    """The answer in a plain body; raises :class:`msgspec.DecodeError` if the body is not one."""
     body = _BODY.decode(data)
     choices = tuple(_plain_choice(body, choice, content_key) for choice in body.choices)
     return Answer(choices=choices, model_version=_version(body), error=error_text(body.error))
@@ -199,7 +200,7 @@ def _head(found: list[bytes]) -> _Body:
 
 
 def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
-    """The first chunk's head with the other chunks' fields: the first prompt ids, the last usage and versions."""
+    """The first chunk's head, completed by other chunks: with the first prompt ids, and the last usage and versions."""
     for chunk in chunks:
         # On the first chunk of a vLLM stream only.
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids

@@ -12,10 +12,10 @@ Message = dict[str, Json]
 
 
 def call_messages(call: ModelCall) -> list[Message]:
-    """The conversation of ``call``, its answer included when there is one, as OpenAI chat messages.
+    """The conversation of ``call``, including its answer if there is one, as OpenAI chat messages.
 
-    Text parts are joined where a dialect splits them, tool calls and results keep their ids, media stay parts
-    with their references. Parts without a place in chat messages (reasoning items, server tools) are left out.
+    Text that a dialect splits into parts is joined. Tool calls and their results keep their ids. Media remain separate
+    parts with their references. Parts that chat messages cannot express (reasoning items, server tools) are left out.
     """
     request, response = as_dict(call.request), as_dict(call.response)
     match call.dialect:
@@ -78,7 +78,7 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
 
 
 def _add_call(messages: list[Message], call: Json) -> None:
-    """Add a call to the assistant's message that it belongs to; adds that message if there is none."""
+    """Add a tool call to the last message if that is the assistant's, else to a new assistant message."""
     # The Responses API has a call as an item of its own; chat has it within the assistant's
     # message.
     if not messages or messages[-1].get("role") != "assistant":
@@ -93,7 +93,7 @@ def _tool_call(call_id: Any, name: Any, arguments: Any) -> Json:
 
 
 def _content(content: Any) -> Json:
-    """A text when all parts are text, else a list of chat parts."""
+    """The content as one text if all parts are text, else as a list of chat parts."""
     if not is_list(content):
         return content
     parts = [_chat_part(part) for part in dicts_in(content)]

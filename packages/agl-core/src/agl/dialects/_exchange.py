@@ -15,7 +15,7 @@ ENDPOINTS: dict[Dialect, str] = {
     "messages": "/messages",
     "embeddings": "/embeddings",
 }
-"""The ends of the paths at which APIs take calls."""
+"""The suffix of the URL path at which each API takes calls."""
 
 
 def dialect_of(path: str) -> Dialect | None:
@@ -32,11 +32,11 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         request: The client's request.
         status: HTTP status; 0 when no response came.
         headers: The response's headers, names in lower case.
-        response: The body's bytes, as many as arrived, content encodings undone.
+        response: The decoded bytes of the body, as far as they arrived.
         is_streamed: Whether the body is a stream of server-sent events.
         is_complete: Whether the whole body arrived.
         latency_s: From the request's last byte to the response's last byte.
-        first_token_s: To the first byte of the body.
+        first_token_s: From the request's last byte to the first byte of the response's body.
         request_id: Shared by the retries of one request.
         retry_count: The client's count of retries.
         error: The failure of the exchange as text, ``""`` if it did not fail.
@@ -57,7 +57,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One sampled answer as a dialect's reader found it; ``None`` for fields that the backend did not send.
+    """One sampled answer, as parsed by a dialect's reader; fields that the backend did not send are ``None``.
 
     Attributes:
         response: The whole body as plain JSON with this choice only, without ids and log-probabilities.
@@ -77,9 +77,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A body as a dialect's reader parsed it.
 
     Attributes:
-        choices: By index; empty when the body holds none.
-        model_version: Version of the weights in the backend's own words; several are joined with ``+``.
-        error: The backend's error, ``""`` if none.
+        choices: The choices, sorted by index; may be empty.
+        model_version: Version of the weights as the backend names it; several versions are joined with ``+``.
+        error: The backend's error message; ``""`` if there is none.
     """
 
     choices: tuple[Choice, ...] = ()

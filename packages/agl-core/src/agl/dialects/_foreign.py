@@ -1,4 +1,4 @@
-"""Reads foreign JSON, which may be anything, as the types that a reader expects."""
+"""Converts JSON of other programs to the types that a reader expects; other values become empty ones."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -36,7 +36,7 @@ def dicts_in(value: object) -> list[dict[str, Any]]:
 
 
 def version_in(body: Mapping[str, Any]) -> str:
-    """The version of the weights that answered, as a body names it; ``""`` if it names none.
+    """The version of the weights that a body names as having answered; ``""`` if it names none.
 
     ``model_version`` is a text or a number. ``model_versions`` (of agl's policy server) and ``weight_versions`` (of
     vLLM) are lists of ``{"version": ..., "start": ..., "end": ...}``: an answer that crossed a weight update has

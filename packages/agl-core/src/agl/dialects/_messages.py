@@ -18,7 +18,7 @@ _DROPPED = ("prompt_token_ids", "token_ids", "logprobs")
 
 
 def read_body(data: bytes) -> Answer:
-    """The answer in a plain body; raises :class:`msgspec.DecodeError` if there is none."""
+    """The answer in a plain body; raises :class:`msgspec.DecodeError` if the body is not one."""
     return _answer(BODY.decode(data), is_finished=True)
 
 
@@ -100,7 +100,7 @@ def _finish(message: dict[str, Any], event: dict[str, Any]) -> None:
 
 
 def _json(text: str) -> Any:
-    """A tool's input; the text itself when a cut left it unfinished."""
+    """A tool's input, parsed from JSON; the text itself if the JSON was cut."""
     try:
         return msgspec.json.decode(text) if text else {}
     except msgspec.DecodeError:

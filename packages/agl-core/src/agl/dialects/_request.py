@@ -1,14 +1,13 @@
 """Requests: read once, changed on the way to the model, and stripped of credentials and media before they are stored.
 
-Two changes are made on the way. A request asks for token ids where its policy is trained. And it is kept from asking
-for less than the policy's full distribution: a policy gradient, and every importance weight, is about the distribution
-that tokens were drawn from. Top-p, top-k, penalties and the like draw from another one than the policy's softmax at
-the request's temperature, which is the one that training computes. A temperature above 0 is no such parameter:
-training divides by it as well.
+Two changes are made on the way. First, if the policy is trained, the request is made to ask for token ids. Second, it
+may be kept from narrowing the policy's distribution. Training computes probabilities by the policy's softmax at the
+request's temperature, and policy gradients and importance weights are wrong for tokens that were drawn from another
+distribution, as they are with top-p, top-k and penalties. A temperature above 0 needs no change, because training
+divides by it as well.
 
 Inputs that are not tokens (images, audio, files) are recorded by reference, never by content: a payload is replaced by
-the SHA-256 digest of its bytes, so that two calls with one image have equal records and a store does not keep it a
-hundred times.
+the SHA-256 digest of its bytes, so that calls with the same image have equal records and a store keeps no copies.
 """
 
 import base64
@@ -39,7 +38,8 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
         "bad_words": ([],),
     },
 }
-"""Values that leave the distribution whole. The first is sent, for a server may have another default."""
+"""By parameter, the values that do not change the distribution. The first one replaces others, because a server's
+default may differ from it."""
 
 _TYPED = ("response_format", "text", "output_config", "tool_choice")
 _GUIDES = (
@@ -47,7 +47,7 @@ _GUIDES = (
     *("thinking_token_budget", "logits_processors"),  # vLLM's too, as those above
     *("regex", "ebnf", "json_schema", "structural_tag", "custom_logit_processor"),  # SGLang's
 )
-"""Constraints on the answer's form, which an agent cannot do without."""
+"""Parameters that constrain the form of the answer; agents depend on them, so they are never overridden."""
 
 _KINDS = frozenset(
     {"image_url", "input_image", "image", "input_audio", "video_url", "video", "document", "file", "input_file"}
@@ -64,7 +64,7 @@ _decode = msgspec.json.decode
 class Request:
     """The body of a model call, parsed at most once on its way from the client to the record.
 
-    The top level is parsed on first use, and each field on its own first use; both are cached. Pass this object on
+    The top level is parsed on first use, and each field when it is first read; both are cached. Pass this object around
     instead of bytes.
 
     Attributes:
@@ -109,10 +109,11 @@ class Request:
         return found if self.is_object and len(self._values) == len(fields) else None
 
     def prepared(self, *, want_ids: bool, model: str = "") -> bytes:
-        """The body to send upstream, with the fields that request token ids, and with ``model`` in place of its own.
+        """The body to send upstream.
 
-        The values of all other fields keep their exact bytes. The body comes back untouched when there is nothing to
-        change, and when it is not a JSON object, so that the backend answers with its own error.
+        With ``want_ids`` it requests token ids; a non-empty ``model`` replaces the requested model. All other fields
+        keep their exact bytes. The body is returned unchanged if there is nothing to change, and if it is not a JSON
+        object, so that the backend answers with its own error.
         """
         if not (want_ids or model) or not self.is_object:
             return self.body
@@ -122,7 +123,7 @@ class Request:
         return self.changed(changes).body
 
     def changed(self, fields: dict[str, Json]) -> "Request":
-        """The request with other values in these fields; itself without any."""
+        """A copy of the request with new values for ``fields``; the same object if ``fields`` is empty."""
         return Request(self.dialect, msgspec.json.encode({**self._fields(), **fields})) if fields else self
 
     def _fields(self) -> dict[str, msgspec.Raw]:
@@ -160,14 +161,17 @@ _NO_OBJECT: dict[str, msgspec.Raw] = {}
 
 
 def sampled(asked: Request, rule: str) -> tuple[Request, dict[str, Json]]:
-    """The request to send under a rule of :attr:`agl.contracts.Upstream.sampling`, with attributes of the call's span.
+    """Apply a rule of :attr:`agl.contracts.Upstream.sampling` to a request.
 
-    ``override`` gives parameters their neutral values, and greedy decoding temperature 1; constraints on the answer's
-    form stay. Every other rule leaves the request as it is. The attributes name what was overridden, and what was
-    sent and narrows; there are none without a rule.
+    The rule ``override`` sets parameters that narrow the distribution to their neutral values (temperature 0 to 1), but
+    keeps constraints on the answer's form. Every other rule leaves the request unchanged.
+
+    Returns:
+        The request to send, and attributes for the call's span: the parameters that were overridden, and those that
+        narrow the distribution and were kept. Without a rule there are no attributes.
     """
     found = {key: asked.get(key) for key in (*_NEUTRAL, *_TYPED, *_GUIDES)} if rule else {}
-    # None is what an absent field means, so it narrows nothing.
+    # None means the same as an absent field, so it narrows nothing.
     before = {key: value for key, value in found.items() if value is not None and _narrows(key, value)}
     changes = {key: _NEUTRAL[key][0] for key in before if key in _NEUTRAL and rule == "override"}
     named = {semconv.SAMPLING_OVERRIDDEN: changes.keys(), semconv.SAMPLING_KEPT: before.keys() - changes.keys()}
@@ -186,7 +190,7 @@ def _narrows(key: str, value: Json) -> bool:
 
 
 def sampling_of(request: dict[str, Any]) -> Sampling:
-    """The sampling parameters of a request in any dialect; a value that is not a number is left out."""
+    """The sampling parameters of a request in any dialect; values of the wrong type are left out."""
     stop = request.get("stop", request.get("stop_sequences"))
     stops = [stop] if isinstance(stop, str) else as_list(stop)
     return Sampling(
@@ -212,10 +216,11 @@ def _integer(value: object) -> int | None:
 
 
 def stored(request: Request) -> tuple[Json, tuple[str, ...]]:
-    """The request as records keep it, and the references to its media in order.
+    """The request as it is recorded, and the references to its media in order.
 
-    It has none of the credentials that clients put into bodies: keys, and headers of remote tools. A reference is the
-    URL, the provider's file id, or ``sha256:<hex>`` of the payload. Of a body that is not JSON the start is kept.
+    Credentials that clients put into bodies, such as keys and headers of remote tools, are removed. Media are replaced
+    by references: the URL, the provider's file id, or ``sha256:<hex>`` of the payload. Only the start of a body that is
+    not JSON is recorded.
     """
     fields = request.to_dict()
     if fields is None:
@@ -236,7 +241,7 @@ def _clean(item: Json) -> Json:
 
 
 def _may_hold_media(body: bytes) -> bool:
-    """True if the request may hold media; quick, and never False for one that does."""
+    """Quick test that returns true for every request with media, and for some without."""
     # Walking a long conversation costs more than a search for five words, and most have no media.
     return b'"type"' in body and any(marker in body for marker in _MARKERS)
 

@@ -20,7 +20,7 @@ _DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids"
 
 
 def read_body(data: bytes) -> Answer:
-    """The answer in a plain body; raises :class:`msgspec.DecodeError` if there is none."""
+    """The answer in a plain body; raises :class:`msgspec.DecodeError` if the body is not one."""
     return _answer(BODY.decode(data), is_finished=True)
 
 
@@ -95,7 +95,7 @@ def _tokens(messages: Any, plain: Any) -> list[int] | None:
 
 
 def _items(events: list[dict[str, Any]]) -> list[Any]:
-    """Output items of a stream that ended early: whole ones as they arrived, the open one from its deltas."""
+    """The output items of a stream that ended early; an unfinished item is built from its deltas."""
     items: dict[int, Any] = {}
     for event in events:
         index, kind = event.get("output_index"), event.get("type")

@@ -12,10 +12,10 @@ _DONE = b"[DONE]"
 
 
 def payloads(body: bytes) -> tuple[list[bytes], bool]:
-    """The ``data`` of every event that ended, and whether the ``[DONE]`` marker was among them.
+    """The ``data`` of every complete event but ``[DONE]``, and whether ``[DONE]`` was received.
 
-    An event of several data lines has them joined; a last event without its closing blank line was cut and is
-    left out, unless its data is ``[DONE]``.
+    Several data lines of one event are joined. A last event without its closing blank line was cut and is left out,
+    unless its data is ``[DONE]``.
     """
     # The specification (https://html.spec.whatwg.org/multipage/server-sent-events.html) allows CR,
     # LF and CRLF as the end of a line; nearly every server sends LF.
@@ -42,9 +42,9 @@ def _data_of(event: bytes) -> bytes:
 
 
 def decode_events(found: list[bytes], item: msgspec.json.Decoder[T], many: msgspec.json.Decoder[list[T]]) -> list[T]:
-    """The events as values; one that is not valid JSON of that shape is skipped.
+    """Decode the events; an event that is not valid JSON of the expected type is skipped.
 
-    All are decoded as one array, which costs a third of decoding them one by one; only a stream with a broken
+    All events are decoded as one array, which costs a third of decoding them one by one. Only a stream with a broken
     event takes the slow path.
     """
     try:

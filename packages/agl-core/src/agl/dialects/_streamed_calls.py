@@ -1,4 +1,4 @@
-"""Puts the tool calls of a streamed answer together."""
+"""Assembles the tool calls of a streamed answer."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from agl.schemas import Json
 
 
 class StreamedCalls:
-    """The tool calls of one message, whose parts arrive in any order.
+    """Assembles the tool calls of one message from parts that arrive in any order.
 
-    Parts belong together by the call's index. Some servers give parallel calls one index, or none: there a new id
-    opens a new call, as does a function's name after a call whose arguments are complete.
+    Parts with the same index belong to one call. Some servers give all parallel calls the same index, or no index.
+    There a new id starts a new call, and so does a function name after a call whose arguments are complete.
     """
 
     def __init__(self) -> None:

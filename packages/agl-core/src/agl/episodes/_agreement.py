@@ -1,13 +1,13 @@
 """Compares the model calls that frameworks report with those that were recorded.
 
-A framework's ``chat`` span without a recorded call means that the call bypassed the gateway and the wire hook: its
-client uses another protocol or another library. A recorded call outside every span of a framework, in an attempt
-where a framework has spans, means that some part of the agent is not observed. Both are found by the links between
-spans, never by names. A span that carries :data:`agl.semconv.UNRECORDED` is a call that a watch on
-clients saw; it says nothing about which other calls a framework observes.
+If a framework's ``chat`` span has no recorded call, that call bypassed the gateway and the wire hook, because its
+client uses another protocol or library. If a recorded call lies outside every framework span, in an attempt where a
+framework has spans, some part of the agent is not observed. Both cases are found by the links between spans, never by
+names. A span with the attribute :data:`agl.semconv.UNRECORDED` is a call that a watch on clients saw; it is no evidence
+that a framework is observed.
 
-A program that reports over OTLP may not link its calls to its spans. There, and only there, a ``chat`` span counts as
-seen when a call that names no span began while it was open.
+A program that reports over OTLP may not link its calls to its spans. So a ``chat`` span also counts as recorded if a
+call that names no span began while the ``chat`` span was open.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,16 +25,16 @@ _OURS = (semconv.OP_EVALUATE,)
 _TOLERANCE_NS = 5_000_000
 
 Verdict = Literal["drop", "accept"]
-"""The treatment of rollouts with calls that only one side saw: left out, or trained on as they are known."""
+"""The treatment of rollouts with calls that only one side saw: leave them out, or train on the calls that are known."""
 
 
 class Agreement(Record, frozen=True, kw_only=True):
     """The model calls that only one side saw, in order of time.
 
     Attributes:
-        unseen: Calls that a framework or a watch reported and that were not recorded. Failed ones are left out, as
+        unseen: Calls that a framework or a watch reported but that were not recorded. Failed calls are left out, as
             they may never have left the agent.
-        unattributed: Recorded calls that lie in no framework's span, where a framework reported others.
+        unattributed: Recorded calls outside every framework span, if a framework reported other calls.
     """
 
     unseen: tuple[LooseCall, ...] = ()
@@ -42,7 +42,7 @@ class Agreement(Record, frozen=True, kw_only=True):
 
 
 def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agreement:
-    """Compare the two sides within the deciding attempt; late spans are left out."""
+    """Compare the reported with the recorded calls of the deciding attempt; late spans are left out."""
     own = [span for span in spans if span.attempt_id == attempt_id and not span.is_late]
     reported = [span for span in own if _is_reported(span)]
     if not reported:
@@ -66,7 +66,7 @@ def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agree
 
 
 def client_of(span: Span) -> str:
-    """The client that made a call, as far as it is known: its class or library, and the server."""
+    """The client that made a call and the server, as far as they are known: ``CLASS to HOST``."""
     attributes = span.attributes
     keys = (semconv.CLIENT, semconv.USER_AGENT, "otel.scope.name", semconv.PROVIDER)
     name = next((str(attributes[key]) for key in keys if attributes.get(key)), "an unknown client")
@@ -75,10 +75,10 @@ def client_of(span: Span) -> str:
 
 
 def _unseen(own: Sequence[Span], calls: Sequence[Span], by_id: Mapping[str, Span]) -> list[Span]:
-    """Chat spans without a call below them; of two nested ones only the outer one."""
+    """Successful chat spans without a recorded call inside; of nested chat spans only the outer one."""
     seen: set[str] = set()
     for call in calls:
-        # What lies above a span that was seen before was seen then, so each span is visited once.
+        # The spans around a span that was visited before were visited too, so each is visited once.
         seen.update(span.span_id for span in takewhile(lambda span: span.span_id not in seen, _around(call, by_id)))
     found: dict[str, Span] = {}
     for span in own:
@@ -100,7 +100,7 @@ def _around(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
 
 
 def _without_overlapping_call(chats: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
-    """The chat spans that are left after each call is matched with one that was open when it began."""
+    """Match each call with a chat span that was open when the call began; return the chat spans without a match."""
     left = list(chats)
     for call in calls:
         begun = takewhile(lambda chat: chat.start_ns - _TOLERANCE_NS <= call.start_ns, left)  # noqa: B023  # used at once

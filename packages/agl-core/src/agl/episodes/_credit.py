@@ -1,8 +1,8 @@
 """Credit assignment ``episode``: every model call gets the episode's return.
 
-The values are returns, not advantages; an algorithm's estimator compares those with one ``baseline`` key, each rollout
-counting once in its statistics. An episode that trains and has no reward is refused: the experiment's declared policy
-for missing rewards applies before credit is assigned.
+The values are returns, not advantages. An algorithm's estimator compares values with the same ``baseline`` key, and
+counts each rollout once in its statistics. An episode with calls to train on but without a reward is refused: the
+experiment's setting for missing rewards should have been applied before.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,6 @@ def _assign(episode: Episode) -> list[CallCredit]:
             f"rollout {episode.rollout.rollout_id} has model calls to train on and no reward; return or emit one, add "
             "a reward emitter, or let the experiment drop or penalise rollouts without a reward"
         )
-    # Without a group the rollout is compared with itself alone, and an estimator gives it no
-    # advantage.
+    # A rollout without a group is compared only with itself, so an estimator gives it no advantage.
     baseline = episode.rollout.group_id or episode.rollout.rollout_id
     return [CallCredit(span_id=call.span_id, value=episode.reward, baseline=baseline) for call in live]

@@ -1,15 +1,15 @@
 """The call forest: branches of model calls that continue each other, by exact token ids.
 
-A call whose prompt starts with an earlier call's prompt + response extends that call's branch. Interleaved agents,
-forks and compaction need no special case: several branches live side by side, a second call that extends the same
-call starts a branch of its own, and so does a prompt that extends nothing. Nothing is compared as text, and calls
-with equal prompts stay separate samples. Calls of different policies never share a branch: their ids mean different
-tokens. Agents play no role; two agents that share a conversation share its branch.
+A call whose prompt starts with an earlier call's prompt + response extends that call's branch. A prompt that extends no
+call starts a new branch, and so does the second call that extends the same call. So interleaved agents, forks and
+compaction need no special case. Only token ids are compared, never text, and calls with equal prompts stay separate
+samples. Calls of different policies never share a branch, because the same ids mean different tokens. Agents are
+ignored: two agents that share a conversation share its branch.
 
-Drift is a prompt that repeats a conversation up to an answer of the model and has other tokens at that answer. Chat
-templates that drop reasoning, tool-call JSON that is printed again and text that is tokenised again all lead to
-prompts of equal meaning with different ids. Such a prompt starts a new branch, which is exact but costs a row; its
-description says where and how it differs, so that the cause can be found.
+Drift is a prompt that repeats a conversation up to an answer of the model but has other tokens at that answer. Chat
+templates that drop reasoning, tool-call JSON that is formatted again and text that is tokenised again all lead to
+prompts with the same meaning but different ids. Such a prompt starts a new branch, which is exact but costs a row. A
+description of the drift says where and how the prompt differs, so that the cause can be found.
 """
 
 from bisect import bisect_right
@@ -24,22 +24,22 @@ Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text, such as a tokenizer's ``decode``."""
 
 SHOWN = 8
-"""Number of tokens that a description of drift shows of either side."""
+"""Number of recorded tokens, and of sent tokens, that a description of drift shows."""
 
-# Templates that drop a generation prompt such as ``<think>`` differ up to 4 tokens before the answer begins. For short
-# prompts that would reach far into the question, so it is an eighth of the tokens before the answer at most.
+# A template that drops a generation prompt such as ``<think>`` differs up to 4 tokens before the answer begins. In a
+# short prompt 4 tokens would reach far into the question, so at most an eighth of the prompt's tokens are taken.
 DRIFT_SLACK = 4
 
 
 class Forest(Record, frozen=True, kw_only=True):
-    """All branches of an attempt; calls are indices in the order given.
+    """All branches of an attempt. Calls are given as indices into the list that :func:`build_forest` got.
 
     Attributes:
-        branch: For each call the index of its branch, numbered in order of the branches' first calls.
-        parent: For each call the one that it extends, -1 for none.
-        branches: Per branch its calls, in order. The row of a branch is the last one's prompt and response; tokens
-            that other branches sampled are in it as context only.
-        drift: Descriptions of drift by call, for calls whose prompt nearly continues a branch.
+        branch: For each call, the index of its branch; branches are numbered in order of their first calls.
+        parent: For each call, the call that it extends; -1 if it extends none.
+        branches: For each branch, its calls in order. The row of a branch is the prompt and response of its last call;
+            tokens in it that other branches sampled are only context.
+        drift: Descriptions of drift, for the calls whose prompt nearly continues a branch.
     """
 
     branch: list[int] = []
@@ -51,10 +51,15 @@ class Forest(Record, frozen=True, kw_only=True):
 def build_forest(spans: Sequence[Span], *, decode: Decode | None = None) -> Forest:
     """Arrange model calls in branches; near-linear in the number of calls.
 
-    ``spans`` are one attempt's model calls in order of time, each complete and with token ids. A call extends the
-    earlier one with the longest prompt + response that its prompt starts with; of several equal ones the newest
-    that nothing extends yet. ``decode`` shows both sides of a drift as text. A copy of all prompts lives while this
-    runs. Raises :class:`CaptureError` when a span holds no call.
+    A call extends the earlier call with the longest prompt + response with which its prompt starts; among equal calls,
+    the newest one that no other call extends. A copy of all prompts is in memory meanwhile.
+
+    Args:
+        spans: One attempt's model calls in order of time, each complete and with token ids.
+        decode: Decodes token ids to text, to show both sides of a drift; ``None`` to show only ids.
+
+    Raises:
+        CaptureError: A span has no model call.
     """
     calls = [span.call for span in spans if span.call is not None]
     if len(calls) != len(spans):
@@ -99,8 +104,8 @@ class _ForestBuilder:
         newest, older = [NONE] * len(members), [NONE] * len(members)  # stacks of leaves, by equal conversations
         for k, i in enumerate(members):
             anchor, same = links.anchor[k], links.same[k]
-            # An anchor that something extends already is no leaf: extending it again is a fork, and
-            # starts a branch.
+            # An anchor that another call extends already is not a leaf: extending it again is a
+            # fork, and starts a branch.
             leaf = newest[links.same[anchor]] if anchor != NONE else NONE
             if leaf != NONE:
                 newest[links.same[anchor]] = older[leaf]
@@ -150,7 +155,8 @@ class _Branch:
 
     Attributes:
         calls: Indices of its calls, in order.
-        origin: The branch that it forked from, and ``shared`` the tokens that it has in common with it.
+        origin: The branch from which this one forked.
+        shared: Number of tokens that it has in common with ``origin``.
     """
 
     # Indices and not calls: the prompts of a long attempt add up to megabytes.
@@ -181,10 +187,13 @@ class _DriftFinder:
     decode: Decode | None
 
     def describe(self, prompt: bytes, neighbours: Sequence[tuple[int, bytes]], *, floor: int) -> str:
-        """Describe how ``prompt`` nearly continues one of ``neighbours``; ``""`` if it does not.
+        """Describe how ``prompt`` drifts from one of ``neighbours``; ``""`` if it does not.
 
-        ``neighbours`` are earlier calls and their prompt + response, one of which shares the longest prefix with
-        ``prompt``; ``floor`` is the length in bytes of what the prompt extends exactly.
+        Args:
+            prompt: The packed prompt of a call that starts a branch.
+            neighbours: Earlier calls, each with its packed prompt + response. One of them shares the longest prefix
+                with ``prompt`` among all earlier calls.
+            floor: Length in bytes of the earlier prompt + response with which ``prompt`` starts exactly.
         """
         shared, call, context = max(
             ((common_prefix(prompt, context), call, context) for call, context in neighbours),
@@ -193,8 +202,8 @@ class _DriftFinder:
         )
         # From bytes to tokens; ids are four bytes each.
         position = shared // 4
-        # Nothing is shared beyond what the prompt extends exactly, or one of the two ends there:
-        # then it is a fork or a cut, not drift.
+        # If nothing is shared beyond the exact prefix, or one of the two ends there, it is a fork
+        # or a cut, not drift.
         if call == NONE or position * 4 <= floor or position * 4 >= min(len(prompt), len(context)):
             return ""
         answered = self._answer_at(self.branch_of[call], position)

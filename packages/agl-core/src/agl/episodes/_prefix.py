@@ -1,11 +1,11 @@
-"""Finds the earlier byte strings that a string begins with, for many strings at once.
+"""Finds the longest earlier byte string that is a prefix of a string, for many strings at once.
 
-The call forest asks, for every prompt, for the longest earlier prompt + response that it starts with. Comparing each
-with each is quadratic, walking tokens in Python is slow, and a table by length degenerates when all lengths differ.
-So all strings are sorted once (comparisons run in C), a stack sweep finds the enclosing strings, and a pass backwards
-in time removes strings again, jumping over the gaps as union-find does. The cost is O(n log n) comparisons, each of
-at most the length of the prefix that two strings share; time is near linear in the number of strings whatever
-their order, depth or fan-out.
+The call forest needs, for every prompt, the longest earlier prompt + response that is a prefix of it. Comparing all
+pairs is quadratic, walking tokens in Python is slow, and a table by length degenerates if all lengths differ. So all
+strings are sorted once (comparisons run in C), a sweep with a stack finds the prefixes of each string, and a pass
+backwards in time removes strings again and jumps over the gaps as union-find does. The cost is O(n log n) comparisons,
+each of at most the length of the prefix that two strings share. The time is near linear in the number of strings,
+whatever their order, depth or fan-out.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ class Links:
     """Relations between the strings, by index; :data:`NONE` where there is none.
 
     Attributes:
-        anchor: For each query the longest earlier entry that it starts with (equality included), [n].
-        before: For each query its neighbour among the earlier entries in lexicographic order, towards the smaller
-            side, and ``after`` towards the larger one, [n] each. One of the two shares the longest prefix with the
-            query of all earlier entries.
-        same: For each entry the smallest index in sorting order of an entry with equal content, [n].
+        anchor: For each query, the longest earlier entry that is a prefix of it or equal to it, [n].
+        before: For each query, its next smaller neighbour among the earlier entries in lexicographic order, [n].
+        after: For each query, its next larger neighbour among the earlier entries, [n]. Of all earlier entries, one of
+            the two neighbours shares the longest prefix with the query.
+        same: For each entry, a representative of the entries with equal content: the first of them in the sorted
+            order, [n].
     """
 
     anchor: list[int]
@@ -69,7 +70,7 @@ def common_prefix(a: bytes, b: bytes) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sweep:
-    """The sorted order: enclosing entries, neighbours among entries, and equal ones; all by index."""
+    """Results of the sorted sweep, by index: prefixes, neighbours and equal entries."""
 
     enclosing: list[int]
     inside: list[int]
@@ -79,11 +80,11 @@ class _Sweep:
 
 
 def _sweep(queries: Sequence[bytes], entries: Sequence[bytes]) -> _Sweep:
-    """Visit entries and queries in lexicographic order, with the entries that enclose the place on a stack.
+    """Visit entries and queries in lexicographic order; a stack has the entries that are prefixes of the current one.
 
-    Sorting is stable and entries come first, so an entry precedes the queries that equal it. An entry's own query
-    precedes it directly or with strings in between that start with the query too, so that the neighbours of the
-    entry, without the entry, are the query's neighbours among earlier entries that share the most with either.
+    Sorting is stable and entries come first, so an entry precedes the queries that equal it. A query precedes its own
+    entry, and all strings between the two start with the query as well. So the neighbours of the entry also serve as
+    the query's neighbours among earlier entries: one of them shares the longest prefix.
     """
     n = len(queries)
     keys = [*entries, *queries]
