@@ -59,7 +59,7 @@ __all__ = [
 
 
 class AglError(Exception):
-    """The root: catch it to catch everything that agl raises on purpose."""
+    """The base class of all errors that agl raises on purpose."""
 
 
 class ConfigError(AglError):
@@ -111,7 +111,7 @@ class NotFoundError(StoreError):
     # Exception's own pickling calls the class with its message, which is one argument where this
     # takes two.
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild it from its parts, not from its message, so that it survives the way to another process."""
+        """Pickle the error by its constructor's arguments, so that it can be sent to another process."""
         return type(self), (self.kind, self.key, self._hint), vars(self)
 
 
@@ -128,7 +128,7 @@ class InvalidIdError(StoreError):
 
 
 class InvalidQueryError(StoreError):
-    """A query asks for a page that no store can find: beyond what is counted, or behind a value of another type."""
+    """A query asks for an impossible page: with a number that no store can hold, or behind a value of a wrong type."""
 
 
 class SchemaVersionError(StoreError):
@@ -152,7 +152,7 @@ class TokenError(CaptureError):
 
 
 class GatewayLostError(CaptureError):
-    """The gateway of an attempt went away while it ran, so that calls may be missing; the attempt must be repeated."""
+    """The gateway went away while an attempt ran. Calls may be missing, so the attempt must be repeated."""
 
 
 class RunError(AglError):
@@ -162,7 +162,7 @@ class RunError(AglError):
 class RewardError(RunError):
     """A reward emitter raised, or returned something that is not a reward.
 
-    Its attempt failed, though the agent succeeded. The traceback that the attempt keeps holds the emitter's own error.
+    The attempt failed although its agent succeeded. The traceback in the attempt's error includes the emitter's error.
     """
 
 
@@ -175,7 +175,7 @@ class ExportError(AglError):
 
     Attributes:
         is_passing: Whether the same rollouts may be accepted later, as after a lost connection.
-        retry_after_s: Seconds that the other system asks to wait; 0 for no wish.
+        retry_after_s: Seconds that the other system asks to wait before the next try; 0 if it names none.
     """
 
     def __init__(self, message: str, *, is_passing: bool = False, retry_after_s: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Words the next step of a message: the name that was probably meant, and the command that installs a package."""
+"""Formulates the next step in a message: the name that was probably meant, or the command that installs a package."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ def did_you_mean(name: str, choices: Iterable[str], *, otherwise: str = "") -> s
 def pip_install(package: str) -> str:
     """Return the command that installs a package, which may have extras: ``pip install 'agl-algo-torch[lora]'``.
 
-    Where this core runs from a checkout, the checkout's packages are installed from there, with those that they need.
+    If agl runs from a checkout, the command installs the package, and its dependencies there, from the checkout.
     """
     name, bracket, extras = package.partition("[")
     # packages/agl-core/src/agl/hints.py: three levels up are the other packages, if this is a
@@ -38,7 +38,7 @@ def pip_install(package: str) -> str:
 
 
 def _folders(project: Path) -> list[str]:
-    """Return the folders that a package of the checkout needs, its own last; none for a package from elsewhere."""
+    """Return the folders of a package's dependencies in the checkout, then its own; empty if it is not there."""
     if not (project / "pyproject.toml").is_file():
         return []
     needs = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]

@@ -1,14 +1,14 @@
-"""A program in a process of its own: started, given orders, watched, and started again when it ends or hangs.
+"""Runs a program in a process of its own: starts it, sends it orders, and restarts it if it ends or hangs.
 
-A trainer that builds rows and computes losses answers late in all of its event loops, whichever thread they have; a
-process of its own serves calls meanwhile. It is started as a program, not forked, because a trainer has threads.
+A trainer that builds rows and computes losses is slow to answer in all of its event loops and threads. A program in
+another process serves calls meanwhile. It is started as a new program, not forked, because a trainer has threads.
 
-The listening socket stays with the owner: while the program is started again, calls wait in the socket's queue, and
-those that were under way are broken off and sent again by their clients. Owner and program share a socket pair, over
-which each sends lines of JSON: the owner orders, the program notes, and the note that answers an order has its number.
+The listening socket belongs to the owner. While the program restarts, new calls wait in the socket's queue; calls that
+were in flight fail, and their clients send them again. Owner and program exchange lines of JSON over a socket pair:
+the owner sends orders and the program sends notes. A note that answers an order has the number of that order.
 
-The program has a session of its own, so that a terminal's signals reach its owner alone, and it ends with its owner
-however that ends, ``kill -9`` included.
+The program runs in its own session, so that a terminal's signals reach only the owner. It ends when its owner ends,
+even if the owner was killed with ``kill -9``.
 """
 
 import asyncio
@@ -33,36 +33,37 @@ from agl.errors import AglError
 __all__ = ["HEALTH_S", "Message", "OwnedProcess", "Owner", "Restarts", "run_owned"]
 
 LONGEST = 2**24
-"""Largest line in bytes; the upstreams of thousands of replicas fit."""
+"""Largest length of a line in bytes; an order with the upstreams of thousands of replicas fits."""
 
 START_S = 120.0
-"""Seconds within which a program must be ready; idle it takes about one."""
+"""Seconds within which a program must be ready; on an idle machine it takes about one."""
 
 END_S = 2.0
-"""Seconds in which a program ends by itself that has closed its end of the socket pair."""
+"""Seconds that a program which has closed the socket pair gets to exit before it is killed."""
 
 BEAT_S = 1.0
-"""Seconds between an answer and the next question whether the program lives."""
+"""Seconds between the answer to a health check and the next health check."""
 
 HEALTH_S = 15.0
-"""Seconds in which the program must answer that question."""
+"""Default time in seconds within which the program must answer a health check."""
 
 SILENCES = 2
-"""Questions in a row without an answer after which the program is ended; one may be due to an owner that was busy."""
+"""Consecutive health checks without an answer after which the program is killed; a busy owner may miss one answer."""
 
 QUICK_ENDS = 5
-"""Ends in a row, each soon after the start, after which an owner that gives up does so."""
+"""Consecutive ends soon after the start, after which the program is not restarted if there is a ``give_up``."""
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 30.0
-"""Seconds after which a program that ends is started again at once, whatever came before."""
+"""Seconds of running after which earlier quick ends are forgotten, so that the next restart comes soon."""
 
 OWNER_S = 1.0
-"""Seconds between looks at the owner, whose forked children may hold the socket pair open when it is gone."""
+"""Seconds between checks that the owner lives. The socket pair does not show it: the owner's forked children may keep
+the pair open after the owner has ended."""
 
 _LAST_WORDS = 2_000
-"""Last characters of the program's errors that a message quotes."""
+"""Number of characters at the end of the program's error output that a message quotes."""
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line between owner and program.
 
     Attributes:
-        number: Of an order, and of the note that answers it; 0 for news that answer nothing.
+        number: Number of an order, repeated in the note that answers it; 0 for a note that answers no order.
     """
 
     number: int = 0
@@ -82,7 +83,7 @@ NoteT = TypeVar("NoteT", bound=Message)
 
 
 class Restarts:
-    """The pauses before a process that ends is started again: longer each time, and short after a steady run."""
+    """Computes the pause before a process is restarted: longer after each quick end, and short after a long run."""
 
     def __init__(self) -> None:
         self.quick_ends = 0
@@ -94,26 +95,26 @@ class Restarts:
 
 
 class OwnedProcess(Generic[OrderT, NoteT]):
-    """The owner's side; all methods belong to one event loop.
+    """A program in another process, as its owner sees it. Call all methods in one event loop.
 
     Args:
-        program: Its command. Gets three more arguments: the file descriptors of the listening socket and of its end of
-            the socket pair, and the owner's process id.
-        name: What messages call it, such as ``the gateway's process``.
-        note: The type of its notes.
+        program: The program's command. It gets three more arguments: the file descriptors of the listening socket and
+            of the program's end of the socket pair, and the owner's process id.
+        name: The program's name in messages, such as ``the gateway's process``.
+        note: The type of the program's notes.
         error: The type of the errors of this class.
-        begin: Returns the first order of every start; the program is ready when it has answered it.
-        beat: Returns the order that asks whether it lives.
-        take: Gets every note, before the order is answered that it belongs to. An error that it raises for a note with
-            a number is raised where the order was given.
-        environment: Variables of the program besides the owner's.
-        health_s: Seconds in which it must answer a ``beat``; asked again once before it is ended.
-        give_up: Called with the last error once the program ended ``QUICK_ENDS`` times in a row soon after its start,
-            and it is not started again; without it, it is always started again.
+        begin: Returns the first order after every start; the program is ready once it has answered this order.
+        beat: Returns the order that serves as a health check.
+        take: Called with every note, before a waiting :meth:`ask` returns it. If it raises an :class:`AglError` for the
+            answer to an order, :meth:`ask` raises that error.
+        environment: Environment variables of the program, in addition to the owner's.
+        health_s: Seconds within which the program must answer a health check; it is killed after ``SILENCES`` misses.
+        give_up: Called with the last error after the program ended ``QUICK_ENDS`` times in a row soon after its start;
+            the program is then not restarted. ``None`` to restart it always.
 
     Attributes:
-        restarts: How often it was started again.
-        last_words: What is known of its last end.
+        restarts: Number of restarts.
+        last_words: Description of the program's last end.
     """
 
     def __init__(
@@ -148,13 +149,14 @@ class OwnedProcess(Generic[OrderT, NoteT]):
 
     @property
     def pid(self) -> int:
-        """Id of the process; 0 while there is none."""
+        """The process id; 0 while there is no process."""
         return self._process.pid if self._process is not None else 0
 
     async def start(self, listener: socket.socket) -> NoteT:
-        """Start it at a socket that listens already; returns its answer to the first order. `stop` closes the socket.
+        """Start the program with a socket that already listens; returns the answer to the first order.
 
-        Raises the error that ``take`` raises for that answer, or one with the program's last words where it ends first.
+        :meth:`stop` closes the socket. Raises the error that ``take`` raises for the answer, or, if the program ends
+        before it answers, an error with the end of its error output.
         """
         self._listener = listener
         self._over.clear()
@@ -163,7 +165,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
         return note
 
     async def stop(self, order: OrderT, *, within_s: float) -> NoteT | None:
-        """Give the order to end, and wait for the end; returns the answer, None where there is none. Idempotent."""
+        """Order the program to end and wait until it has; returns its answer, ``None`` if it gave none. Idempotent."""
         self._over.set()
         note, process, watching = None, self._process, self._watching
         if process is not None:
@@ -182,12 +184,15 @@ class OwnedProcess(Generic[OrderT, NoteT]):
         return note
 
     def send(self, order: OrderT) -> None:
-        """Send an order that nothing waits for; without a process it is lost, and ``begin`` makes up for it."""
+        """Send an order without waiting for an answer.
+
+        Without a process the order is lost; the first order after the next start must include its content.
+        """
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(_line(order))
 
     async def ask(self, order: OrderT) -> NoteT | None:
-        """Give an order; returns the answer, or None if no process is there or it ends first.
+        """Send an order and return the answer; ``None`` if there is no process, or if it ends before it answers.
 
         Raises the error that ``take`` raises for the answer.
         """
@@ -259,7 +264,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
                 error = failure
 
     async def _follow(self) -> None:
-        """Return once the program has ended, also where it is ended because it hangs."""
+        """Watch the program until it has ended; kill it if it hangs."""
         process, reading = self._process, self._reading
         if process is None or reading is None:
             raise AssertionError("only a program that was started is followed")
@@ -272,7 +277,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
             tending.cancel()
 
     async def _tend(self, process: subprocess.Popen[bytes]) -> None:
-        """Ask the program again and again whether it lives, and end it when it does not answer."""
+        """Check the program's health repeatedly, and kill it if it does not answer."""
         silences = 0
         while silences < SILENCES:
             try:
@@ -287,7 +292,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
         process.kill()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Take the program's notes until its end of the socket pair closes."""
+        """Handle the program's notes until the program closes its end of the socket pair."""
         try:
             with contextlib.suppress(ConnectionError):
                 while text := await reader.readline():
@@ -309,7 +314,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
                 answered.set_result(note)
 
     async def _ended(self) -> AglError:
-        """Tidy up after the process, which is made to end; returns what to say of it."""
+        """Make sure that the process has ended and clean up; returns an error that describes its end."""
         process, errors, writer, reading = self._process, self._errors, self._writer, self._reading
         if process is None or errors is None or writer is None or reading is None:
             raise AssertionError("only a process that was started ends")
@@ -334,7 +339,7 @@ class Owner(Generic[OrderT, NoteT]):
         self._jobs = set[asyncio.Task[None]]()
 
     async def orders(self) -> AsyncIterator[OrderT]:
-        """Yield the owner's orders; ends the process at once when the owner is gone."""
+        """Yield the owner's orders; when the owner is gone, ends this process at once."""
         while text := await self._reader.readline():
             yield msgspec.json.decode(text, type=self._order)
         os._exit(0)
@@ -360,9 +365,9 @@ class Owner(Generic[OrderT, NoteT]):
 def run_owned(
     main: Callable[[socket.socket, Owner[OrderT, NoteT]], Coroutine[Any, Any, None]], *, order: type[OrderT]
 ) -> None:
-    """Run ``main`` with the listening socket and the owner, as the program that :class:`OwnedProcess` starts.
+    """Run ``main`` with the listening socket and the owner, in the program that :class:`OwnedProcess` starts.
 
-    It returns when ``main`` does, and ends the process when its owner is gone, even if its event loop hangs.
+    Returns when ``main`` does. When the owner is gone, the process ends, even if its event loop hangs.
     """
     listener, control, owner = map(int, sys.argv[1:4])
 

@@ -50,11 +50,11 @@ SPLIT_ARM = "agl.split.arm"
 SAMPLING_OVERRIDDEN = "agl.sampling.overridden"
 SAMPLING_KEPT = "agl.sampling.kept"
 UNRECORDED = "agl.unrecorded"
-"""On a span that stands for a model call of which only its client is known: ``policy``, or ``foreign`` for a call to a
-server that serves no policy."""
+"""On the span of a model call that was not recorded, only noticed at its client: ``policy`` for a call to a policy's
+server, ``foreign`` for a call to any other server."""
 
 NOT_STORED = "agl.not_stored"
-"""On a span of which a store carries a part only: the reason."""
+"""On a span that is only partly stored: the reason."""
 
 HELPER = "helper-call"
 """The role of a coding agent's call for a title, a summary or the like; such calls train only where they are selected
@@ -87,8 +87,8 @@ TASK_FOLDER = "agl.task_folder"
 """On the root span of a coding harness's attempt: the folder of its task, if the task has one."""
 
 RUNNER_ATTRIBUTES = (OUTPUT, WORKSPACE, SANDBOX, HARNESS, TASK_FOLDER)
-"""Attributes that only what runs an attempt records. Rewards rely on them, so a gateway removes them from spans that
-come with an attempt's own token."""
+"""Attributes that only runners may record. Rewards rely on them, so a gateway removes them from spans that come with an
+attempt's own token."""
 
 ROOT_SPAN_NAME = "rollout"
-"""Name of the span around the whole attempt; the parent of spans without another one."""
+"""Name of the span around the whole attempt; it is the parent of all spans that have no other parent."""

@@ -1,4 +1,4 @@
-"""Finds the reason why a recorded call reaches no row: exactly one per rejected call."""
+"""Finds the reject reasons of recorded calls, which are the reasons why they are in no row: one per rejected call."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from agl.schemas import ModelCall, Record, RejectReason, Span
 
 
 class Reject(Record, frozen=True, kw_only=True):
-    """A reason, and its details in words."""
+    """A reject reason, and its details as text."""
 
     reason: RejectReason
     detail: str
@@ -25,15 +25,15 @@ def find_rejects(
     policy: str | None,
     who: Mapping[str, Who],
 ) -> dict[int, Reject]:
-    """The rejects among model calls in order of time, by index in ``spans``.
+    """The reject reasons of model calls, by the call's index in ``spans``.
 
     Args:
-        spans: The model calls.
+        spans: The model calls, in order of time.
         attempt_id: The deciding attempt.
-        agent_match: Regular expression on the agent's name and on the nodes and tools within that agent; ``None``
-            selects all. It selects by :func:`re.search`, as Agent Lightning does: ``write|rewrite`` finds
-            ``write_query`` too, and ``^write$`` finds ``write`` alone. An agent inside another is its own agent:
-            the outer one's name does not select it.
+        agent_match: Regular expression for the names of the agent and of the nodes and tools within that agent;
+            ``None`` selects all calls. It is applied by :func:`re.search`, as in Agent Lightning: ``write|rewrite``
+            also selects ``write_query``, and ``^write$`` selects only ``write``. The name of an agent does not select
+            the calls of other agents inside it.
         policy: Name of the policy whose calls train; ``None`` for any.
         who: The actors of each call, by span id.
 
@@ -48,8 +48,8 @@ def find_rejects(
         if call is None:
             continue
         reject = (
-            # In this order: where and when it was recorded, then the retry, then the selection,
-            # then defects. The first reason found is the one that a person would repair first.
+            # In this order: place and time of recording, retries, selection, defects. The first
+            # reason found is the one that a person would repair first.
             _outside(span, attempt_id)
             or superseded.get(index)
             or _unselected(call, who[span.span_id], policy, pattern)
@@ -79,9 +79,9 @@ def _outside(span: Span, attempt_id: str | None) -> Reject | None:
 
 
 def _superseded(spans: Sequence[Span]) -> dict[int, Reject]:
-    """All but the last complete exchange of each request; nothing where no exchange was complete.
+    """Reject all exchanges of a request but the last complete one; none if no exchange of the request is complete.
 
-    The choices of one exchange share request id and retry count and differ in their index.
+    The choices of one exchange have the same request id and retry count, and differ in their index.
     """
     requests = [span.call.request_id for span in spans if span.call is not None and span.call.request_id]
     # The usual case: nothing was retried.
@@ -135,8 +135,8 @@ def _unselected(call: ModelCall, who: Who, policy: str | None, pattern: re.Patte
             f"policy {call.policy!r}" if call.policy else f"model {call.model!r}, which is not a configured policy,"
         )
         return Reject(reason="not_selected", detail=f"{served} served it, not {policy!r}")
-    # Titles and summaries of a coding agent share its reward and have nothing to do with it, so
-    # they train only where they are named.
+    # A coding agent's calls for titles and summaries get its reward but did not earn it, so they
+    # train only if they are selected by name.
     if semconv.HELPER in who.named and not (pattern and pattern.search(semconv.HELPER)):
         detail = f"a helper call of {who.agent!r}, such as one for a title; agents = {semconv.HELPER!r} selects these"
         return Reject(reason="not_selected", detail=detail)
@@ -167,7 +167,7 @@ def _unusable(call: ModelCall) -> Reject | None:
 
 
 def _badly_packed(call: ModelCall) -> Reject | None:
-    """Ids that are absent, torn or do not fit the log-probabilities."""
+    """The reject of a call whose ids are absent, torn, or of another number than the log-probabilities."""
     if not call.prompt_ids:
         return Reject(reason="missing_token_ids", detail="the record has no prompt ids")
     if not call.response_ids:

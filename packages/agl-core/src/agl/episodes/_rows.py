@@ -11,9 +11,9 @@ from agl.schemas import Row, Segment, Transition
 def make_rows(transitions: Sequence[Transition], *, group_id: str) -> tuple[Row, ...]:
     """One row per branch of an attempt's transitions, in order of the branches.
 
-    The row's tokens are the prompt and response of the branch's last call, because every earlier call's are a
-    prefix of them. The mask is 1 on the branch's own responses; a prefix that was forked from another branch is
-    trained there and has mask 0 here, so that each sampled token is in exactly one row.
+    The row's tokens are the prompt and response of the branch's last call, which contain those of every earlier call as
+    a prefix. The mask is 1 for the branch's own responses. A prefix that comes from another branch trains there and has
+    mask 0 here, so that each sampled token trains in exactly one row.
     """
     # Transitions are in order of time, and so are the calls of a branch.
     branches: dict[int, list[Transition]] = {}

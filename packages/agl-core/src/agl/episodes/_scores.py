@@ -1,8 +1,8 @@
 """Selects the recorded rewards that count, for the whole episode and for single calls.
 
-A reward that came with an agent's own token has the source ``agent`` and counts only where that is trusted.
-A reward that was appended after the attempt was decided counts only when it comes from outside the attempt: from an
-evaluator, a hook or a person. ``None`` stays ``None``; nothing here turns a missing reward into a number.
+A reward that came with an agent's own token has the source ``agent``, and counts only if that source is trusted. A
+reward that was appended after the attempt was decided counts only if its source is outside the attempt: an evaluator,
+a hook or a person. A missing reward stays ``None`` and is never turned into a number.
 """
 
 import math
@@ -16,12 +16,12 @@ from agl.schemas import Graded, Record, Reward, Span
 
 R = TypeVar("R", Graded, Reward)
 
-# An evaluator was declared in the experiment, an environment came with the task; hooks, people and
-# agents report beside them.
+# Rank of the sources: an evaluator is declared in the experiment and an environment comes with the
+# task, so they precede hooks, people and agents.
 _RANK = {"evaluator": 0, "environment": 1}
 _OTHER = 2
-# A late reward of the attempt's own, of its environment or agent, may come from a worker that was
-# declared lost, so it does not count.
+# Late rewards from these sources count. One from the attempt's own environment or agent does not,
+# because it may come from a worker that was declared lost.
 _FROM_OUTSIDE = frozenset({"evaluator", "hook", "human"})
 
 
@@ -29,8 +29,8 @@ class ScoreOptions(Record, frozen=True, kw_only=True):
     """Selects the rewards that train.
 
     Attributes:
-        key: Name of the reward, or of a dimension, that is the episode's scalar; ``None`` to choose by rule.
-        weights: Weights by reward or dimension name; the scalar is their weighted sum. All must be present.
+        key: Name of the reward, or of the dimension, to use as the episode's scalar; ``None`` to choose by rule.
+        weights: Weights by the name of a reward or dimension; the scalar is the weighted sum. All must be present.
         trust_agent: Whether rewards with the source ``agent`` count.
     """
 
@@ -40,7 +40,7 @@ class ScoreOptions(Record, frozen=True, kw_only=True):
 
 
 class Score(Record, frozen=True, kw_only=True):
-    """An episode's scalar, and the reason for it, or for its absence, in words."""
+    """An episode's scalar reward, with a text that says where it comes from or why it is missing."""
 
     value: float | None
     note: str
@@ -53,13 +53,13 @@ def episode_reward(
     weights: Mapping[str, float] | None = None,
     trust_agent: bool = False,
 ) -> float | None:
-    """The scalar of one attempt's spans, ``None`` if there is none; :func:`score` has the rule."""
+    """The scalar reward of one attempt's spans, by the rule of :func:`score`; ``None`` if there is none."""
     options = ScoreOptions(key=key, weights=dict(weights or {}), trust_agent=trust_agent)
     return score([span.reward for span in spans if span.reward and counts(span, options)], options=options).value
 
 
 def counts(span: Span, options: ScoreOptions) -> bool:
-    """True if a reward span is admitted: its source is trusted, and it is not the attempt's own late one."""
+    """True if a reward span counts: its source is trusted, and it is not a late reward of the attempt itself."""
     reward = span.reward
     # An agent that grades itself can learn to grade instead of to work.
     if reward is None or (reward.source == "agent" and not options.trust_agent):
@@ -68,11 +68,12 @@ def counts(span: Span, options: ScoreOptions) -> bool:
 
 
 def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
-    """The scalar of rewards in order of time; only those of scope ``rollout`` count.
+    """Choose an episode's scalar from rewards in order of time; only rewards with scope ``rollout`` count.
 
-    Of one name the best source wins (evaluator, then environment, then the others), and of one source the last.
-    Then: the reward called ``key``; or the weighted sum; or, of the best source, the unnamed reward, else the
-    only one. Several named rewards without key and weights give ``None``.
+    Among rewards of the same name, the one with the best source counts (evaluator, then environment, then all others),
+    and among those the last one. Of the rewards that remain, the scalar is the one called ``key``, or the weighted sum.
+    Without key and weights it is the unnamed reward of the best source, or the only reward of that source. If the best
+    source has several named rewards, the scalar is ``None``.
     """
     named = by_name([reward for reward in rewards if reward.scope == "rollout"])
     if not named:
@@ -95,11 +96,11 @@ def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
 def call_rewards(
     timeline: Timeline, calls: Sequence[Span], *, enclosing: Enclosing, options: ScoreOptions
 ) -> dict[str, float]:
-    """Sum of the rewards about single calls, by the call's span id; of one name the last counts.
+    """Sum of the rewards about single calls, by the call's span id; of rewards with one name the last counts.
 
-    ``calls`` are the candidates in order of time. A reward of scope ``turn`` without a span is about the newest
-    call before it. A reward about a span that is not a model call is about the newest call that the same agent began
-    before that span's end, such as the one that asked for the tool; without one of that agent, any agent's.
+    ``calls`` are the candidates in order of time. A reward with scope ``turn`` and no span id belongs to the newest
+    call before it. A reward about a span that is not a model call, such as a tool's, belongs to the newest call that
+    the same agent began before the end of that span; if there is none, to the newest call of any agent.
     """
     finder = _CallFinder(timeline, calls, enclosing)
     found: dict[str, dict[str, float]] = {}
@@ -131,7 +132,7 @@ class _CallFinder:
         self._agents: dict[str, list[int]] | None = None
 
     def call_of(self, span: Span, reward: Reward) -> str | None:
-        # A reward about a span that names none is about the span in which it was reported.
+        # A reward with scope span but no span id is about the span in which it was reported.
         target = reward.span_id or (span.parent_id if reward.scope == "span" else None)
         if target is None:
             index = bisect_right(self._moments, self._timeline.start(span)) - 1
@@ -145,7 +146,7 @@ class _CallFinder:
         return self._newest(self._timeline.end(about), self._enclosing.who(about).agent)
 
     def _newest(self, moment: Moment, agent: str) -> str | None:
-        """The newest call that began at ``moment`` or before; one of ``agent``, if it made any."""
+        """The newest call of ``agent`` that began at ``moment`` or before; if it made none, that of any agent."""
         # Built on first use: most rewards are about the rollout or name their call.
         if self._agents is None:
             self._agents = {}
@@ -160,7 +161,7 @@ class _CallFinder:
 
 
 def by_name(rewards: Iterable[R]) -> dict[str, R]:
-    """The reward that counts under each name, of rewards in order of time: of the best source the last one."""
+    """The reward that counts under each name: the last one of the best source. ``rewards`` are in order of time."""
     named: dict[str, R] = {}
     for reward in rewards:
         held = named.get(reward.name)
@@ -172,7 +173,7 @@ def by_name(rewards: Iterable[R]) -> dict[str, R]:
 
 
 def _rank(source: str) -> int:
-    """The place of a reward's source: 0 for the best one."""
+    """The rank of a reward's source; 0 for the best source."""
     return _RANK.get(source, _OTHER)
 
 
@@ -200,7 +201,7 @@ def _weighted(named: Mapping[str, Reward], weights: Mapping[str, float]) -> Scor
 
 
 def _lookup(named: Mapping[str, Reward], key: str) -> tuple[Reward, float | None] | None:
-    """The reward called ``key``, else the best source's dimension of that name."""
+    """The reward called ``key``, or else the reward of the best source that has a dimension ``key``; with the value."""
     if key in named:
         return named[key], named[key].value
     holders = [reward for reward in named.values() if key in reward.dimensions]

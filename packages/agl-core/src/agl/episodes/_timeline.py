@@ -1,6 +1,6 @@
 """The order of an attempt's spans, and its final answer.
 
-Several writers append spans and their batches may cross, so spans are ordered by their start and not as they came.
+Several writers append spans, and their batches may overtake each other, so spans are sorted by their start.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from agl.dialects._conversation import call_messages
 from agl.schemas import ModelCall, Span
 
 Moment = tuple[int, int]
-"""A point in an attempt; two of one :class:`Timeline` compare."""
+"""A point in an attempt; moments of the same :class:`Timeline` can be compared."""
 
 
 class Timeline(NamedTuple):
@@ -49,7 +49,7 @@ def is_answered(call: ModelCall) -> bool:
 
 
 def final_text(spans: Sequence[Span]) -> str:
-    """Text of the last complete model answer that has any, ``""`` if none has; late calls do not count."""
+    """Text of the last complete model answer that has text; ``""`` if there is none. Late calls do not count."""
     for span in reversed(chronological(spans).spans):
         if span.call is None or span.is_late or not is_answered(span.call):
             continue

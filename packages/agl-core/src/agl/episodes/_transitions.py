@@ -1,6 +1,6 @@
 """Turns an attempt's spans into an episode: every recorded call as a transition, and the rows that train.
 
-Everything is iterative and sorts once, so that an attempt may have a hundred thousand spans of any depth.
+There is no recursion and only one sort, so an attempt may have a hundred thousand spans, nested to any depth.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ from agl.schemas import Attempt, Episode, Record, Reward, Rollout, Sampling, Spa
 
 _KEPT = Reject(reason="", detail="")
 _PLAIN = Sampling()
-# Calls that are not part of what the rollout did. Others are rejected for training only, and a
-# reward about them still says which call it is about.
+# Calls with these reasons are not part of the rollout, so rewards do not refer to them. Other
+# rejected calls only do not train, and rewards may refer to them.
 _NEVER_REWARDED = frozenset({"superseded", "not_final", "late"})
 
 
@@ -28,9 +28,10 @@ class EpisodeOptions(Record, frozen=True, kw_only=True):
 
     Attributes:
         score: The choice of rewards that train.
-        decode: Shows both sides of a drift as text, such as a tokenizer's ``decode``; ids alone without it.
-        unseen: Whether an attempt's calls train if others of its calls bypassed the gateway.
-        unattributed: Whether they train if some of them lie in no framework's span while others do.
+        decode: Decodes token ids to text for descriptions of drift, such as a tokenizer's ``decode``; ``None`` to show
+            only ids.
+        unseen: Whether an attempt's calls train if other calls of the attempt bypassed the gateway.
+        unattributed: Whether an attempt's calls train if some recorded calls lie outside all framework spans.
     """
 
     score: ScoreOptions = ScoreOptions()
@@ -48,19 +49,21 @@ def build_episode(
     policy: str | None = None,
     options: EpisodeOptions | None = None,
 ) -> Episode:
-    """An episode from a rollout's spans, those of all its attempts in any order.
+    """Build an episode from the spans of a rollout; its transitions are in order of time, its rows in branch order.
 
     Args:
-        rollout: With its hidden fields.
-        attempt: The deciding attempt; ``None`` if none was started. Calls of others are rejected, and their
+        rollout: The rollout, including its hidden keys.
+        attempt: The deciding attempt; ``None`` if none was started. Calls of other attempts are rejected, and their
             rewards do not count.
-        spans: May hold late ones, which are rejected; a late reward counts if it comes from outside the attempt.
-        agent_match: Regular expression that selects agents, by :func:`re.search` on the names of agents, and of the
-            nodes and tools within them; ``None`` for all.
+        spans: The spans of all attempts, in any order. Late calls are rejected; a late reward counts if its source is
+            outside the attempt.
+        agent_match: Regular expression that selects calls, by :func:`re.search` on the names of the agent and of the
+            nodes and tools within the agent; ``None`` for all calls.
         policy: Name of the policy that is trained; ``None`` for all.
         options: See :class:`EpisodeOptions`.
 
-    Calls, transitions and rows are in order of time. Raises :class:`ConfigError` for a bad ``agent_match``.
+    Raises:
+        ConfigError: ``agent_match`` is not a regular expression.
     """
     chosen = options or EpisodeOptions()
     attempt_id = attempt.attempt_id if attempt else None
@@ -98,7 +101,7 @@ def _transitions(
     rewards: Mapping[str, float],
     options: EpisodeOptions,
 ) -> tuple[Transition, ...]:
-    """Every model call in order of time, placed in the forest or with its reject reason."""
+    """Every model call as a transition, in order of time: with its branch, or with its reject reason."""
     kept = [i for i in range(len(calls)) if i not in rejects]
     # Rejected calls are left out of the forest: a call that extends one starts a branch, as if that were no sample.
     forest = build_forest([calls[i] for i in kept], decode=options.decode)
@@ -120,7 +123,7 @@ def _transitions(
 
 
 def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
-    """The reason why no call of an incompletely recorded attempt trains."""
+    """The reject for all calls of an attempt that was recorded incompletely; ``None`` if its calls may train."""
     # A tool's own model is not a policy of the experiment: what it said is in the tool's result.
     missed = [call for call in found.unseen if not call.is_foreign]
     if missed and options.unseen == "drop":

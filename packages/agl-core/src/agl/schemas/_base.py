@@ -1,4 +1,4 @@
-"""The base of all records: frozen, keyword-only, versioned, tolerant of fields that a newer writer added."""
+"""The base of all records: frozen, keyword-only, versioned, and able to read records with fields of a newer writer."""
 
 from typing import Any, TypeAlias
 

@@ -18,7 +18,7 @@ embeddings."""
 
 
 class Sampling(Record, frozen=True, kw_only=True):
-    """The sampling parameters that shape the distribution; ``None`` where the request said nothing."""
+    """The sampling parameters of a request; ``None`` for those that the request does not set."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -47,9 +47,9 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     """One sampled answer of a model. A request with ``n > 1`` gives one record per choice.
 
     Attributes:
-        request_id: Id of the HTTP exchange; a client's retries of one request share it, and so do the choices.
+        request_id: Id of the request; shared by the client's retries of the request, and by all choices.
         dialect: The wire format of ``request`` and ``response``.
-        policy: Name of the policy resource that served it; ``""`` if no configured one did.
+        policy: Name of the policy resource that served the call; ``""`` if no configured policy did.
         model: The model name in the request.
         model_version: Version of the weights that served it; ``""`` if unknown.
         request: The request body as JSON, without secrets.
@@ -58,13 +58,15 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
         response_ids: Packed int32, [R], stop token included where the backend reports it.
         logprobs: Packed float32, [R]: behaviour log-probability of each response token.
         ids_missing: The reason why ids are absent; ``""`` when they are present.
-        finish_reason: In the backend's words: ``stop``, ``length``, ``tool_calls`` ...
-        choice: Index of this choice; ``choices`` is the number that the request asked for.
+        finish_reason: The backend's word for the end of the answer: ``stop``, ``length``, ``tool_calls`` ...
+        choice: Index of this choice.
+        choices: Number of choices that the request asked for.
         retry_count: The client's own count of retries for this request.
         status_code: HTTP status; 0 when no response came.
         is_complete: False when the answer was cut: by the client, the backend or the network.
         latency_s: From the request's last byte to the response's last byte.
-        first_token_s: To the first byte of the body; equals ``latency_s`` when not streamed.
+        first_token_s: From the request's last byte to the first byte of the response's body; equals ``latency_s`` for
+            an answer that is not streamed.
         inputs: References (URL or content digest) to inputs that are not tokens, such as images.
         error: The failure as text, ``""`` if it did not fail.
     """

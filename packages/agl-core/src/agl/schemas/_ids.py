@@ -1,8 +1,8 @@
-"""Ids: sortable by time for rollouts, random for spans and traces.
+"""Makes ids: sortable by time for rollouts, random for spans and traces.
 
-Ids of spans and traces come from a generator of this module, which the system seeds, also after a fork: a call of
-``os.urandom`` releases the interpreter's lock, and a busy process waits long to get it back. They are unique, not
-secret, and ``random.seed`` does not repeat them.
+Ids of spans and traces come from a random generator of this module, seeded by the operating system and again after a
+fork. They do not use ``os.urandom``, because it releases the interpreter's lock, and a busy process waits long to get
+the lock back. The ids are unique but not secret, and ``random.seed`` does not affect them.
 """
 
 import os

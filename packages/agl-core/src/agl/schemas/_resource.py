@@ -20,7 +20,7 @@ class LLM(Record, frozen=True, kw_only=True, tag="llm"):
         model: Name to send as ``model``.
         sampling_parameters: Defaults for the request, such as ``{"temperature": 0.7}``.
         api_key_env: Name of the environment variable that holds the provider's key.
-        api_key: The attempt's token, set on the copy that an agent gets; a store refuses to keep one.
+        api_key: The attempt's token, set only on the copy that an agent gets; stores refuse an ``LLM`` with a key.
     """
 
     endpoint: str = ""
@@ -30,10 +30,10 @@ class LLM(Record, frozen=True, kw_only=True, tag="llm"):
     api_key: str = ""
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
-        """The base URL that carries the attempt's identity in its path, for clients that cannot carry a key.
+        """The base URL with the attempt's identity and token in its path, for clients that cannot send a key.
 
-        Without ids, where the endpoint is not a gateway (no token is set), and where it has the attempt's path
-        already, it is the endpoint itself.
+        Returns the endpoint unchanged if an id is ``None``, if no token is set (the endpoint is then not a gateway), or
+        if the endpoint already has the attempt's path.
         """
         is_routed = f"/rollout/{rollout_id}/attempt/{attempt_id}/" in self.endpoint
         # Only a gateway understands such a path, and only an agent's own copy has a token.
@@ -53,8 +53,8 @@ class PromptTemplate(Record, frozen=True, kw_only=True, tag="prompt_template"):
 
     Attributes:
         template: The text.
-        engine: How placeholders are written: ``f-string`` ``{name}``, ``jinja`` ``{{ name }}`` (sandboxed;
-            needs the jinja2 package), or ``plain`` for none.
+        engine: The syntax of placeholders: ``f-string`` for ``{name}``, ``jinja`` for ``{{ name }}`` (sandboxed; needs
+            the jinja2 package), or ``plain`` for a text without placeholders.
     """
 
     template: str
@@ -76,7 +76,7 @@ class PromptTemplate(Record, frozen=True, kw_only=True, tag="prompt_template"):
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names of the f-string placeholders, those within a format such as ``{x:{width}}`` included.
+        """Names of the f-string placeholders, including those in format specifications such as ``{x:{width}}``.
 
         Empty for the other engines.
         """
@@ -101,14 +101,15 @@ class Weights(Record, frozen=True, kw_only=True, tag="weights"):
 
 
 PROBE_FILE = "probe.json"
-"""Name of the file in a directory of weights."""
+"""Name of the file that holds the probe in a directory of weights."""
 
 
 class WeightsProbe(Record, frozen=True, kw_only=True):
-    """The log-probabilities that weights give to a fixed text, by which a server's weights are recognised.
+    """The log-probabilities that weights give to a fixed text; they show whether a server has loaded these weights.
 
-    The exporter of weights writes them beside the weights; the loader compares them with the server's. Some servers
-    report a reload as successful and go on serving other weights.
+    Whoever writes weights writes the probe into the same directory. After a server has loaded them, its own
+    log-probabilities are compared with the probe, because some servers report a successful reload and go on serving
+    other weights.
 
     Attributes:
         token_ids: The text, [N], N at least 2.
@@ -138,8 +139,8 @@ class ResourceVersion(Record, frozen=True, kw_only=True):
     Attributes:
         name: The resource's name, such as ``main_llm``.
         version: Unique within the name; chosen by the publisher, so that publishing twice is harmless.
-        parent: The version it was made from, ``""`` for the first.
-        algorithm: Name of the algorithm that made it, ``""`` for a person.
+        parent: The version from which this one was made; ``""`` for the first version.
+        algorithm: Name of the algorithm that made the version; ``""`` if a person did.
         step: The algorithm's step.
         metadata: Anything else, such as scores.
     """
@@ -156,12 +157,12 @@ class ResourceVersion(Record, frozen=True, kw_only=True):
 
 
 def write_probe(folder: Path, probe: WeightsProbe) -> None:
-    """Put the probe beside the weights in ``folder``."""
+    """Write the probe into the folder of its weights."""
     (folder / PROBE_FILE).write_bytes(msgspec.json.encode(probe))
 
 
 def read_probe(folder: Path) -> WeightsProbe | None:
-    """The probe beside the weights in ``folder``, ``None`` if there is none.
+    """The probe in a folder of weights, ``None`` if there is none.
 
     Raises:
         ConfigError: The file is not a probe.
@@ -187,7 +188,7 @@ def _placeholders(template: str) -> Iterator[str]:
     for _, name, style, _ in parse(template):
         if name is not None:
             yield name
-            # Formats have placeholders too, but no formats with placeholders of their own.
+            # Format specifications may contain placeholders, nested one level deep at most.
             yield from (inner for _, inner, _, _ in parse(style or "") if inner is not None)
 
 

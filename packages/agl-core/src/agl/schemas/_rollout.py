@@ -24,21 +24,21 @@ TERMINAL_ATTEMPT: frozenset[str] = frozenset({"succeeded", "failed", "timeout", 
 
 
 class RetryPolicy(Record, frozen=True, kw_only=True):
-    """The limits of trying a rollout: how often it may fail and lose its worker, and the time of each attempt.
+    """The limits of a rollout: how often it may fail, how often it may lose its worker, and the time per attempt.
 
     Attributes:
-        max_attempts: Attempts at most that end as ``failed`` or ``timeout``, the agent's own doing.
-        max_losses: Attempts at most whose worker goes away before they end. With one more the rollout counts as one
-            that kills its workers, and fails. Attempts that a worker gives back count nowhere.
-        timeout_s: Wall-clock seconds that the agent may take in one attempt, after which its worker stops it;
-            ``None`` for no limit.
-        grace_s: Seconds beyond ``timeout_s`` from the claim until the store itself decides the attempt: the time that
-            the worker has to start the agent and to stop it.
-        retry_on: The outcomes, ``failed`` and ``timeout``, that lead to another attempt while ``max_attempts`` lasts.
+        max_attempts: Largest number of attempts that may end as ``failed`` or ``timeout``, which are due to the agent.
+        max_losses: Largest number of attempts whose worker may go away. After one more loss the rollout is assumed to
+            kill its workers, and fails. Attempts that a worker gives back do not count.
+        timeout_s: Wall-clock seconds that the agent may take in one attempt; then the worker stops it. ``None`` for no
+            limit.
+        grace_s: Seconds that the worker has, in addition to ``timeout_s``, to start and to stop the agent. When both
+            have passed since the claim, the store itself decides the attempt as ``timeout``.
+        retry_on: The outcomes after which another attempt is made, within ``max_attempts``: ``failed``, ``timeout``.
     """
 
     max_attempts: int = 1
-    # Losses are the machine's fault nearly always; a rollout that kills 21 workers in a row is the
+    # Losses are nearly always the machine's fault, but after 21 lost workers the rollout is the
     # likelier cause.
     max_losses: int = 20
     timeout_s: float | None = None
@@ -55,16 +55,18 @@ class Rollout(Record, frozen=True, kw_only=True):
         experiment: Name of the experiment, ``""`` for none.
         group_id: The task's identity, shared by the rollouts whose rewards are compared.
         mode: Whether the rollout trains, validates or tests.
-        resources: Pinned resource versions by name; a name that is absent means the newest.
+        resources: Pinned versions by the resource's name; of other resources the rollout gets the newest version.
         retry: Attempts and time limit.
         hidden: Top-level keys of ``task`` that only reward emitters see, never the agent.
-        metadata: Anything that the caller wants to find again, such as algorithm and step.
-        status: Queued, running, or terminal; terminal is final.
+        metadata: Data of the caller, such as algorithm and step.
+        status: The state of the rollout; ``succeeded``, ``failed`` and ``cancelled`` are final.
         attempts: Attempts started so far.
         failures: Attempts that ended as ``failed`` or ``timeout``.
-        losses: Attempts whose worker went away; those that it gave back are not counted.
+        losses: Attempts whose worker went away, without those that a worker gave back.
         attempt_id: The running or deciding attempt.
-        created_at: Unix seconds, like the two times that follow; 0.0 until the event happens.
+        created_at: Unix seconds; 0.0 until the rollout is queued.
+        started_at: Unix seconds of the first attempt's start; 0.0 until then.
+        finished_at: Unix seconds of the end; 0.0 until then.
     """
 
     rollout_id: str
@@ -106,7 +108,7 @@ class Rollout(Record, frozen=True, kw_only=True):
 
 
 class ErrorInfo(Record, frozen=True, kw_only=True):
-    """An exception as data: its type's qualified name, its message, its formatted traceback."""
+    """An exception as data: the qualified name of its type, its message and its formatted traceback."""
 
     type: str
     message: str
@@ -115,7 +117,7 @@ class ErrorInfo(Record, frozen=True, kw_only=True):
 
 # array_like: a record of five values without their names, stored with every attempt.
 class Graded(Record, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A reward about a whole rollout, without its parts and words, and its place among the attempt's spans."""
+    """A reward about a whole rollout, reduced to value, name and source, with the start and sequence of its span."""
 
     value: float | None
     name: str = ""
@@ -125,12 +127,13 @@ class Graded(Record, frozen=True, kw_only=True, array_like=True, gc=False):
 
 
 class Tally(Record, frozen=True, kw_only=True, gc=False):
-    """The sums of an attempt's spans, which the store keeps while they arrive.
+    """The sums of an attempt's spans, which the store updates as spans arrive.
 
     Attributes:
-        calls: Model calls, failed ones and retries included, and the tokens of their prompts and responses: those of
-            the ids where there are some, else as the backend counted them. Calls recorded late do not count.
-        graded: The reward that counts under each name, in order of time, by the rule of :func:`agl.episodes.score`.
+        calls: Number of model calls, including retries and failed calls, but without calls that were recorded late.
+        prompt_tokens: Tokens of these calls' prompts: the number of token ids, or the backend's count without ids.
+        response_tokens: Tokens of these calls' responses, counted in the same way.
+        graded: The reward that counts under each name, by the rule of :func:`agl.episodes.score`, in order of time.
     """
 
     calls: int = 0
@@ -139,9 +142,9 @@ class Tally(Record, frozen=True, kw_only=True, gc=False):
     graded: tuple[Graded, ...] = ()
 
 
-# One object for all attempts, for omit_defaults compares with the default by identity where it can.
+# One object for all attempts, because omit_defaults compares with the default by identity.
 NO_TALLY = Tally()
-"""The tally of an attempt without spans; records leave out this very object."""
+"""The tally of an attempt without spans; encoded records leave out this object."""
 
 
 class Attempt(Record, frozen=True, kw_only=True):
@@ -150,11 +153,12 @@ class Attempt(Record, frozen=True, kw_only=True):
     Attributes:
         attempt_id: ``<rollout_id>.<number>``; assigned by the store at the claim.
         number: 1 for the first.
-        worker: The worker that holds or held it.
-        claim_id: The claim request that made it, so that a repeated request gets the same attempt.
-        lease_until: Unix seconds at which the attempt counts as lost unless it is renewed.
+        worker: The worker that holds or held the attempt.
+        claim_id: Id of the claim that opened the attempt, so that a repeated claim gets the same attempt.
+        lease_until: Unix seconds at which the attempt is lost unless its lease is renewed.
         lease_s: Length of the lease at the last renewal, in seconds; 0.0 in records of older releases.
-        tally: The sums of its spans; of attempts before the last one only in stores that no older release wrote.
+        tally: The sums of the attempt's spans. Attempts before a rollout's last one lack it if an older release wrote
+            them.
     """
 
     attempt_id: str
@@ -180,7 +184,7 @@ class Claim(Record, frozen=True, kw_only=True):
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """The end of an attempt, with its spans that are not appended yet; written in one transaction."""
+    """The end of an attempt, with those of its spans that were not appended before; written in one transaction."""
 
     attempt_id: str
     status: AttemptStatus

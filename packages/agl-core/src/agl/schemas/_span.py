@@ -15,22 +15,23 @@ RewardScope = Literal["rollout", "turn", "span"]
 """The subject of a reward: the whole rollout, one turn of an agent, or one span."""
 
 SpanStatus = Literal["unset", "ok", "error"]
-"""The end of an operation, in OpenTelemetry's words."""
+"""The status of an operation, with OpenTelemetry's values."""
 
 
 class Reward(Record, frozen=True, kw_only=True):
     """A reward, its subject and its source.
 
     Attributes:
-        value: The scalar; ``None`` stays ``None`` (the experiment's declared policy decides what trains then).
+        value: The scalar; with ``None``, the experiment's setting for missing rewards decides whether the rollout
+            trains.
         name: The reward's name, such as the emitter's; ``""`` for the unnamed one.
         dimensions: Named parts, such as ``{"syntax": 1.0, "goal": 0.0}``.
-        weights: By part, its weight in a value that is the weighted sum of parts; empty for other values.
-        scope: Whether it is about the whole rollout, one turn, or one span.
-        span_id: The span it is about; for ``turn`` the model call's span. ``None`` for ``rollout``, and for
-            ``turn`` where it means the newest model call before the reward.
+        weights: The weight of each part, if the value is the weighted sum of the parts; otherwise empty.
+        scope: Whether the reward is about the whole rollout, one turn, or one span.
+        span_id: The span that the reward is about; with scope ``turn``, the span of a model call. ``None`` with scope
+            ``rollout``; with scope ``turn``, ``None`` stands for the newest model call before the reward.
         source: The reporter. The gateway sets ``agent`` for every reward that came with an attempt token.
-        feedback: The reason in words; prompt optimisers read it.
+        feedback: The reason for the reward as text, which prompt optimisers read.
     """
 
     value: float | None
@@ -44,7 +45,7 @@ class Reward(Record, frozen=True, kw_only=True):
 
     @property
     def fault(self) -> str:
-        """The first of its numbers that is not finite, such as ``"nan"`` or ``"inf as 'goal'"``; ``""`` without one."""
+        """The first number that is not finite, such as ``"nan"`` or ``"inf as 'goal'"``; ``""`` if all are finite."""
         # JSON has no NaN and no infinity, and one of them in a group makes every advantage of the
         # group NaN.
         if self.value is not None and not math.isfinite(self.value):
@@ -66,15 +67,17 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
 
     Attributes:
         span_id: 16 lower-case hex digits.
-        trace_id: 32 lower-case hex digits; one per attempt for spans made here, foreign ones keep theirs.
+        trace_id: 32 lower-case hex digits. agl's own spans have one trace per attempt; spans of other programs keep
+            their trace.
         parent_id: The enclosing span, ``None`` at the root.
-        sequence: Position in the attempt, from 1; assigned by the store when it is 0 on append.
+        sequence: Position in the attempt, from 1; if it is 0, the store assigns the next one on append.
         name: ``"{operation} {model|agent|tool}"`` by the GenAI conventions.
         kind: OpenTelemetry's span kind in lower case.
-        start_ns: Unix nanoseconds, like ``end_ns``.
+        start_ns: Start in Unix nanoseconds.
+        end_ns: End in Unix nanoseconds.
         status: OpenTelemetry's status.
         attributes: JSON values by name; the names are in :mod:`agl.semconv`.
-        is_late: Set by the store when the attempt was already decided at the append.
+        is_late: Whether the attempt was already decided when the span was appended; set by the store.
         call: The model call, on ``chat`` spans.
         reward: The reward, on reward spans.
     """

@@ -30,7 +30,7 @@ RejectReason = Literal[
 
 
 _LIMITS = frozenset({"length", "max_tokens", "max_output_tokens", "model_context_window_exceeded"})
-"""Finish reasons of an answer that was cut: OpenAI's, Anthropic's and Google's, and OpenAI's for Responses."""
+"""Finish reasons of OpenAI, Anthropic and Google, in lower case, for an answer that was cut at a token limit."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -42,11 +42,13 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         path: Names of the enclosing agents, nodes and tools, outermost first.
         turn: Position among this agent's calls in the attempt, from 0.
         branch: Index of the branch of the call forest that the call is on.
-        start: Index in that branch's row where ``response_ids`` begins; -1 when rejected.
-        prompt_ids: Packed int32, [P]; ``response_ids`` [R] likewise; ``logprobs`` packed float32, [R].
+        start: Index in that branch's row at which ``response_ids`` begins; -1 for a rejected call.
+        prompt_ids: Packed int32, [P].
+        response_ids: Packed int32, [R].
+        logprobs: Packed float32, [R].
         reward: The call's own reward (turn or span scope), ``None`` if none.
         reject: The reason why the call reaches no row; ``""`` if it does.
-        detail: The reject reason in words, or the drift that started a new branch.
+        detail: Explanation of the reject reason, or description of the drift that started a new branch.
         finish_reason: The backend's word for the end of the answer, such as ``stop``; ``""`` if it gave none.
     """
 
@@ -72,7 +74,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     @property
     def is_truncated(self) -> bool:
-        """True if the answer was cut at a limit of tokens, in any backend's words."""
+        """True if the answer was cut at a token limit, by the finish reason of any backend."""
         # Google writes MAX_TOKENS.
         return self.finish_reason.lower() in _LIMITS
 
@@ -95,7 +97,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         mask: uint8, [T]: 1 where a policy in training sampled the token, else 0.
         logprobs: Packed float32, [T]: behaviour log-probabilities, 0.0 where the mask is 0.
         advantages: Packed float32, [T]; empty until credit was assigned and normalised.
-        segments: The sampled parts in order; disjoint, and their union is where the mask is 1.
+        segments: The sampled parts in order. They do not overlap, and together they cover the tokens with mask 1.
     """
 
     rollout_id: str
@@ -115,8 +117,8 @@ class LooseCall(Record, frozen=True, kw_only=True):
     Attributes:
         span_id: The framework's ``chat`` span, or the recorded call's.
         client: The class or library that called, and the host, as far as they are known.
-        is_foreign: True for a call to a server that serves no policy, such as the model behind a tool: reported, and
-            no reason to leave the rollout out of training.
+        is_foreign: True for a call to a server that serves no policy, such as the model behind a tool. Such a call is
+            reported, but does not exclude the rollout from training.
     """
 
     span_id: str
@@ -130,13 +132,13 @@ class Episode(Record, frozen=True, kw_only=True):
     """A finished rollout as an algorithm sees it.
 
     Attributes:
-        rollout: With the full task, hidden keys included.
+        rollout: The rollout with its whole task, including hidden keys.
         attempt: The deciding attempt; ``None`` if none was ever started.
-        reward: The scalar that trains; ``None`` stays ``None``.
-        rewards: Every reward that was recorded, in order, except the attempt's own late ones.
-        transitions: Every recorded call, in order of time, rejected ones included with their reason.
-        rows: The branches.
-        unseen: Calls that were seen and not recorded; the rollout is only partly known.
+        reward: The scalar that trains; ``None`` if there is none.
+        rewards: Every recorded reward of the deciding attempt, in order, except the attempt's own late ones.
+        transitions: Every recorded call, in order of time. Rejected calls have their reject reason.
+        rows: One row per branch.
+        unseen: Calls that a framework or a watch reported but that were not recorded, so the record is incomplete.
         unattributed: Recorded calls outside every span of a framework, in an attempt where a framework has spans.
     """
 
@@ -155,9 +157,9 @@ class CallCredit(Record, frozen=True, kw_only=True):
 
     Attributes:
         span_id: The model call's span.
-        value: The call's return, or its advantage when ``is_advantage``.
-        baseline: Calls with one ``baseline`` key are compared; each rollout counts once in its statistics.
-        is_advantage: The value is final; an estimator must not normalise it again.
+        value: The call's return, or its advantage if ``is_advantage``.
+        baseline: Baseline key. An estimator compares the calls that share it, and counts each rollout once.
+        is_advantage: Whether the value is already an advantage, which an estimator must not normalise again.
     """
 
     span_id: str

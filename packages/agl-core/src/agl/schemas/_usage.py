@@ -18,7 +18,7 @@ _THOUGHTS = (
     *("thoughtsTokenCount", "output_token_details.reasoning"),
 )
 _WITHOUT_CACHE = ("input_tokens", "inputTokens")
-"""Anthropic's and Bedrock's count, which excludes what they report of the cache beside it."""
+"""Prompt counts of Anthropic and Bedrock. They exclude cached tokens, which are reported in separate fields."""
 
 _CACHE_BESIDE = (
     "cache_read_input_tokens",
@@ -29,11 +29,11 @@ _CACHE_BESIDE = (
 
 
 class Usage(Record, frozen=True, kw_only=True):
-    """Token counts of one call; they mean the same whoever counted.
+    """Token counts of one call, with the same meaning for all providers.
 
     Attributes:
-        prompt: All tokens of the prompt, those of the cache included; 0 where nobody counted.
-        answer: All tokens of the answer, thoughts included; 0 where nobody counted.
+        prompt: All tokens of the prompt, including cached ones; 0 if unknown.
+        answer: All tokens of the answer, including thoughts; 0 if unknown.
         cached: Tokens of the prompt that were read from a cache.
         written: Tokens of the prompt that were written to a cache.
         thoughts: Tokens of the answer that are thoughts.
@@ -47,7 +47,7 @@ class Usage(Record, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, counts: object) -> "Usage":
-        """Read counts as OpenAI, Anthropic, Google, Bedrock, DeepSeek or LangChain give them; others count nothing."""
+        """Read the counts of OpenAI, Anthropic, Google, Bedrock, DeepSeek or LangChain; all 0 for any other value."""
         given = cast("Mapping[str, Any]", counts) if isinstance(counts, Mapping) else dict[str, Any]()
         name, prompt = _first(given, _PROMPT)
         _, answer = _first(given, _ANSWER)
@@ -61,7 +61,7 @@ class Usage(Record, frozen=True, kw_only=True):
 
 
 def _first(given: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int]:
-    """The first of the names that has a count, and the count, ``""`` and 0 without; a dot leads into an object."""
+    """The first name that has a count, and the count; ``""`` and 0 if none has. A dot stands for a nested object."""
     for name in names:
         value: Any = given
         for key in name.split("."):
