@@ -1,9 +1,9 @@
-"""The life of an attempt, as pure functions of values and a clock reading: leased, renewed, lost or finished, retried.
+"""The life of an attempt as pure functions: opening, losing, finishing and retrying it. All stores use these rules.
 
-A worker holds an attempt only as long as it renews the lease. A worker that dies says nothing, so its loss is noticed
-by the clock alone: :func:`end_overdue` decides an attempt whose lease ran out as ``lost``, and one that outlived its
-time limit as ``timeout``. Every transaction of a store does so first (:func:`agl.stores.expire`), and stores wake up at
-the next deadline. All stores use these rules. ``now`` is Unix seconds throughout.
+A worker holds an attempt only as long as it renews the lease. A worker that dies sends no message, so only the clock
+shows its loss: :func:`end_overdue` decides an attempt whose lease ran out as ``lost``, and one that outlived its time
+limit as ``timeout``. Every transaction of a store does this first (:func:`agl.stores.expire`), and stores wake up at
+the next deadline. ``now`` is Unix seconds throughout.
 """
 
 import math
@@ -16,14 +16,14 @@ from agl.schemas._ids import attempt_id_of
 from agl.schemas._rollout import TERMINAL_ATTEMPT
 
 MAX_ATTEMPTS = (1 << 14) - 1
-"""The most attempts of one rollout, for which a store has room in its keys."""
+"""Largest number of attempts per rollout; stores have no room for more in their keys."""
 
 _FINAL: dict[AttemptStatus, RolloutStatus] = {"succeeded": "succeeded", "cancelled": "cancelled"}
-"""The status of a rollout after its last attempt, if it is not ``failed``."""
+"""The final status of a rollout by that of its last attempt; every other status leads to ``failed``."""
 
 
 def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float, now: float) -> Claim:
-    """The queued rollout as running, with its next attempt."""
+    """Open the next attempt of a queued rollout; returns the attempt with the running rollout."""
     number = rollout.attempts + 1
     attempt = Attempt(
         # Derived, so that a claim that is repeated after a crash of the store names the same
@@ -37,14 +37,14 @@ def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float
         lease_s=lease_s,
         started_at=now,
     )
-    # Of the first attempt; the time of a rollout includes the attempts that failed.
+    # The start of the first attempt: the time of a rollout includes its failed attempts.
     began = rollout.started_at or now
     running = replace(rollout, status="running", attempts=number, attempt_id=attempt.attempt_id, started_at=began)
     return Claim(rollout=running, attempt=attempt)
 
 
 def release(claim: Claim) -> Rollout:
-    """The rollout as it was before an attempt that its claimer never received."""
+    """The rollout as it was before ``claim``; used if the claimer never received the attempt."""
     number = claim.attempt.number - 1
     started_at = claim.rollout.started_at if number else 0.0
     return replace(claim.rollout, status="queued", attempts=number, attempt_id=None, started_at=started_at)
@@ -53,8 +53,8 @@ def release(claim: Claim) -> Rollout:
 def timeout_at(claim: Claim) -> float:
     """The time at which the attempt outlives ``retry.timeout_s`` and its grace; infinity without a limit."""
     retry = claim.rollout.retry
-    # The worker stops its agent at timeout_s; grace_s is the time that this takes. The store's own
-    # limit is for workers that do not.
+    # The worker stops its agent at timeout_s, for which it has grace_s. This later limit is for
+    # workers that fail to do so.
     return math.inf if retry.timeout_s is None else claim.attempt.started_at + retry.timeout_s + retry.grace_s
 
 
@@ -73,8 +73,7 @@ def end_overdue(claim: Claim, *, now: float) -> Claim | None:
     if claim.attempt.status != "running" or deadline(claim) > now:
         return None
     attempt = claim.attempt
-    # Both may be over when the store looks, for nobody called it in between. What came first is
-    # what happened.
+    # When the store looks, both deadlines may have passed; the earlier one counts.
     if timeout_at(claim) <= attempt.lease_until:
         message = f"attempt {attempt.attempt_id} ran longer than retry.timeout_s = {claim.rollout.retry.timeout_s:g}"
         return decide(claim, status="timeout", error=ErrorInfo(type="agl.Timeout", message=message), now=now)
@@ -83,10 +82,10 @@ def end_overdue(claim: Claim, *, now: float) -> Claim | None:
 
 
 def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now: float) -> Claim:
-    """The claim after its running attempt ended with ``status``: final, or queued again by the retry policy.
+    """End the running attempt with ``status``; the rollout becomes final or is queued again, by its retry policy.
 
-    Only failures and timeouts count against ``max_attempts``. Lost workers have a limit of their own, and an attempt
-    that was given back, ``lost`` without an error, counts against neither.
+    Only failures and timeouts count towards ``max_attempts``, and lost workers towards ``max_losses``. An attempt that
+    was given back, which is ``lost`` without an error, counts towards neither.
     """
     # An attempt that its worker gave back, in good order and without an error, is nobody's fault.
     is_failure, is_loss = status in ("failed", "timeout"), status == "lost" and error is not None
@@ -104,7 +103,7 @@ def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now:
 
 
 def _is_repeated(rollout: Rollout, status: AttemptStatus) -> bool:
-    """True if a rollout, whose counts include the ended attempt, has another one."""
+    """True if a rollout gets another attempt; its counts already include the ended one."""
     if status == "lost":
         return _may_lose_more(rollout)
     may_fail_more = rollout.failures < rollout.retry.max_attempts and rollout.attempts < MAX_ATTEMPTS
@@ -117,7 +116,7 @@ def _may_lose_more(rollout: Rollout) -> bool:
 
 
 def _quarantined(rollout: Rollout, last: ErrorInfo | None) -> ErrorInfo:
-    """The error of a rollout that is not tried again, because it may be the cause of the losses."""
+    """The error of a rollout that lost too many workers and is not tried again."""
     cause = "it may end the process that runs it, such as by using up its memory"
     if rollout.losses <= rollout.retry.max_losses:
         cause = "a store can number no more attempts of it"
@@ -130,7 +129,7 @@ def _quarantined(rollout: Rollout, last: ErrorInfo | None) -> ErrorInfo:
 
 
 def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
-    """The claim after ``outcome``; ``None`` when the outcome repeats the recorded one.
+    """Apply an outcome to a claim; returns ``None`` if the outcome repeats the recorded one.
 
     Raises:
         FencedError: The attempt was decided otherwise.

@@ -1,9 +1,9 @@
 """``memory://``: the store for tests, notebooks and dry runs; everything is gone when the process ends.
 
-It follows the same rules as the durable stores and deflates what it can, so that a call of 1,200 tokens takes less
-than 8 KB. The durable stores keep a conversation's common prefix once; this one keeps every prompt whole, so long
-conversations belong in a file. The tables are dicts and sorted lists, so that no operation walks over the store. One
-lock guards them; no operation holds it while it waits.
+It follows the same rules as the durable stores. Spans are compressed: a call of 1,200 tokens takes less than 8 KB.
+Unlike the durable stores, this one keeps every prompt whole instead of sharing a conversation's common prefix, so use a
+file for long conversations. The tables are dicts and sorted lists, so that no operation scans the whole store. One lock
+guards the tables; no operation holds it while it waits.
 """
 
 import heapq
@@ -38,12 +38,12 @@ N = TypeVar("N", bound=Hashable)
 
 _Rest: TypeAlias = tuple[Any, Any, int, bytes, bytes]
 
-# Bytes below which zlib costs more than it saves; level 0 keeps one format for both.
+# Below this size zlib costs more than it saves; level 0 stores such data in the same format.
 MIN_DEFLATED = 512
 
 
 class _Lists(Generic[N]):
-    """Sorted lists by name; an id stands in one of them at most."""
+    """Sorted lists by name; an id is in at most one of them."""
 
     def __init__(self) -> None:
         self.lists: dict[N, list[Any]] = {}
@@ -77,8 +77,8 @@ class MemoryTables:
     Equal writes in equal order make equal tables, in every process.
 
     Attributes:
-        now: Unix seconds; set it for every transaction.
-        has_queued: Whether rollouts were queued; reset it after reading it.
+        now: Unix seconds; the caller sets it for every transaction.
+        has_queued: Whether rollouts were queued since the caller last reset it.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class MemoryTables:
         self.has_queued = False
         self._rollouts: dict[str, bytes] = {}
         self._order: dict[str, int] = {}
-        # Never reused: the order of the queue is that of the first enqueueing, also after a retry.
+        # Never reused: rollouts keep their first place in the queue, even after a retry.
         self._added = 0
         self._listed: _Lists[tuple[str, str, str]] = _Lists()
         self._grouped: _Lists[str] = _Lists()
@@ -156,7 +156,7 @@ class MemoryTables:
 
     def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            # The attempt that its claimer never received is gone, and its number is given again.
+            # Remove the attempt that its claimer never received; its number will be used again.
             self._drop(rollout.rollout_id, attempt_id_of(rollout.rollout_id, rollout.attempts + 1))
             self._put(rollout)
 
@@ -177,8 +177,8 @@ class MemoryTables:
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
         if query.ids:
             return queries.select([need_rollout(self, rollout_id) for rollout_id in query.ids], query)
-        # As many lists as there are experiments, modes and statuses together, each sorted by id: a
-        # page costs what it has.
+        # There is one list, sorted by id, for each experiment, mode and status, so that the cost of
+        # a page depends only on its size.
         lists = [ids for key, ids in self._listed.lists.items() if _matches(key, query)]
         if query.group_id:
             lists = [self._grouped.lists.get(query.group_id, [])]
@@ -324,7 +324,7 @@ def _from(ids: list[str], query: RolloutQuery) -> Iterator[str]:
 
 
 def _pack(span: Span) -> bytes:
-    """The span's length and the span; then, deflated, a call's texts and the two high bytes of its ids."""
+    """Pack a span: its length, the span, and deflated a call's request, response and the two high bytes of its ids."""
     call = span.call
     if call is None:
         return _joined(values.encoded(span), b"")

@@ -1,7 +1,7 @@
-"""The store's operations, written once over the tables that a store provides.
+"""The operations of all stores, written once over the tables that each store provides.
 
-Every operation checks its arguments before it changes anything, so that one that raises leaves no trace.
-The caller is in a transaction; nothing here waits.
+Every operation checks its arguments before it changes anything, so an operation that raises changes nothing. The caller
+runs operations in a transaction; no operation waits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,10 +37,10 @@ from agl.stores._tallies import counted, share_of
 R = TypeVar("R", bound=Record)
 
 SPAN_PAGE = 10_000
-"""Spans of one attempt in a recording at most."""
+"""Largest number of spans of one attempt in a recording."""
 
 SCANNED = 16
-"""Spans that are in memory at once while some are chosen."""
+"""Number of spans that are read at once to find those that a query selects."""
 
 
 def closed(shown_url: str) -> StoreError:
@@ -107,7 +107,7 @@ def claim(
 
 
 def unclaim(tables: Tables, claims: Iterable[Claim]) -> None:
-    """Take back attempts whose claimer left before it received them."""
+    """Undo claims whose caller left before it received them; renewed and decided attempts stay."""
     for claim in claims:
         current = tables.held(claim.attempt.attempt_id)
         # Meanwhile it may have lapsed, or another call of the same worker may have renewed it.
@@ -165,7 +165,7 @@ def cancel(tables: Tables, rollout_ids: Sequence[str]) -> list[Rollout]:
 
 
 def expire(tables: Tables) -> None:
-    """Decide every attempt that is overdue; the first thing that every transaction does."""
+    """Decide every overdue attempt; every transaction does this first."""
     # Where a lost worker is noticed: tables.overdue() reads the index of deadlines, so that looking
     # costs nothing while all workers are alive.
     lapsed = (leases.end_overdue(claim, now=tables.now) for claim in tables.overdue())
@@ -173,13 +173,13 @@ def expire(tables: Tables) -> None:
 
 
 def _save_decided(tables: Tables, claims: Sequence[Claim]) -> None:
-    """Save attempts that were just decided, and count the rollouts that they finish."""
+    """Save attempts that were just decided, and add the rollouts that finish to the statistics."""
     tables.save(claims)
     tables.add_statistics([share_of(each.rollout, each.attempt) for each in claims if each.rollout.is_finished])
 
 
 def _count(tables: Tables, spans: Mapping[str, Sequence[Span]]) -> None:
-    """Bring tallies, and the statistics of finished rollouts, up to date with stored spans by attempt id."""
+    """Add new stored spans, given by attempt id, to tallies and to the statistics of finished rollouts."""
     for attempt_id, own in spans.items():
         if not attempt_id or all(span.call is None and span.reward is None for span in own):
             continue
@@ -230,7 +230,7 @@ def _deciding(tables: Tables, rollout: Rollout) -> Attempt | None:
 
 
 def count_rollouts(reads: Reads, query: RolloutQuery) -> int:
-    """See :meth:`agl.contracts.Store.count_rollouts`; tables that count by themselves come first."""
+    """See :meth:`agl.contracts.Store.count_rollouts`; used for tables that have no ``count_rollouts`` of their own."""
     count, query = 0, replace(query, after="", limit=1000)
     while page := reads.rollouts(query):
         count, query = count + len(page), query.next(page[-1])
@@ -262,7 +262,7 @@ def recordings(
 
 
 def _chosen(reads: Reads, rollout_id: str, query: SpanQuery) -> list[Span]:
-    """A page of the attempt's spans that a query selects; reads the attempt in small parts, twice for an agent."""
+    """A page of the spans that a query selects. Reads the attempt in small parts; twice if the query has an agent."""
     around = Enclosing([queries.bare(span) for span in _scan(reads, rollout_id, query, 0)] if query.agent else [])
     spans = _scan(reads, rollout_id, query, query.after)
     return list(islice((span for span in spans if queries.is_chosen(span, query, around)), query.limit))
@@ -275,10 +275,12 @@ def _scan(reads: Reads, rollout_id: str, query: SpanQuery, after: int) -> Iterat
 
 
 def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[LabelMove] = ()) -> list[str]:
-    """Add whole recordings and moves of labels of another store as they were there; returns the new rollouts' ids.
+    """Add recordings and label moves of another store without changing them; returns the ids of the new rollouts.
 
-    A rollout that is here already stays as it is; one that runs, or has another definition here, raises
-    :class:`ConflictError`, and then nothing is added.
+    A rollout that this store already has stays unchanged.
+
+    Raises:
+        ConflictError: A rollout is running, or this store has the same id with another definition; nothing is added.
     """
     values.check_ids([recording.rollout for recording in recordings])
     known = {recording.rollout.rollout_id: tables.rollout(recording.rollout.rollout_id) for recording in recordings}
@@ -296,7 +298,7 @@ def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[
     attempts = [(each.rollout, replace(attempt, tally=NO_TALLY)) for each in new for attempt in each.attempts]
     claims = [Claim(rollout=r, attempt=counted(a, own.get(a.attempt_id, ()))) for r, a in attempts]
     tables.save(claims, is_logged=False)
-    # After their attempts are saved as decided, by which the tables know them as late.
+    # After their attempts are saved as decided, so that the tables mark them as late.
     tables.insert_spans([span for span in spans if span.is_late])
     tables.save_rollouts([recording.rollout for recording in new])
     finished = [recording.rollout for recording in new if recording.rollout.is_finished]
@@ -383,8 +385,8 @@ def save_state(
     pairs = documents_of(states)
     for entry in trained:
         for key, step in documents_of(entry).items():
-            # The ledger is what keeps a rollout from being trained twice, also by a trainer that
-            # was cut off and goes on.
+            # The ledger prevents that a rollout is trained on twice, even by a trainer that lost
+            # its connection and continues.
             if tables.get(key) not in (None, step):
                 raise ConflictError(
                     f"{key[-200:]!r} was trained on in step {tables.get(key)!r} already and not in step {entry.step}; "
@@ -441,7 +443,7 @@ def log_metrics(tables: Tables, metrics: Sequence[Metric]) -> None:
 def documents_of(
     kept: LabelMove | VersionScore | ExperimentRecord | Trained | Presence | Mapping[str, bytes],
 ) -> dict[bytes, bytes]:
-    """The documents, by key, that store a record or states by their keys; a move is taken for its label's newest."""
+    """The documents, by key, that store a record, or states by their keys; a move becomes the label's newest."""
     match kept:
         case LabelMove(name=name, label=label):
             history = document("moves", name, label, last=f"{kept.moved_at:024.9f}")  # as fine as a float
@@ -462,7 +464,7 @@ def documents_of(
 
 
 def key_of(prefix: bytes, text: str) -> bytes:
-    """A key that ends in ``text``, and sorts as the text does."""
+    """The key ``prefix`` + ``text``; keys with one prefix sort like their texts."""
     try:
         return prefix + text.encode()
     except UnicodeEncodeError as error:
@@ -470,17 +472,17 @@ def key_of(prefix: bytes, text: str) -> bytes:
 
 
 def document(*kind: str, last: str = "") -> bytes:
-    """The key of a document: its kind, and the last part, which orders the documents of one kind."""
+    """The key of a document: its kind, then ``last``, by which the documents of one kind are sorted."""
     return key_of(b"x" + codec.encode(kind), last)
 
 
 def documents(reads: Reads, *kind: str, last: str = "") -> dict[str, bytes]:
-    """All documents of a kind whose last part starts with ``last``, by their last part, in its order."""
+    """All documents of a kind whose last part starts with ``last``, by their last part and sorted by it."""
     start, whole = len(document(*kind)), document(*kind, last=last)
     return {key[start:].decode(): value for key, value in reads.scan(whole, whole + b"\xff")}  # no text has that byte
 
 
 def records(reads: Reads, type: type[R], *kind: str, last: str | None = None) -> list[R]:
-    """All documents of a kind as records, or the one with that last part."""
+    """All documents of a kind as records, or only the one whose last part is ``last``."""
     data = documents(reads, *kind).values() if last is None else [reads.get(document(*kind, last=last))]
     return [codec.decode(each, type) for each in data if each is not None]

@@ -21,9 +21,14 @@ PAGE = 10_000
 
 
 def check_page(given: Mapping[str, object], *queries: object) -> None:
-    """Raise :class:`InvalidQueryError` for a page, given or in a query, that no store can find."""
-    # Checked in one place for all methods, before a store sees the numbers: databases answer each
-    # in their own way to one that is too large.
+    """Raise :class:`InvalidQueryError` for an impossible ``limit`` or ``after``, in ``given`` or in a query.
+
+    Args:
+        given: Keyword arguments of a store's method; some may be queries.
+        queries: Positional arguments; those that are no queries are ignored.
+    """
+    # Checked in one place for all methods, because every database answers differently to a number
+    # that is too large.
     for query in (*queries, *given.values()):
         if isinstance(query, RolloutQuery | SpanQuery):
             check_page({"limit": query.limit, "after": query.after})
@@ -35,7 +40,7 @@ def check_page(given: Mapping[str, object], *queries: object) -> None:
 
 
 def _check_start(query: RolloutQuery) -> None:
-    """Raise :class:`InvalidQueryError` for a page behind a rollout whose field to sort by has another type."""
+    """Raise :class:`InvalidQueryError` if the type of ``after_value`` does not fit the field to sort by."""
     is_text = isinstance(query.after_value, str)
     if query.after and query.sort != "rollout_id" and is_text != (query.sort == "status"):
         raise InvalidQueryError(
@@ -45,7 +50,7 @@ def _check_start(query: RolloutQuery) -> None:
 
 
 def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
-    """The rollouts, named by id, that match a query, in its order."""
+    """The page of a query from ``rollouts``: those that match, in the query's order, up to its limit."""
     wanted = [rollout for rollout in rollouts if is_wanted(rollout, query)]
     wanted.sort(key=sort_key(query), reverse=query.is_newest_first)
     return wanted[: query.limit]
@@ -58,7 +63,7 @@ def sort_key(query: RolloutQuery) -> Callable[[Rollout], tuple[Any, str]]:
 
 
 def start_of(query: RolloutQuery) -> tuple[Any, str]:
-    """The key of the last rollout on the page before."""
+    """The sort key of the last rollout on the previous page."""
     return query.after if query.sort == "rollout_id" else query.after_value, query.after
 
 
@@ -78,7 +83,7 @@ def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
 
 
 def bare(span: Span) -> Span:
-    """The span without its contents, to find the actors around others."""
+    """The span without its contents; enough to find the actors around other spans."""
     names = {key: value for key, value in span.attributes.items() if key in NAMING or key == semconv.FRAMEWORK_SPAN_ID}
     if span.call is not None or span.reward is not None:  # else its name would be that of an operation around others
         names.setdefault(semconv.OPERATION, "")
@@ -112,14 +117,13 @@ async def all_spans(store: Store, rollout_id: str, attempt_id: str | None = None
 async def read_recordings(
     store: Store, query: RolloutQuery, *, spans: SpanChoice = "deciding"
 ) -> AsyncIterator[Recording]:
-    """All rollouts that match a query, whatever its limit, with attempts and spans, in as few requests as possible.
+    """Yield all rollouts that match a query, on all its pages, with their attempts and all spans that are selected.
 
-    With a :class:`~agl.contracts.SpanQuery` each rollout comes with the first page of its spans.
+    With a :class:`~agl.contracts.SpanQuery`, each rollout has only the first page of the selected spans.
 
     Raises :class:`agl.errors.NotFoundError` for an unknown id in ``query.ids``.
     """
-    # A query by ids ends with the last id; without this, a request for the rest would name unknown
-    # ids.
+    # Stop after the last id, because a further request might name ids that were removed meanwhile.
     left = len(query.ids)
     while page := await store.recordings(query, spans=spans):
         for recording in page:

@@ -38,23 +38,23 @@ def _writes(
 def _reads(
     look: Callable[Concatenate[Reads, P], T],
 ) -> "Callable[Concatenate[TableStore, P], CoroutineType[Any, Any, T]]":
-    """Make a method of the contract that reads, by the tables' method of that name, or else by an operation."""
+    """Make a method of the contract that reads: by the tables' own method of that name if any, else by ``look``."""
 
     @wraps(look)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
         check_page(kwargs, *args)
         name = look.__name__
-        # A database that has a query of its own for it, such as counting, is asked first.
+        # A database may have its own query, such as for counting.
         return await self.backend.read(lambda reads: getattr(reads, name, partial(look, reads))(*args, **kwargs))
 
     return method
 
 
 class TableStore:
-    """A :class:`agl.contracts.Store` over a backend; waits, takes back a cancelled caller's claims, and closes.
+    """A :class:`agl.contracts.Store` over a backend. It also waits, and undoes the claims of a cancelled caller.
 
-    ``restore(recordings, moves=...)`` is not part of the contract: it adds another store's rollouts with their attempts
-    and spans, unchanged, and moves of labels. A rollout that this store already has is left unchanged.
+    ``restore(recordings, moves=...)`` is not part of the contract: it adds rollouts of another store with their
+    attempts and spans, and label moves, without changing them. A rollout that this store already has is left unchanged.
 
     Attributes:
         backend: Runs the transactions; closed with the store.

@@ -1,7 +1,7 @@
 """The protocols that a store implements: tables, as a transaction sees them, and a backend that runs transactions.
 
-The operations of :mod:`agl.stores` are written over these, once for all stores. They check their arguments before they
-change anything, so that one that raises leaves no trace. Only the database may make them wait.
+The operations of :mod:`agl.stores` are written once over these protocols, for all stores. They check their arguments
+before they change anything, so an operation that raises changes nothing. They wait for nothing but the database.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +17,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Tables(Protocol):
-    """A store's data, as a writing transaction sees it; each change of a rollout is put on the change feed.
+    """A store's data, as a writing transaction sees it. Every change of a rollout is logged on the change feed.
 
-    States, labels, scores, ledgers and presence are kept as documents.
+    States, labels, scores, ledgers and presence are stored as documents.
 
     Attributes:
         now: The transaction's time, in Unix seconds; leases and time limits follow it.
@@ -44,7 +44,7 @@ class Tables(Protocol):
         ...
 
     def overdue(self) -> list[Claim]:
-        """Running attempts whose deadline has come, the longest overdue first."""
+        """Running attempts whose deadline has passed, the longest overdue first."""
         ...
 
     def version(self, name: str, version: str) -> ResourceVersion | None:
@@ -55,17 +55,17 @@ class Tables(Protocol):
         """Put new rollouts at the end of the queue."""
 
     def save(self, claims: Sequence[Claim], *, is_logged: bool = True) -> None:
-        """Save new and known attempts with their rollouts; ``is_logged`` puts the rollouts on the change feed."""
+        """Save new and known attempts; with ``is_logged``, also their rollouts, which are put on the change feed."""
 
     def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Save rollouts, and remove attempts beyond their number, which their claimer never received."""
+        """Save rollouts; remove attempts numbered above ``Rollout.attempts``, which their claimer never received."""
 
     def insert_spans(self, spans: Sequence[Span]) -> list[Span]:
-        """Append spans of known attempts; skip those that the attempt already has. Returns the others as stored."""
+        """Append spans of known attempts, except those that are stored already; returns the new spans as stored."""
         ...
 
     def add_statistics(self, shares: Sequence[Statistics]) -> None:
-        """Add shares of rollouts to the statistics of their steps; negative ones take rollouts out."""
+        """Add shares of rollouts to the statistics of their steps; negative shares remove rollouts from them."""
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
         """Remove rollouts with everything that belongs to them, entries of the change feed included."""
@@ -77,7 +77,7 @@ class Tables(Protocol):
         """Save numbers; each replaces an earlier one of the same experiment, run, algorithm, step and name."""
 
     def get(self, key: bytes) -> bytes | None:
-        """The document of a key, ``None`` if there is none."""
+        """The document with that key, ``None`` if there is none."""
         ...
 
     def put(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
@@ -90,8 +90,8 @@ class Tables(Protocol):
 class Reads(Protocol):
     """A store's data, as a reading transaction sees it.
 
-    A database that counts without reading has ``count_rollouts(query)`` too; the rollouts are read and counted
-    otherwise.
+    A database that can count without reading may also have ``count_rollouts(query)``; for others, the rollouts are read
+    and counted.
     """
 
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
@@ -143,10 +143,11 @@ class Reads(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Work(Generic[T_co]):
-    """One writing operation with its arguments; a store may decide by its name what to load for it.
+    """One writing operation with its arguments; a store may choose by the operation's name which rows to load for it.
 
     Attributes:
-        undo: Makes the work that takes an answer back after its caller left; ``None`` where the answer may stand.
+        undo: Given the answer, makes the work that undoes the operation if its caller was cancelled; ``None`` if it
+            need not be undone.
     """
 
     act: Callable[..., T_co]
@@ -175,7 +176,7 @@ class Backend(Protocol):
     changed: WakeUp
 
     async def write(self, work: Work[T]) -> T:
-        """Run ``work``; returns its answer once it is committed, and undoes it if the caller is cancelled meanwhile."""
+        """Run ``work`` and return its answer after the commit; if the caller is cancelled meanwhile, undo the work."""
         ...
 
     async def read(self, look: Callable[[Reads], T]) -> T:

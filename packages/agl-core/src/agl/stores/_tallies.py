@@ -1,7 +1,7 @@
-"""Keeps the tallies of attempts while spans arrive, and finds what a rollout adds to the statistics of its step.
+"""Updates the tallies of attempts as spans arrive, and computes a rollout's share in the statistics of its step.
 
-An agent's share is not kept: which agent made a call is known only once the spans around it have ended, and a store
-would have to read all of an attempt's spans when it finishes.
+Tallies are not kept per agent: the agent of a call is known only after the spans around the call have ended, and then a
+store would have to read all spans of the attempt again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,14 +19,14 @@ from agl.stores._values import is_name
 _BY_RULE = ScoreOptions()
 
 _LARGEST = 1e100
-"""Squares of larger rewards do not fit into a float."""
+"""Larger rewards are left out, because sums of their squares may overflow a float."""
 
 _MOST_TOKENS = 1 << 32
-"""No call has as many; sums of larger counts do not fit into a store's integers."""
+"""Counts from here on are ignored: no call has as many tokens, and their sums might overflow a store's integers."""
 
 
 def counted(attempt: Attempt, spans: Iterable[Span]) -> Attempt:
-    """The attempt with spans of its own that were not counted before, as stored; itself if they change nothing."""
+    """Add newly stored spans of an attempt to its tally; returns the same object if they change nothing."""
     calls, prompts, responses = 0, 0, 0
     graded: list[Graded] = []
     for span in spans:
@@ -54,7 +54,7 @@ def counted(attempt: Attempt, spans: Iterable[Span]) -> Attempt:
 
 
 def reward_of(attempt: Attempt | None) -> float | None:
-    """The scalar reward of an attempt by its tally, ``None`` without one; :func:`agl.episodes.score` has the rule."""
+    """The scalar reward by an attempt's tally and the rule of :func:`agl.episodes.score`; ``None`` if there is none."""
     graded = attempt.tally.graded if attempt else ()
     if len(graded) < 2:
         return graded[0].value if graded else None
@@ -92,7 +92,7 @@ def place_of(of: Statistics) -> tuple[str, str, int, str]:
 
 
 def _standing(graded: Sequence[Graded]) -> tuple[Graded, ...]:
-    """Those that count, of each name the last one of the best source, in order of time."""
+    """The rewards that count, in order of time: under each name, the last one of the best source."""
     # Programs that report over OTLP may leave out times; then the order in which the store numbered them has to do.
     is_timed = all(each.start_ns > 0 for each in graded)
     ordered = sorted(graded, key=lambda each: (each.start_ns if is_timed else 0, each.sequence))
@@ -100,6 +100,6 @@ def _standing(graded: Sequence[Graded]) -> tuple[Graded, ...]:
 
 
 def _reported(span: Span, name: str) -> int:
-    """The number of tokens by the backend's count, 0 without one; an agent's own spans may claim anything."""
+    """The backend's count of tokens; 0 if it is missing or implausible, because an agent may report any number."""
     found = span.attributes.get(name)
     return found if type(found) is int and 0 <= found < _MOST_TOKENS else 0

@@ -4,11 +4,11 @@ import re
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 _WRITTEN = re.compile(r"[!-~]+")
-"""Text of the characters that URLs are made of."""
+"""Printable ASCII text without spaces, as every URL is."""
 
 
 def web_parts(url: str) -> SplitResult | None:
-    """Return the parts of an ``http`` or ``https`` URL with a host; ``None`` for any other text, or a port of 0."""
+    """Return the parts of an ``http`` or ``https`` URL that has a host and no port 0; ``None`` for any other text."""
     try:
         parts = urlsplit(url)
         # Port 0 means "any free one" to a server, and nothing to a client.
@@ -19,16 +19,17 @@ def web_parts(url: str) -> SplitResult | None:
 
 
 def without_credentials(url: str) -> str:
-    """A well-formed URL without the user and password before its host; still good to connect to."""
+    """A URL without user and password; it still names the server to connect to."""
     parts = urlsplit(url)
     # From the right: a password may contain an @ that should have been quoted.
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def shown_url(url: str) -> str:
-    """Any store's URL for people: no user, password or token, and ``***`` for passwords and shards in its options.
+    """The URL of any store, for messages: without user and password, and with ``***`` for passwords in its options.
 
-    In a URL with characters that should have been quoted, it hides too much rather than show part of the password.
+    The option ``shards`` is hidden as well. In a URL with characters that should have been quoted, too much is hidden
+    rather than a part of the password shown.
     """
     scheme, separator, rest = url.partition("://")
     if separator and not rest.startswith("/"):

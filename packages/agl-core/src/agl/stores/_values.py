@@ -1,4 +1,4 @@
-"""Checks and copies values on their way into a store, by the same rules for all stores."""
+"""Checks and copies the values that are written to a store, by the same rules for all stores."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -26,13 +26,13 @@ _IDS: dict[type, Sequence[str]] = {
     **{Rollout: ("rollout_id", "experiment"), ResourceVersion: ("name", "version"), LabelMove: ("label",)},
     **{ExperimentRecord: ("name",), Presence: ("experiment", "member"), Metric: ("experiment",)},
 }
-"""The fields that name a new thing, by the record's type."""
+"""The fields that hold new ids and names, by the record's type."""
 
 _MAY_BE_EMPTY = ("experiment", "member")
 
 
 def check_ids(values: Iterable[object]) -> None:
-    """Raise :class:`InvalidIdError` for a record, also one in a list, whose id or name no store takes."""
+    """Raise :class:`InvalidIdError` if a record, or a record in a list, has an id or a name that stores refuse."""
     for value in values:
         for field in _IDS.get(type(value), ()):
             text: str = getattr(value, field)
@@ -46,15 +46,15 @@ def check_ids(values: Iterable[object]) -> None:
 
 
 def is_name(text: str) -> bool:
-    """True for a text that stores take as an id or a name."""
+    """True for a text that stores accept as an id or a name."""
     return _ID.fullmatch(text) is not None
 
 
 def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
-    """The rollout as it enters the queue, detached from the caller's values.
+    """A copy of the rollout, ready for the queue.
 
     Raises:
-        StoreError: It is not in its first state, allows too many attempts, or holds what msgpack cannot carry.
+        StoreError: The rollout was started before, allows too many attempts, or has values that msgpack cannot encode.
     """
     if rollout.status != "queued" or rollout.attempts or rollout.attempt_id is not None:
         raise ConflictError(
@@ -74,8 +74,8 @@ def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
 
 
 def copied(record: _R) -> _R:
-    """A deep copy of any record; raises :class:`StoreError` for what cannot be stored."""
-    # By encoding and decoding, which is also the test whether it can be stored at all.
+    """A deep copy of any record; raises :class:`StoreError` if the record cannot be stored."""
+    # By encoding and decoding, which also tests whether the record can be stored.
     data = encoded(record)
     try:
         return codec.decode(data, type(record))
@@ -84,7 +84,7 @@ def copied(record: _R) -> _R:
 
 
 def encoded(value: object) -> bytes:
-    """The value as bytes; raises :class:`StoreError` for what cannot be stored."""
+    """The value as bytes; raises :class:`StoreError` if it cannot be stored."""
     try:
         return codec.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -109,7 +109,10 @@ def _unfit(value: object, error: Exception) -> StoreError:
 
 
 def definition(rollout: Rollout) -> Rollout:
-    """The rollout without its progress and seed, and without its retry policy, which a resumed run may have changed."""
+    """The rollout without progress, seed and retry policy: two rollouts are the same if these definitions are equal.
+
+    A resumed run may have changed the retry policy.
+    """
     # A rollout that is queued again may lack its seed or have another one; it is the same rollout.
     metadata = {key: value for key, value in rollout.metadata.items() if key != "seed"}
     return replace(unbegun(rollout), retry=RetryPolicy(), metadata=metadata, created_at=0.0)
@@ -130,12 +133,13 @@ def conflict(kind: str, key: str) -> ConflictError:
 
 
 def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None:
-    """Raise :class:`ConflictError` for a span that no store takes.
+    """Raise :class:`ConflictError` for a span that stores refuse.
 
-    Its ids contradict each other or the outcome that brings it, or its reward is NaN or infinite.
+    These are spans whose ids contradict each other or the outcome with which they come, and spans with a reward that is
+    NaN or infinite.
     """
     for span in spans:
-        # The last door: a NaN that is stored would make every average that meets it NaN.
+        # The last check: one stored NaN would make every average over it NaN.
         if span.reward is not None and span.reward.fault:
             raise ConflictError(
                 f"span {span.span_id!r} of rollout {span.rollout_id!r} brings the reward {span.reward.name!r} with "
@@ -154,9 +158,8 @@ def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None
 
 
 def placed(span: Span, *, last: int, is_late: bool) -> Span:
-    """The span with its sequence, above ``last`` of its attempt; ``is_late`` if the attempt is decided."""
-    # A number that the writer chose stands if it is higher, so that a copied attempt keeps its
-    # numbers.
+    """The span as stored: with a sequence above ``last``, the highest of its attempt, and with ``is_late``."""
+    # A higher number that the writer chose is kept, so that a copied attempt keeps its numbers.
     sequence = max(span.sequence, last + 1)
     if sequence > MAX_SEQUENCE:
         raise StoreError(f"attempt {span.attempt_id!r} has no room for sequence {sequence}, above {MAX_SEQUENCE}")

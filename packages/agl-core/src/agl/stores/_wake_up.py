@@ -10,11 +10,11 @@ from collections.abc import Callable
 class WakeUp:
     """Wakes all waiting callers. Read :attr:`count` before looking for work, and pass it to :meth:`wait`.
 
-    A ring between the two is then never missed: ``wait`` returns at once.
+    If it rings between the two, ``wait`` returns at once, so that no ring is missed.
 
     Args:
-        on_wait: Called when a caller begins to wait; returns the seconds after which the caller must look again
-            without a ring, because a deadline comes or another process may have changed the data.
+        on_wait: Called when a caller begins to wait; returns the seconds after which the caller is woken even without
+            a ring, because of a deadline or because another process may have changed the data.
     """
 
     def __init__(self, *, on_wait: Callable[[], float] = lambda: math.inf) -> None:
@@ -30,7 +30,7 @@ class WakeUp:
         return bool(self._waiting)
 
     async def wait(self, seen: int, timeout_s: float) -> None:
-        """Return after a ring since ``seen`` was read, at the time to look again, or after ``timeout_s`` seconds."""
+        """Wait for a ring after ``seen`` was read, at most for ``timeout_s`` and for the seconds from ``on_wait``."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
