@@ -1,8 +1,9 @@
-"""Notices at opening that SQLite dropped acknowledged changes, by a record beside the file.
+"""Detects, when a store is opened, that SQLite dropped acknowledged changes, by a record next to the file.
 
-SQLite drops everything behind the first damaged part of its write-ahead log, and a missing log altogether, without an
-error. The record is the newest cursor of the change feed whose commit was acknowledged. It is written after every
-commit and never synced, so it may lag behind the store after a power cut and is never ahead of it.
+If SQLite's write-ahead log is damaged, SQLite drops everything after the first damaged part without an error; if the
+log is missing, it drops all of it. The record is the newest cursor of the change feed whose commit was acknowledged. It
+is written after every commit and never synced, so after a power cut it may lag behind the store, but is never ahead of
+it.
 """
 
 import logging
@@ -16,10 +17,10 @@ _NO_NEWLINES = getattr(os, "O_BINARY", 0)  # of Windows
 
 
 class AcknowledgedCursor:
-    """The record of one store file; used by one thread at a time. Make it before the file is opened.
+    """The record of one store file; used by one thread at a time. Create it before the store's file is opened.
 
     Args:
-        path: The store's file; the record is beside it, with ``-acknowledged`` behind its name.
+        path: The store's file. The record's file has the same name with the suffix ``-acknowledged``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +39,7 @@ class AcknowledgedCursor:
             return 0
 
     def compare(self, connection: sqlite3.Connection) -> None:
-        """Log a warning if the opened file ends before the record, and open the record for writing."""
+        """Log a warning if the store's newest cursor is below the record, and open the record for writing."""
         found = last_cursor(connection)
         if found < self._read:
             _LOG.warning(
@@ -60,7 +61,7 @@ class AcknowledgedCursor:
             self._warn(error)
 
     def note(self, cursor: int) -> None:
-        """Record a cursor whose commit took place; logs a warning the first time that the disk refuses it."""
+        """Record a cursor after its commit; logs a warning the first time that the record cannot be written."""
         if self._file is None:
             return
         try:

@@ -29,7 +29,7 @@ READERS = 4
 
 _PAGES = ("page_count", "freelist_count", "page_size")
 LEAST_FREE_BYTES, LEAST_FREE_SHARE = 1 << 20, 0.1
-"""Unused space for which a file is written anew."""
+"""Least unused space, in bytes and as a share of the file, for which the file is rewritten."""
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ def _nothing(_: Tables) -> None:
 
 
 _LOOK = Work(act=_nothing)
-"""Decides overdue attempts; answers with the file's data version, which changes with other writers, and the next
-deadline."""
+"""Decides overdue attempts. Its answer is the file's data version, which changes when another connection writes, and
+the next deadline."""
 
 _logger = logging.getLogger(__name__)
 

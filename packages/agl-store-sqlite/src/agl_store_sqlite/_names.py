@@ -17,12 +17,12 @@ _AFTER_ALL = "\U0010ffff"
 
 
 def rollout_ids(path: Path, begin: str, *, limit: int) -> list[str]:
-    """Ids of rollouts that begin so, in order; raises :class:`sqlite3.Error` for a file that cannot be read."""
+    """Ids of rollouts that start with ``begin``, sorted; raises :class:`sqlite3.Error` if the file cannot be read."""
     return _column(path, _ROLLOUTS, (begin, begin + _AFTER_ALL, limit))
 
 
 def experiments(path: Path, begin: str, *, limit: int) -> list[str]:
-    """Names of experiments that begin so, in order; raises :class:`sqlite3.Error` as :func:`rollout_ids` does."""
+    """Names of experiments that start with ``begin``, sorted; :class:`sqlite3.Error` if the file cannot be read."""
     return [name for name in _column(path, _EXPERIMENTS, (begin, begin + _AFTER_ALL, limit)) if name]
 
 

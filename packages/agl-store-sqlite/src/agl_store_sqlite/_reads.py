@@ -82,7 +82,7 @@ class SQLiteReads:
         return self._db.execute(f"SELECT count(*) FROM rollouts r WHERE {where}", values).fetchone()[0]
 
     def _summed(self, query: RolloutQuery) -> int:
-        """Count an experiment's rollouts by its statistics; only unfinished ones are counted themselves."""
+        """Count an experiment's rollouts: finished ones by its statistics, unfinished ones one by one."""
         finished = [status for status in ("succeeded", "failed", "cancelled") if status in (query.status or STATUSES)]
         where, values = conditions(replace(query, status=()), "?")
         is_open, statuses = conditions(replace(query, status=query.status or STATUSES), "?")
@@ -94,7 +94,7 @@ class SQLiteReads:
         return self._db.execute(sql, [*values, *statuses]).fetchone()[0]
 
     def _ranges(self, query: RolloutQuery) -> Iterator[Iterator[Rollout]]:
-        """Return one sorted stream for each (experiment, mode, stage) that can match, or the whole table in order."""
+        """Yield sorted streams of rollouts: one per (experiment, mode, stage) that can match, or one of all."""
         is_filtered = query.experiment is not None or query.mode is not None or query.status
         if query.sort == "rollout_id" and not is_filtered:
             yield self._rows("1", (), query)
@@ -119,7 +119,7 @@ class SQLiteReads:
         return [read_rollout(row) for row in rows]
 
     def _rows(self, where: str, values: tuple[Any, ...], query: RolloutQuery) -> Iterator[Rollout]:
-        """Iterate lazily over the rollouts behind the page before, in the query's order."""
+        """Iterate lazily over the rollouts that follow the previous page, in the query's order."""
         behind, order, start = order_of(query, "?")
         sql = f"SELECT {ROLLOUT} FROM rollouts r WHERE {where} AND {behind} ORDER BY {order}"
         return map(read_rollout, self._db.execute(sql, (*values, *start)))
@@ -170,7 +170,7 @@ class SQLiteReads:
         return [unpacker.unpack(data, sequence=key & MAX_SEQUENCE) for key, data in rows]
 
     def _attempt(self, rollout_id: str, attempt_id: str | None) -> int:
-        """Return the key of the attempt whose spans are asked for."""
+        """Return the key of the attempt whose spans are requested."""
         seq, current = self._seq(rollout_id)
         if not attempt_id:
             return seq << ATTEMPT_BITS if attempt_id == "" or current is None else current
@@ -231,5 +231,5 @@ class SQLiteReads:
 
 
 def _float(value: float | None) -> float:
-    """Convert a stored number, NULL to NaN: SQLite keeps a NaN as NULL."""
+    """Convert a stored number; NULL becomes NaN, because SQLite stores a NaN as NULL."""
     return math.nan if value is None else value

@@ -1,9 +1,9 @@
 """The layout of the SQLite file: opens it, and migrates older layouts.
 
-Rollouts and attempts are numbered as in :mod:`agl_store_sqlite.sql`, spans ``attempt << 24 | sequence``, so that
-removing a rollout removes ranges.
-A rollout's ``stage`` is ``open`` while it is queued or running and its status after that: rollouts are listed by stage,
-so that a claim does not touch that index. Running ones are found through their attempts.
+Rollouts and attempts are numbered as in :mod:`agl_store_sqlite.sql`, and spans have the key ``attempt << 24 |
+sequence``. So a rollout is removed by removing ranges of keys. A rollout's ``stage`` is ``open`` while it is queued or
+running, and then its final status. The indexes that list rollouts have the stage, so that a claim does not change them;
+running rollouts are found through their attempts.
 """
 
 import logging
@@ -23,7 +23,7 @@ SETTINGS = (
 )
 
 READER_SETTINGS = ("query_only = ON", "cache_size = -4000")
-"""Settings of a connection that only reads, of which a store has several: each fills a cache of so many kilobytes."""
+"""Additional settings of connections that only read. Their caches are smaller, because a store has several of them."""
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -64,14 +64,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX metrics_by_name ON metrics (experiment, name, run, algorithm, step)",
     ),
 )
-"""Statements that bring a file of version N to N + 1; a new file runs them all."""
+"""Statements that migrate a file from version N to N + 1; a new file runs all of them."""
 
 CURRENT = len(MIGRATIONS)
 
 _LOG = logging.getLogger("agl_store_sqlite")
 
 _TAIL = re.compile(r"[?#][^/\\]*$|\?\w+=")
-"""Options or a fragment, as other URLs have them; a folder may have both characters in its name."""
+"""Options or a fragment at the end of a URL; names of folders may contain their characters."""
 
 
 def path_of(url: str) -> Path:
@@ -108,7 +108,7 @@ def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
 
     Raises:
         SchemaVersionError: A newer release wrote the file.
-        StoreError: It cannot be created, read or written, or is no store.
+        StoreError: The file cannot be created, read or written, or is not a store.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,12 +129,12 @@ def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
 
 
 def is_locked(error: Exception) -> bool:
-    """Return true if another process's transaction was waited for in vain."""
+    """Return true if the wait for another process's transaction timed out."""
     return isinstance(error, sqlite3.Error) and ("locked" in str(error) or "busy" in str(error))
 
 
 def explain(error: Exception, path: Path) -> Exception:
-    """Convert an error of SQLite, or of a text that it cannot store, into one with a remedy; keeps others."""
+    """Convert an error of SQLite, or a :class:`UnicodeEncodeError`, into one with a remedy; return others unchanged."""
     text = str(error)
     if isinstance(error, UnicodeEncodeError):
         return StoreError(f"the store {path} cannot keep a text: {text}; it contains half of a surrogate pair")

@@ -33,14 +33,14 @@ class SQLiteStore(TableStore):
         super().__init__(self._sqlite)
 
     async def compact(self) -> Compaction:
-        """Write the file anew without its unused space, unless there is little.
+        """Rewrite the file without its unused space, unless there is little of it.
 
-        Other processes that write to it wait meanwhile; the disk needs room for a second file.
+        Other processes that write to the store wait meanwhile. The disk needs room for a second file.
         """
         return await self._sqlite.compact()
 
     async def vacuum(self) -> Compaction:
-        """Write the file anew without any unused space; other processes and disk space as for :meth:`compact`."""
+        """Rewrite the file if it has any unused space; see :meth:`compact`."""
         return await self._sqlite.vacuum()
 
     async def size(self) -> int:

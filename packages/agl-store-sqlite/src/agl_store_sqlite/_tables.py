@@ -56,8 +56,8 @@ class SQLiteTables:
     """See :class:`agl.stores.Tables`; for one transaction.
 
     Attributes:
-        has_queued: A rollout was queued.
-        has_changed: The change feed grew.
+        has_queued: Whether a rollout was queued.
+        has_changed: Whether the change feed grew.
     """
 
     def __init__(self, connection: sqlite3.Connection, packer: Packer, *, now: float) -> None:
@@ -110,7 +110,7 @@ class SQLiteTables:
         return self._claims("a.deadline <= ? ORDER BY a.deadline, a.id", self.now)
 
     def bound_leases(self) -> None:
-        """Shorten leases that end later than their length from now allows, because the clock was set back."""
+        """Shorten leases that, because the clock was set back, would last longer than their length from now on."""
         running = self._claims("a.deadline > ? ORDER BY a.id", self.now)
         bounded = [replace(claim, attempt=_bounded(claim.attempt, self.now)) for claim in running]
         self.save([new for new, old in zip(bounded, running, strict=True) if new != old], is_logged=False)
@@ -160,7 +160,7 @@ class SQLiteTables:
             self._log(rollouts)
 
     def _start(self, claims: Sequence[Claim]) -> None:
-        """Do the work of :meth:`_update` for rollouts whose attempts started at the same time."""
+        """Update and log rollouts whose attempts were just started, all at the same time."""
         if claims:
             seqs = to_json([self._seqs[claim.rollout.rollout_id] for claim in claims]).decode()
             self._db.execute(_START_ROLLOUTS, (claims[0].attempt.started_at, seqs))
@@ -183,7 +183,7 @@ class SQLiteTables:
         self._shares += shares
 
     def write_statistics(self) -> None:
-        """Write what :meth:`add_statistics` collected, at the end of the transaction."""
+        """Write the shares that :meth:`add_statistics` collected; called at the end of the transaction."""
         if self._shares:
             for shares in additions(self._shares):
                 add_statistics(self._db, shares)
@@ -260,7 +260,7 @@ class SQLiteTables:
 
 
 def _bounded(attempt: Attempt, now: float) -> Attempt:
-    """Return the attempt as if it began now at the latest; a lease of unknown length, of an older release, stays."""
+    """Limit an attempt's start to ``now``, and the end of its lease to its length from now, if that is known."""
     until = min(attempt.lease_until, now + attempt.lease_s) if attempt.lease_s else attempt.lease_until
     return replace(attempt, lease_until=until, started_at=min(attempt.started_at, now))
 

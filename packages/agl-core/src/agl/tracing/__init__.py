@@ -1,7 +1,7 @@
 """Tracing: the attempt that the running code belongs to, its actors, and its operations as spans.
 
-For the authors of tracers (:func:`open_span`), of gateways (routing, the spans of model calls) and of runners
-(:func:`activate`). The functions for an agent's author are in :mod:`agl` itself.
+This module is for authors of tracers (:func:`open_span`), of gateways (routing, spans of model calls) and of runners
+(:func:`activate`). Authors of agents find their functions in :mod:`agl`.
 """
 
 from typing import TYPE_CHECKING

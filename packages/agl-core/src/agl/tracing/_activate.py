@@ -1,11 +1,11 @@
-"""The way into a rollout: makes an attempt current, and carries it into threads and clients while it is.
+"""Makes an attempt current, so that code and new threads belong to its rollout.
 
-While at least one rollout is active in the process, threads and executors carry context variables and HTTP clients are
-watched; after the last one the originals are restored. ``asyncio`` tasks and ``asyncio.to_thread`` carry context
-variables already; ``threading.Thread``, ``ThreadPoolExecutor.submit`` and with it ``loop.run_in_executor`` do not. A
-worker thread of an executor never inherits the rollout that started it: only each submitted function runs in its
-submitter's context. A thread that outlives its rollout, or a ``multiprocessing.pool.ThreadPool`` shared between
-rollouts, keeps the context of the rollout that started it.
+While at least one rollout is active in the process, threads and executors are patched to carry context variables, and
+HTTP clients are watched; after the last rollout the originals are restored. ``asyncio`` tasks and ``asyncio.to_thread``
+carry context variables without a patch; ``threading.Thread``, ``ThreadPoolExecutor.submit`` and
+``loop.run_in_executor`` do not. A worker thread of an executor never inherits a rollout: each submitted function runs
+in the context of its submitter. A thread that outlives its rollout, and a ``multiprocessing.pool.ThreadPool`` that
+rollouts share, keep the context of the rollout that started them.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from agl.tracing._patches import Undo, patch
 
 
 class activate:  # noqa: N801  # used like a function: with agl.tracing.activate(attempt)
-    """Make ``attempt`` current for the body, with the patches that it needs.
+    """Make ``attempt`` current in the body of a ``with`` statement, and patch the process as needed.
 
-    Activations nest and overlap freely between tasks and threads; enter and leave one in the same context. Spans and
-    unread streams that the body leaves open are recorded as incomplete when it ends. An activation that is entered
-    and never left stays for the rest of the process.
+    Activations may nest, and may overlap between tasks and threads; enter and leave an activation in the same context.
+    Spans and unread streams that are open when the body ends are recorded as incomplete. An activation that is never
+    left stays active for the rest of the process.
     """
 
     def __init__(self, attempt: ActiveAttempt) -> None:
@@ -40,7 +40,7 @@ class activate:  # noqa: N801  # used like a function: with agl.tracing.activate
             stack.callback(_patches.release, self)
             stack.callback(ENTERED.reset, ENTERED.set(None))
             stack.callback(CURRENT.reset, CURRENT.set(self._attempt))
-            # Runs before the context variable is reset, while the attempt is still the current one.
+            # Runs before the context variable is reset, while the attempt is still current.
             stack.callback(self._attempt.spans.abandon_all)
             _patches.enter_scopes(stack, self._attempt)
             # From here on __exit__ closes it.

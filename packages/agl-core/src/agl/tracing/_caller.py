@@ -1,6 +1,6 @@
 """Finds the caller of a model: the agents, nodes and roles that are open around the running code.
 
-After a run, :class:`agl.episodes.Enclosing` finds it from the recorded spans; here the enclosing spans are still open.
+Here the enclosing spans are still open; after a run, :class:`agl.episodes.Enclosing` finds callers in recorded spans.
 """
 
 import logging
@@ -12,33 +12,33 @@ from agl.tracing._open_span import OpenSpan
 _log = logging.getLogger(__name__)
 
 _LATE_S = 2.0
-"""Seconds that a tracer gets to record events that its framework delivers late, as CrewAI does."""
+"""Seconds to wait until tracers have recorded events that their framework delivers late, as CrewAI does."""
 
 # A limit for spans whose parents form a cycle, which foreign ids can make.
 _MAX_DEPTH = 10_000
 
 
 def who(attempt: ActiveAttempt | None = None) -> Who:
-    """The actors of a model call that would leave here and now; all names are empty outside a rollout.
+    """The actors of a model call that the running code would make now; all names are empty outside a rollout.
 
-    Spans that have already ended are not seen: work that outlives the operation that started it has no actor until
-    the recorded spans are read.
+    Only open spans are considered. Work that outlives the operation that started it gets an actor only later, when the
+    recorded spans are read.
 
     Args:
-        attempt: By default the current one.
+        attempt: The attempt; by default the current one.
     """
     attempt = attempt or current()
     return Who() if attempt is None else who_within(attempt, innermost(attempt))
 
 
 def who_within(attempt: ActiveAttempt, span_id: str) -> Who:
-    """The actors of a model call within that open span."""
+    """The actors of a model call inside the open span with that id."""
     # Nobody is named at the root, so there is nothing to wait for.
     if span_id == attempt.root_span_id:
         return Who()
     chain, is_whole = _enclosing(attempt, span_id)
-    # A framework that delivers its events late has a span that is named already and not open yet;
-    # waiting a little is better than losing the agent's name.
+    # If a framework delivers its events late, its tracer may have named a span that is not open
+    # yet. Waiting a little is better than losing the agent's name.
     if not is_whole:
         _wait_for_events(attempt)
         chain, _ = _enclosing(attempt, span_id)
@@ -50,7 +50,7 @@ def who_within(attempt: ActiveAttempt, span_id: str) -> Who:
 
 
 def _enclosing(attempt: ActiveAttempt, span_id: str) -> tuple[list[OpenSpan], bool]:
-    """The open spans from that one outwards, and true unless one is missing before the attempt's root."""
+    """The open spans from ``span_id`` outwards, and whether they reach the attempt's root without a gap."""
     chain: list[OpenSpan] = []
     span = attempt.spans.get(span_id)
     while isinstance(span, OpenSpan) and len(chain) < _MAX_DEPTH:

@@ -1,6 +1,6 @@
-"""The current attempt, kept in one context variable, with the spans that are open in it and a buffer for finished ones.
+"""The current attempt, in a context variable, with its open spans, and a buffer for finished spans.
 
-:func:`agl.tracing.activate` sets it, and is the only way into a rollout.
+Only :func:`agl.tracing.activate` makes an attempt current.
 """
 
 import logging
@@ -31,7 +31,7 @@ class OpenItem(Protocol):
     since: int
 
     def abandon(self) -> None:
-        """Record it as it is now, because its attempt ends; called once, after :meth:`OpenSpans.take`."""
+        """Record the item in its present state, because the attempt ends; called once, after :meth:`OpenSpans.take`."""
         ...
 
 
@@ -40,8 +40,8 @@ class OpenSpans:
 
     def __init__(self) -> None:
         self._open: dict[str, OpenItem] = {}
-        # Spans that a tracer named as current before it opened them: the first mention is the best
-        # known beginning.
+        # Spans that a tracer named as current before it opened them, with the time of the first
+        # mention, which is the best known start.
         self._named: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -54,21 +54,21 @@ class OpenSpans:
         self._open[span_id] = opened
 
     def get(self, span_id: str) -> OpenItem | None:
-        """The open span of that id."""
+        """The open span or call with that id; ``None`` if there is none."""
         return self._open.get(span_id)
 
     def take(self, span_id: str) -> OpenItem | None:
-        """Remove and return it; ``None`` for all callers but the first, which must end it."""
+        """Remove and return the open item with that id, which the caller must end; ``None`` if it is taken already."""
         return self._open.pop(span_id, None)
 
     def since(self, span_id: str) -> int:
-        """The time at which a span began; until its tracer opens it, the time at which it was first named."""
+        """The time at which a span began; before its tracer has opened it, the time at which it was first named."""
         # A dict's methods are atomic in CPython, so no lock is needed for one step.
         opened = self._open.get(span_id)
         return opened.since if opened is not None else self._named.setdefault(span_id, time.perf_counter_ns())
 
     def abandon_all(self) -> None:
-        """End everything, the newest first."""
+        """Abandon all open spans and calls, the newest first."""
         # The newest first, so that children end before their parents.
         for span_id in reversed(tuple(self._open)):
             if (opened := self.take(span_id)) is not None:
@@ -80,16 +80,18 @@ class ActiveAttempt:
     """The attempt to which the running code belongs; runners make it, :func:`agl.current` returns it.
 
     Attributes:
-        rollout_id: With ``attempt_id`` the identity of everything that is recorded.
-        trace_id: Trace of all spans made in this attempt, 32 hex digits.
-        root_span_id: Span around the whole attempt; the parent of spans without another, 16 hex digits.
-        record: Takes a finished span; thread-safe, never blocks. Call :meth:`add` instead, which never raises.
-        token: The attempt's signed token; the API key that clients send to the gateway.
-        gateway_url: Base URL of the gateway without ``/v1``; ``""`` when calls are recorded in this process.
+        rollout_id: The rollout's id, which every recorded span has.
+        attempt_id: The attempt's id, which every recorded span has.
+        trace_id: Trace id of all spans that are made in this attempt, 32 hex digits.
+        root_span_id: Id of the span around the whole attempt, 16 hex digits; the parent of spans that have no other.
+        record: Takes a finished span; must be thread-safe and never block. Call :meth:`add` instead, which handles its
+            errors.
+        token: The attempt's signed token; clients send it to the gateway as their API key.
+        gateway_url: Base URL of the gateway without ``/v1``; ``""`` if calls are recorded in this process.
         upstreams: The configured policies; calls to their models are redirected to the gateway.
-        tracers: The installed tracers, each of which knows the span that is current in its framework.
+        tracers: The installed tracers, each of which knows the current span of its framework.
         responder: Answers model calls in place of the model, such as in a replay.
-        spans: Its open spans and model calls; :func:`agl.tracing.open_span` adds to them.
+        spans: The attempt's open spans and model calls; :func:`agl.tracing.open_span` adds to them.
     """
 
     rollout_id: str
@@ -120,9 +122,9 @@ class ActiveAttempt:
 
 
 class SpanRecorder:
-    """A thread-safe buffer of finished spans, in the order in which they finished; it grows until it is drained.
+    """A thread-safe buffer of finished spans, in the order in which they finished.
 
-    The agent's threads only append; the runner drains in batches while the attempt runs and once more at its end.
+    The agent's threads only append; the runner drains the buffer while the attempt runs and once more at its end.
     """
 
     def __init__(self) -> None:
@@ -146,7 +148,7 @@ class SpanRecorder:
 
 
 EnteredSpans: TypeAlias = "tuple[OpenSpan, Any] | None"
-"""The spans that a context has entered, as a linked list with the last one first; ``None`` for none."""
+"""The spans that a context has entered, as a linked list that starts with the last one; ``None`` for no span."""
 
 # A context variable and no global: many rollouts run in one process, in tasks and threads.
 CURRENT: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
@@ -159,7 +161,7 @@ def current() -> ActiveAttempt | None:
 
 
 def entered_spans() -> EnteredSpans:
-    """The spans that this context has entered, from the innermost open one; ended ones before it are dropped."""
+    """The spans that this context has entered, starting at the innermost open one; drops ended spans before it."""
     found = ENTERED.get()
     # The usual case needs no write.
     if found is None or found[0].is_open:
@@ -184,15 +186,16 @@ def leave(span: "OpenSpan") -> None:
 
 
 def current_span_id() -> str | None:
-    """Id of the innermost span here: an open one, a framework's, or the attempt's root; ``None`` outside a rollout."""
+    """Id of the span that encloses the running code, see :func:`innermost`; ``None`` outside a rollout."""
     attempt = CURRENT.get()
     return None if attempt is None else innermost(attempt)
 
 
 def innermost(attempt: ActiveAttempt) -> str:
-    """Id of the span that encloses the running code: of the current ones, the one that began last.
+    """Id of the innermost span around the running code; the attempt's root if there is no other.
 
-    The current spans are the one that this context has entered, and the one that each tracer names.
+    The candidates are the span that this context has entered last and the current span that each tracer names; of
+    these, the one that began last is the innermost.
     """
     here = entered_spans()
     while here is not None and not (here[0].attempt is attempt and here[0].is_parent and here[0].is_open):
@@ -201,8 +204,7 @@ def innermost(attempt: ActiveAttempt) -> str:
     span_id, since = (attempt.root_span_id, -1) if here is None else (here[0].span_id, here[0].since)
     for tracer in attempt.tracers:
         named = _span_named_by(tracer)
-        # Of two claims to be the innermost, the one that began later is inside the other: both
-        # enclose the running code.
+        # Both spans enclose the running code, so the one that began later is inside the other.
         if named is not None and named != span_id and (began := attempt.spans.since(named)) > since:
             span_id, since = named, began
     return span_id

@@ -1,9 +1,9 @@
 """Functions with which an agent reports rewards, observations, messages, objects, exceptions and its own operations.
 
 Outside a rollout every emitter returns at once, whatever its arguments, so instrumented code runs unchanged in
-production. Inside, each records one span below the innermost one. Emitted text is scrubbed of credentials; halves of
-characters become escapes, and integers beyond 64 bits become text, because no store carries them. Only invalid
-arguments raise; failures to record are logged.
+production. Inside a rollout, each call records one span as a child of the innermost span. Credentials are removed from
+emitted text. Lone surrogates become escapes and integers beyond 64 bits become text, because stores cannot hold them.
+Only invalid arguments raise; failures to record are logged.
 """
 
 import inspect
@@ -41,14 +41,16 @@ def emit_reward(
 
     Args:
         value: A finite number, ``None`` for "no opinion", or a mapping of named dimensions.
-        name: The reward's name; of several with one name the last one counts.
-        scope: Whether it is about the whole rollout, one turn, or one span.
-        span_id: The span it is about; needed for scope ``span``. For ``turn`` the default is the newest model call.
-        feedback: The reason in words, for prompt optimisers.
-        primary: The dimension that is also the reward's scalar; by default the only one, if there is only one.
+        name: The reward's name; of several rewards with one name, the last one counts.
+        scope: Whether the reward is about the whole rollout, one turn, or one span.
+        span_id: The span that the reward is about; required with scope ``span``. With scope ``turn`` the default is the
+            newest model call.
+        feedback: The reason for the reward as text, for prompt optimisers.
+        primary: The dimension whose value becomes the reward's scalar. By default, a single dimension gives the scalar,
+            and several dimensions give none.
 
     Raises:
-        CaptureError: Inside a rollout only: not a number, NaN or infinite, an unknown scope or dimension.
+        CaptureError: Only inside a rollout: a value is not a finite number, or the scope or ``primary`` is unknown.
     """
     attempt = current()
     # First of all: outside a rollout not even the arguments are looked at.
@@ -73,7 +75,12 @@ def emit_reward(
 
 
 def emit_observation(*, role: str, content: Any) -> None:
-    """Report an agent's observation outside its model calls; ``role`` is the observer's, ``content`` is JSON."""
+    """Report an observation that the agent made outside its model calls.
+
+    Args:
+        role: The role of the observer.
+        content: The observation; a JSON value.
+    """
     if current() is not None:
         attributes = {semconv.OBSERVATION_ROLE: role, semconv.OBSERVATION_CONTENT: content}
         _emit(f"observation {role}", attributes)
@@ -86,10 +93,10 @@ def emit_message(message: str, /, **attributes: Any) -> None:
 
 
 def emit_object(value: Any, /, *, name: str = "object", **attributes: Any) -> None:
-    """Report a value that JSON can carry, or a dataclass or struct of such.
+    """Report a JSON value, or a dataclass or struct of JSON values.
 
     Raises:
-        CaptureError: Inside a rollout only: JSON cannot carry it.
+        CaptureError: Only inside a rollout: the value cannot be converted to JSON.
     """
     if current() is None:
         return
@@ -110,7 +117,7 @@ def emit_exception(error: BaseException, /, **attributes: Any) -> None:
 
 
 def _emit(name: str, attributes: dict[str, Any], error: BaseException | None = None) -> None:
-    """Record a span of this instant, below the innermost one."""
+    """Record a span without duration as a child of the innermost span."""
     # Opened and closed at once, so that it lies below the innermost span like any other.
     span = open_span(name, attributes=attributes, is_current=False)
     span.close(error, status="unset" if error is None else "error", end_ns=span.start_ns)
@@ -129,9 +136,9 @@ def _primary(dimensions: Mapping[str, Any], primary: str) -> Any:
 class operation:  # noqa: N801  # used like a function: with agl.operation("search")
     """Record a span around a ``with`` block, an ``async with`` block, or every call of a decorated function.
 
-    Spans, rewards and model calls made inside become its children. An exception passes through untouched and is
-    recorded; a failure to record is logged and never raised. Outside a rollout nothing happens. One object serves
-    one block; a decorator may run concurrently.
+    Spans, rewards and model calls made inside become children of the span. An exception is recorded and passes through
+    unchanged; a failure to record is logged and never raised. Outside a rollout nothing happens. Use an object for one
+    block only; as a decorator it may run concurrently.
 
     Args:
         name: The span's name.
@@ -172,7 +179,7 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
         self.__exit__(kind, error, trace)
 
     def __call__(self, function: F) -> F:
-        """Decorate a function or coroutine function; generators are refused, use ``with`` inside them."""
+        """Decorate a function or coroutine function; refuses generators, in which a ``with`` block must be used."""
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise CaptureError(
                 f"operation({self.name!r}) cannot decorate the generator {function.__qualname__}: "

@@ -14,7 +14,7 @@ OnImport = Callable[[ModuleType], None]
 class ImportWatch(MetaPathFinder):
     """Calls ``on_import`` with each of ``names``: at once for those imported already, else right after their import.
 
-    It stands first on ``sys.meta_path`` until :meth:`stop`, and only while one of the names is not imported.
+    If a module is not imported yet, :meth:`start` puts the watch first on ``sys.meta_path``; :meth:`stop` removes it.
     """
 
     def __init__(self, names: Sequence[str], on_import: OnImport) -> None:

@@ -1,8 +1,8 @@
 """Spans of the work of agents, nodes, tools and model clients, opened when it begins and closed when it ends.
 
-Tracers, :class:`agl.operation` and OpenTelemetry's spans all record through this module. It applies the semantic
-conventions, keeps the tree of spans, knows the actors, and ends spans that are never closed. Nothing here raises into
-the agent: failures are logged.
+Tracers, :class:`agl.operation` and OpenTelemetry's spans are all recorded through this module. It applies the semantic
+conventions, maintains the tree of spans, finds the actors, and ends spans that are never closed. No function raises
+into the agent: failures are logged.
 """
 
 import logging
@@ -29,7 +29,7 @@ Given: TypeAlias = Mapping[str, Json] | Callable[[], Mapping[str, Json]]
 
 
 class About(TypedDict, total=False):
-    """The subject of a span; :func:`open_span` explains the keys."""
+    """Keyword arguments that describe the subject of a span; :func:`open_span` explains them."""
 
     operation: Annotated[str | None, semconv.OPERATION]
     agent: Annotated[str | None, semconv.AGENT_NAME]
@@ -50,7 +50,7 @@ class About(TypedDict, total=False):
     conversation: Annotated[str | None, semconv.CONVERSATION_ID]
 
 
-# The attribute of each word is written beside it above, once.
+# The attribute of each key is in its annotation above.
 _KEYS: dict[str, str] = {word: hint.__metadata__[0] for word, hint in About.__annotations__.items()}
 _OPERATIONS = {
     semconv.REQUEST_MODEL: semconv.OP_CHAT,
@@ -66,18 +66,19 @@ _OPERATIONS = {
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
 class OpenSpan:
-    """A span that has begun. Any thread or task may add to it and close it; only the first :meth:`close` counts.
+    """A span that has begun, made by :func:`open_span`.
 
-    While it is open, :func:`agl.tracing.who` reads its names, and spans opened inside it become its children. When
-    its attempt ends first, it is recorded as it is then, with an error that says so. As a context manager it ends with
-    its block, and records the exception that leaves it. :func:`open_span` makes it.
+    Any thread or task may add to the span and close it; only the first :meth:`close` counts. While the span is open,
+    :func:`agl.tracing.who` reads its names, and spans that are opened inside become its children. If the attempt ends
+    first, the span is recorded as it is at that time, with an error that says so. Used as a context manager, the span
+    ends with the block and records an exception that leaves the block.
 
     Attributes:
         span_id: 16 hex digits; ``""`` outside a rollout, where every method does nothing.
-        parent_id: The span around it.
-        name: Its whole name, ``""`` for the one that follows from its subject.
-        is_parent: Whether spans opened inside it become its children.
-        model_calls: Number of model calls seen while it was entered.
+        parent_id: Id of the enclosing span.
+        name: The whole name; ``""`` to derive the name from the span's subject.
+        is_parent: Whether spans opened inside become children of this one.
+        model_calls: Number of model calls that left while the span was entered.
     """
 
     attempt: ActiveAttempt | None = None
@@ -95,11 +96,11 @@ class OpenSpan:
 
     @property
     def is_open(self) -> bool:
-        """True until it or its attempt ends."""
+        """True until the span or its attempt ends."""
         return self.attempt is not None and self.attempt.spans.get(self.span_id) is self
 
     def set(self, attributes: Mapping[str, Json] | None = None, /, **about: Unpack[About]) -> None:
-        """Add attributes, and keys of its subject as :func:`open_span` takes them; ``None`` removes a key."""
+        """Add attributes, and keys of the subject (see :func:`open_span`); ``None`` as a value removes the key."""
         if self.attempt is None:
             return
         try:
@@ -130,12 +131,12 @@ class OpenSpan:
         """End the span and record it.
 
         Args:
-            error: The exception or message with which it failed; ``GeneratorExit`` is not a failure.
+            error: The exception or message with which the operation failed; ``GeneratorExit`` is not a failure.
             error_type: The type of an error that is given as a message.
-            status: By default ``error`` or ``ok``.
-            end_ns: Unix nanoseconds, by default now.
+            status: The status; by default ``error`` if there is an error, else ``ok``.
+            end_ns: The end in Unix nanoseconds, by default now.
             events: Events within the span.
-            about: Keys of its subject that are known at its end, such as a tool's ``result``.
+            about: Keys of the subject that are known only now, such as a tool's ``result``; see :func:`open_span`.
         """
         leave(self)
         # Whoever takes it first ends it; every later close, from any thread, does nothing.
@@ -155,12 +156,12 @@ class OpenSpan:
         self._record(end_ns, ended if status is None else {**ended, "status": status})
 
     def abandon(self) -> None:
-        """Record it as it is, because its attempt ends."""
+        """Record the span in its present state, because the attempt ends."""
         self._record(None, {"status": "error", "status_message": _STILL_OPEN})
 
     @contextmanager
     def entered(self) -> Generator[Self]:
-        """Make it the enclosing span of the block, wherever it was opened; it stays open afterwards."""
+        """Make the span the enclosing one in a ``with`` block, wherever it was opened; it stays open afterwards."""
         if self.attempt is not None:
             enter(self)
         try:
@@ -175,7 +176,7 @@ class OpenSpan:
         self.close(error)
 
     def actor_attributes(self) -> tuple[Mapping[str, Any], str]:
-        """The attributes that name its actors, and the operation's name if no convention describes the span."""
+        """The attributes that name the span's actors, and the span's name if no semantic convention describes it."""
         said, given = self._said, self._given()
         if given:
             # Only the names: attributes of foreign spans may be large.
@@ -199,7 +200,7 @@ class OpenSpan:
         return _OPERATIONS[subject] if subject else ""
 
     def _subject(self) -> str:
-        """The attribute that says what the span is about; ``""`` for none."""
+        """The attribute that identifies the span's subject; ``""`` if there is none."""
         said = self._said
         if said:
             for key in _OPERATIONS:
@@ -244,7 +245,7 @@ class OpenSpan:
             attempt.add(span)
 
     def _is_only_record(self) -> bool:
-        """True if no model call was seen within it, so that it is the only record of its client's call."""
+        """True if no model call was seen within the span, so that the span is the only record of its client's call."""
         if self.model_calls:
             return False
         note_model_call()
@@ -278,29 +279,28 @@ def open_span(
 
     Args:
         name: The span's name; by default its operation and subject, such as ``execute_tool search``.
-        attempt: The attempt that it belongs to, by default the current one. Outside a rollout nothing is recorded,
-            and opening costs next to nothing.
-        parent: Id of the enclosing span, where the framework knows it better than the context does; by default the
-            innermost one.
-        span_id: Its id, 16 hex digits, where that is known before it is opened.
+        attempt: The attempt of the span, by default the current one. Outside a rollout nothing is recorded, and opening
+            costs next to nothing.
+        parent: Id of the enclosing span, if the framework knows it; by default the innermost span of the context.
+        span_id: The span's id, 16 hex digits, if it is known in advance.
         trace_id: The trace of a span that another system made; by default the attempt's.
         kind: OpenTelemetry's span kind.
-        start_ns: Its start in Unix nanoseconds; by default now.
-        attributes: Further attributes, JSON values by name, or a function that returns them. They are read when the
-            span ends, and the names of actors among them whenever actors are looked up.
-        is_current: Whether spans that this context opens from now on become its children. Turn it off where the
-            tracer's ``current_span_id`` takes the current span from the framework, or enter it by
-            :meth:`OpenSpan.entered` instead.
-        unless_called: Whether it only stands in for the record of a model call: it encloses nothing, and is recorded
-            only if no model call left while it was entered. For clients that may bypass the wire hook.
+        start_ns: The start in Unix nanoseconds; by default now.
+        attributes: Further attributes as JSON values by name, or a function that returns them. They are read when the
+            span ends; those that name actors are also read whenever actors are looked up.
+        is_current: Whether spans that this context opens from now on become children of this one. Pass false if the
+            tracer's ``current_span_id`` gets the current span from the framework, or if the span will be entered by
+            :meth:`OpenSpan.entered`.
+        unless_called: Whether the span only stands in for the record of a model call. Such a span encloses nothing, and
+            is recorded only if no model call left while it was entered. For clients that may bypass the wire hook.
         about: The span's subject; ``None`` and ``""`` stand for unknown values.
             ``agent`` (with ``agent_id``), ``node`` (of a graph; a task or step), ``role`` (the part that an agent
             plays) and ``workflow`` (a graph, crew or team) name the actors.
             ``tool`` is called, by ``call_id``, with ``arguments``, and returns a ``result``.
-            ``model`` is called, of a ``provider``, through ``client`` (a class) at ``server`` (a URL, of which the
-            host is kept); the call itself is recorded on the wire.
-            ``source`` and ``target`` are the agents of a hand-off, ``conversation`` is the program's own id of one.
-            ``operation`` names the operation, where the GenAI conventions do not derive it from the other keys.
+            ``model`` of a ``provider`` is called through ``client`` (a class) at ``server`` (a URL; only its host is
+            recorded). The call itself is recorded on the wire.
+            ``source`` and ``target`` are the agents of a hand-off. ``conversation`` is the program's id of one.
+            ``operation`` names the operation if it does not follow from the other keys.
     """
     attempt = attempt or current()
     if attempt is None:
@@ -335,18 +335,23 @@ def open_span(
 
 
 def current_span() -> OpenSpan:
-    """The innermost span here, to add attributes to it; one that does nothing where that is the attempt's root."""
+    """The innermost open span around the running code, to add attributes to.
+
+    If there is none but the attempt's root, returns a span whose methods do nothing.
+    """
     attempt = current()
     found = None if attempt is None else attempt.spans.get(innermost(attempt))
     return found if isinstance(found, OpenSpan) else _OUTSIDE
 
 
 async def stepped(open_: Callable[[], OpenSpan], items: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-    """Yield ``items``, each made within the span; it is left in between, as a generator shares its reader's context.
+    """Yield ``items``, and enter a span while each item is produced.
+
+    Between two items the span is left, because the reader of a generator runs in the same context.
 
     Args:
-        open_: Opens the span, with ``is_current=False``, when the first item is asked for.
-        items: Closed at the end, where it can be.
+        open_: Opens the span, with ``is_current=False``; called when the first item is requested.
+        items: The items; closed at the end if it has ``aclose``.
     """
     closed: Any = items
     async with aclosing(closed) if hasattr(items, "aclose") else nullcontext():
@@ -365,8 +370,8 @@ async def stepped(open_: Callable[[], OpenSpan], items: AsyncIterator[Any]) -> A
 def note_model_call() -> None:
     """Count a model call for every span that this context has entered.
 
-    The wire hook does so when a call leaves. A tracer does so where its framework reports a call by a span of its own,
-    so that no span opened with ``unless_called`` reports it again.
+    The wire hook calls this when a call leaves. A tracer calls it if its framework reports a model call by a span of
+    its own, so that no span opened with ``unless_called`` reports the same call again.
     """
     found = entered_spans()
     while found is not None:

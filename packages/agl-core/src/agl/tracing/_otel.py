@@ -1,8 +1,8 @@
-"""Records spans of foreign OpenTelemetry instrumentation in the rollout in which they start.
+"""Records spans of other OpenTelemetry instrumentation in the rollout in which they start.
 
-Covers every library that reports through the global tracer provider, with no code for any of them. A user's provider
-is used where there is one and is never replaced; its sampler decides which spans exist. Processors cannot be removed
-from a provider, so this one stays on it, idle, after :meth:`OtelTracer.uninstall`.
+It covers every library that reports through the global tracer provider, without code for any of them. If the user has
+set a provider, it is used and never replaced; its sampler decides which spans exist. Processors cannot be removed from
+a provider, so after :meth:`OtelTracer.uninstall` the processor stays there and does nothing.
 """
 
 import logging
@@ -62,7 +62,10 @@ class OtelProcessor(sdk.SpanProcessor):
 
     @contextmanager
     def watch(self, attempt: ActiveAttempt) -> Generator[None]:
-        """Record the attempt's spans. Its root is OpenTelemetry's current span meanwhile, so they join its trace."""
+        """Record the attempt's spans in a ``with`` block.
+
+        OpenTelemetry's current span in the block is the attempt's root, so that new spans join the attempt's trace.
+        """
         if attempt in self._attempts:
             yield
             return
@@ -153,7 +156,7 @@ def _opened(span: sdk.Span, attempt: ActiveAttempt) -> OpenSpan:
 
 
 def _parent_of(span: sdk.ReadableSpan, attempt: ActiveAttempt) -> str:
-    """OpenTelemetry's parent; where that is its current span, the innermost span of this context."""
+    """The parent to record: the innermost span of this context, unless OpenTelemetry names a nearer or other parent."""
     parent_id = trace.format_span_id(span.parent.span_id) if span.parent else attempt.root_span_id
     here = trace.format_span_id(trace.get_current_span().get_span_context().span_id)
     # The program chose another parent than its current span; it knows why.

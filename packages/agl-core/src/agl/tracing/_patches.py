@@ -1,8 +1,7 @@
 """Patches the process while rollouts are active, and restores it afterwards.
 
-The patches are process-wide and shared by rollouts, so users are counted: the first active rollout applies them, the
-last one restores the originals. Only this module of the core holds process-wide state, because the things that it
-patches are process-wide.
+The patches affect the whole process and are shared by rollouts: the first active rollout applies them, and the last one
+restores the originals. Therefore this module has process-wide state, as no other module of the core does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +19,8 @@ Undo: TypeAlias = Callable[[], None]
 """Reverts the changes of the function that returned it; call it once."""
 
 ScopeMaker: TypeAlias = Callable[[Any], AbstractContextManager[None]]
-"""Makes a tracer's context around one attempt; called with the :class:`~agl.tracing.ActiveAttempt`."""
+"""Makes a context manager that a tracer wants around an attempt; called with its
+:class:`~agl.tracing.ActiveAttempt`."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ _STATE = _State()
 
 
 def hold(user: object, apply: Callable[[], Iterable[Undo]]) -> None:
-    """Patch the process by ``apply`` unless another user has, and keep ``user`` alive until :func:`release`."""
+    """Register a user of the patches until :func:`release`; the first user applies them by calling ``apply``."""
     with _STATE.lock:
         # Counted and not nested: rollouts overlap, and the last one to end need not be the first
         # that began.
@@ -74,9 +74,9 @@ def enter_scopes(stack: ExitStack, attempt: object) -> None:
 
 
 def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
-    """Set ``owner.name`` to ``make(original)``; the returned function restores the original object itself.
+    """Replace ``owner.name`` by ``make(original)``; the returned function restores the original object.
 
-    A later foreign patch on top stays in place; the one below it is idle outside rollouts.
+    If somebody else has patched the attribute since, that patch and ours stay in place; ours is idle outside rollouts.
     """
     # From vars and not by getattr, which would return a bound or inherited method.
     original = cast("Any", vars(owner)[name])
@@ -93,7 +93,7 @@ def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
 
 
 def patch_subclasses(base: type[Any], wrappers: Mapping[str, Callable[[Any], Any]], *, besides: str = "") -> Undo:
-    """Patch methods of every subclass of ``base``, those that are defined later included.
+    """Patch methods of every subclass of ``base``, including subclasses that are defined later.
 
     Args:
         base: The class; its own methods stay as they are.
@@ -131,7 +131,7 @@ def patch_subclasses(base: type[Any], wrappers: Mapping[str, Callable[[Any], Any
 
 
 def around(enter: Callable[[Any], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """Make :func:`patch`'s ``make`` for a method: inside a rollout, ``enter(self)`` is entered around each call."""
+    """Return a ``make`` for :func:`patch` that enters ``enter(self)`` around each call of a method inside a rollout."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -173,7 +173,7 @@ class SharedTracer(Tracer):
         cls._installed, cls._undo = set(), []
 
     def observe(self) -> Iterable[Undo]:
-        """Import the framework and change it; yields the function that reverts each change, in their order."""
+        """Import the framework and patch it; yields a function that reverts the change, after each change."""
         raise NotImplementedError(f"{type(self).__name__} must override observe()")
 
     def install(self) -> None:
@@ -208,9 +208,9 @@ def _replacement(owner: Any, name: str, original: Any, make: Callable[[Any], Any
 
 
 def _bound_at_each_call(original: Any) -> Callable[..., Any]:
-    """A function that binds ``original`` to the object of each call, as looking up the attribute would.
+    """Wrap a descriptor in a function that binds it to ``self`` at each call, as an attribute lookup would.
 
-    Instrumentations put wrappers into classes that learn their object only from that, as those of wrapt do.
+    Other instrumentation, such as wrapt, puts wrappers into classes that get their object only by this binding.
     """
 
     @wraps(original)

@@ -1,9 +1,9 @@
-"""Finds the policy that a model call belongs to, by one rule for the wire hook, the gateway and checks before a run.
+"""Finds the policy for a model call, by one rule for the wire hook, the gateway and the checks before a run.
 
-In this order: the policy whose ``agents`` match the caller, the policy of the requested name, the one whose model has
-that name, the one with the most specific alias for it, and the only policy where there is just one. The order in
-which policies are configured never matters. The hook sends the caller's names to the gateway in a header, so that
-both decide alike.
+The candidates are, in this order: the policy whose ``agents`` match the caller, the policy with the requested name, the
+policy whose model has that name, the policy with the most specific alias for that name, and the only policy if there is
+just one. The order in which policies are configured never matters. The hook sends the caller's names to the gateway in
+a header, so that both choose the same policy.
 """
 
 import re
@@ -36,11 +36,11 @@ def upstreams_for(
         dialect: The API of the call. Embeddings are routed by their model alone, whatever the caller.
         model: The model that the request names.
         names: The caller's names, innermost first, as in ``Who.names``.
-        url: The URL that the client calls; a single policy then takes the call only if it is at that host. ``None``
-            for a call that has reached the gateway: a single policy takes all of these.
+        url: The URL that the client calls. If there is only one policy, it then gets the call only if its server is at
+            that host. ``None`` for a call that has reached the gateway; an only policy gets all such calls.
 
     Returns:
-        One policy; none where no policy serves the call; several, ordered by name, where the configuration is
+        One policy; an empty tuple if no policy serves the call; several, sorted by name, if the configuration is
         ambiguous.
     """
     # The first kind of evidence that finds anything decides, even if it finds several: a weaker
@@ -74,7 +74,7 @@ def _literal_length(aliases: Sequence[str], model: str) -> int:
 
 
 def encode_names(names: Sequence[str]) -> str:
-    """The value of :data:`WHO_HEADER`; the outermost names are left out where a server would refuse its length."""
+    """The value of :data:`WHO_HEADER`; outermost names are dropped if the header would be too long for servers."""
     text = ""
     for name in names:
         longer = f"{text},{quote(name, safe='')}" if text else quote(name, safe="")

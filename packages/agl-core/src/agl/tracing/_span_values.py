@@ -1,4 +1,4 @@
-"""Converts values and exceptions to what stores carry, without credentials, as spans hold them."""
+"""Converts values and exceptions for spans: to types that stores can hold, and without credentials."""
 
 import time
 import traceback
@@ -30,15 +30,15 @@ def _text(value: object) -> str:
 
 
 def whole(text: str) -> str:
-    """``text`` with halves of characters, which no store carries, as escapes such as ``\\udcff``."""
+    """``text`` with lone surrogates, which stores cannot hold, replaced by escapes such as ``\\udcff``."""
     # The test is nearly free, and most text is ASCII.
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def plain(value: Any) -> Any:
-    """A copy of ``value`` that stores carry, without credentials.
+    """A copy of ``value`` that stores can hold, without credentials.
 
-    Other types become their text, and so do integers beyond 64 bits. Halves of characters become escapes.
+    Values of other types, and integers beyond 64 bits, become text. Lone surrogates become escapes.
     """
     # The commonest type first; every attribute of every span passes here.
     if type(value) is str:

@@ -29,9 +29,18 @@ def chat_spans(
     end_ns: int,
     about: Mapping[str, Json] | None = None,
 ) -> list[Span]:
-    """One span per call, all below ``parent_id``; ``framework_span_id`` is kept where the client sent one.
+    """One span per call, all with the parent ``parent_id`` and the attributes ``about``.
 
-    ``about`` holds further attributes for all of them, such as the caller's names.
+    Args:
+        calls: The model calls.
+        rollout_id: The rollout.
+        attempt_id: The attempt.
+        trace_id: The trace.
+        parent_id: The enclosing span.
+        framework_span_id: The framework span that the client named; ``""`` if it named none.
+        start_ns: Start in Unix nanoseconds.
+        end_ns: End in Unix nanoseconds.
+        about: Further attributes of all spans, such as the caller's names.
     """
     return [
         Span(
@@ -95,7 +104,7 @@ def make_reward_span(
 
 
 def _finite(value: Any, about: str) -> float | None:
-    """The number as a float, whatever class it is of, as NumPy and torch have their own."""
+    """The number as a float; accepts the number types of NumPy and torch too."""
     if value is None:
         return None
     if type(value) is not float and (isinstance(value, str | bytes) or not hasattr(value, "__float__")):

@@ -1,8 +1,8 @@
 """Finds the earlier call of an attempt that a new call continues, from digests instead of stored bytes.
 
-A remembered call leaves a :class:`Mark`: digests of its prompt ids, of those with its response ids, and of its text
-without the two characters that close it. A new call that begins with such bytes shares them. Marks are few and small;
-losing one costs only space.
+Of a recent call a :class:`Mark` is kept: digests of its prompt ids, of its prompt ids + response ids, and of its text
+without the two closing characters. A new call that starts with the same bytes shares them. Marks are few and small;
+losing a mark only costs space.
 """
 
 from collections import OrderedDict
@@ -28,9 +28,11 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     """The digests that are kept of a call.
 
     Attributes:
-        head: Start of its ids, or of its text if it has none; differs from that of most other calls.
-        depth: Links from here to ``key``, the key call at the head of this stretch of the chain of bases.
-        key_ids: Bytes of ids shared with ``key``; ``key_text`` the bytes of text.
+        head: The first bytes of the call's ids, or of its text if it has no ids; used to find similar calls.
+        depth: Number of links in the chain of bases from this call to ``key``.
+        key: The key call at the start of this call's stretch of the chain; ``None`` for a key call.
+        key_ids: Number of bytes of ids shared with ``key``.
+        key_text: Number of bytes of text shared with ``key``.
     """
 
     sequence: int
@@ -45,7 +47,7 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
 
 
 class Share(msgspec.Struct, frozen=True, gc=False):
-    """A base, with the numbers of leading bytes of ids and of text that are shared with it."""
+    """An earlier call (the base) and the numbers of leading bytes of ids and of text that a new call shares with it."""
 
     base: Mark
     ids: int
@@ -59,7 +61,7 @@ class Marks:
         self._marks: OrderedDict[object, list[Mark]] = OrderedDict()
 
     def add(self, attempt: object, sequence: int, *, prompt: bytes, response: bytes, text: bytes) -> Share | None:
-        """Add the mark of a call, and return its share with an earlier call of the attempt."""
+        """Add the mark of a call; returns the bytes that it shares with an earlier call of the attempt, if any."""
         marks = self._marks.setdefault(attempt, [])
         self._marks.move_to_end(attempt)
         head = (prompt or text)[:MIN_SHARED]
@@ -97,7 +99,7 @@ def _by_text(marks: list[Mark], text: bytes) -> Share | None:
 
 
 def _longest(points: list[tuple[Point, Mark]], data: bytes) -> tuple[int, Mark] | None:
-    """Find the longest point that ``data`` begins with, the newest of equal ones, in one pass."""
+    """Find, in one pass, the longest point whose bytes are a prefix of ``data``; of equal points, the newest."""
     best: tuple[int, Mark] | None = None
     if not points:
         return best
@@ -133,9 +135,9 @@ def _digest(parts: Iterable[bytes | memoryview]) -> bytes:
 
 
 def _link(mark: Mark, share: Share | None) -> tuple[Mark, Share | None]:
-    """Link the mark into the chain of bases; its base is the share found, or that one's key call.
+    """Link a mark into the chain of bases; returns the mark with its links, and the share to use.
 
-    A mark becomes a key call, based on the key call before it, where its stretch of the chain would be too long.
+    If the stretch of the chain becomes too long, the mark becomes a key call whose base is the previous key call.
     """
     if share is None:
         return mark, None

@@ -18,12 +18,12 @@ Look: TypeAlias = Callable[[Reads], Any]
 
 
 class OverdueError(Exception):
-    """Raised in place of a read while an attempt past its deadline is undecided; the writer must decide it first."""
+    """Raised instead of answering a read while an overdue attempt is undecided; the writer must decide it first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job(Generic[W]):
-    """One item of work; its caller waits in ``loop``, or in a thread if that is ``None``."""
+    """One item of work; its caller waits in the event loop ``loop``, or in a thread if ``loop`` is ``None``."""
 
     work: W
     future: "asyncio.Future[Any] | Future[Any]"
@@ -32,16 +32,17 @@ class _Job(Generic[W]):
 
 
 class Batches(Generic[W]):
-    """Does work in threads: waiting items form a batch, and run one by one if one of them may have made it fail.
+    """Runs work in threads. Waiting items form a batch; if a batch fails, its items are retried one by one.
 
     Args:
-        act: Does a batch in a transaction; returns the answers, with an exception for each refused item. An exception
-            that it raises undoes the whole batch.
-        shown_url: Names the store in the error of calls after the close.
-        threads: Batches done at once; a writer has one.
-        explain: Converts an exception of ``act`` into the one that the caller gets.
-        is_shared: Returns true for an exception of ``act`` that no single item causes, such as a lock that was waited
-            for in vain. It is the answer of the whole batch, as a :class:`~agl.errors.StoreError` always is.
+        act: Runs a batch in a transaction; returns the answers, with an exception for each refused item. If ``act``
+            raises, the whole batch is undone.
+        shown_url: The store's name in the error for calls after the close.
+        threads: Number of batches that run at once; a writer has one.
+        explain: Converts an exception of ``act`` into the exception that callers get.
+        is_shared: Returns true for an exception of ``act`` that is due to no single item, such as a timeout while
+            waiting for a lock. All callers of the batch get such an exception, or a :class:`~agl.errors.StoreError`,
+            without a retry.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Batches(Generic[W]):
         self.is_closed = False
 
     async def run(self, work: W, *, undo: Callable[[Any], W] | None = None) -> Any:
-        """Do ``work`` and return its answer; ``undo`` makes the work that reverts it if the caller is cancelled."""
+        """Do ``work`` and return its answer; if the caller is cancelled, the work that ``undo`` returns reverts it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         job = _Job(work=work, future=future, loop=loop, undo=undo)
@@ -156,7 +157,7 @@ def answer_to(look: Look, reads: Reads) -> Any:
 
 
 def perform(works: Iterable[Work[Any]], tables: Tables) -> list[Any]:
-    """Do operations in one transaction; the answer of a refused one is its :class:`AglError`, the others stand."""
+    """Do operations in one transaction; a refused operation has its :class:`AglError` as answer and stops no other."""
     answers: list[Any] = []
     for work in works:
         try:

@@ -26,7 +26,7 @@ FeedRow: TypeAlias = tuple[int | None, str, str, str | None]
 
 @dataclass(kw_only=True)
 class LoadedRows:
-    """The rows that a transaction read at its start, and holds or compares when it ends.
+    """The rows that a transaction read at its start; it locks them, or compares them again at its end.
 
     Attributes:
         now: The server's clock, in Unix seconds; leases and time limits follow it.
@@ -51,14 +51,14 @@ class LoadedRows:
     documents: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
 
     def put_rollout(self, row: Row) -> str:
-        """Keep the latest read of a rollout; returns its id."""
+        """Add a rollout, or replace an earlier read of it; returns its id."""
         rollout = read_rollout(row)
         self.rollouts[rollout.rollout_id] = rollout
         self.seqs[rollout.rollout_id] = row[0]
         return rollout.rollout_id
 
     def put_attempt(self, data: bytes) -> None:
-        """Keep an attempt."""
+        """Add an attempt, or replace an earlier read of it."""
         attempt = decode(data, Attempt)
         self.attempts[attempt.attempt_id] = attempt
 
@@ -73,7 +73,7 @@ class Changes:
         attempts: Changed attempts, by number; ``None`` removes one.
         documents: Changed documents, by key; ``None`` removes one.
         feed: New entries of the change feed, in order.
-        shares: What rollouts add to statistics, or take out.
+        shares: Shares of rollouts to add to statistics; negative ones remove rollouts.
         removed: Numbers of rollouts to remove with their attempts, spans and changes.
         has_queued: Whether a rollout was queued, so that waiting claims must look.
         soonest: The earliest deadline that was set; infinity if none was.

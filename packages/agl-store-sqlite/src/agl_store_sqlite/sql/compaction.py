@@ -1,4 +1,4 @@
-"""Stores that can say how much they hold, and return the space of removed rollouts."""
+"""Protocols of stores that can measure their data and free the space of removed rollouts."""
 
 from typing import Protocol, runtime_checkable
 

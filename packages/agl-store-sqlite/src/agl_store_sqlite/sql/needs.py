@@ -21,7 +21,8 @@ class Needs:
         queue: The experiment, or ``None`` for all, and the number of its oldest queued rollouts to load.
         claim_ids: Claims whose running attempts to load.
         versions: Resource versions to load, by name and version.
-        documents: Keys of documents to load; a writer of these holds the ``locks``.
+        documents: Keys of documents to load.
+        locks: Names of locks to take, so that no other transaction changes these documents.
     """
 
     rollout_ids: Sequence[str] = ()
@@ -36,7 +37,7 @@ class Needs:
 
 
 def needs_of(work: Work[Any]) -> Needs:
-    """Return the rows that an operation needs; none for operations that only write."""
+    """Return the rows that an operation needs; empty for operations that only write."""
     find = _NEEDS.get(work.act.__name__)
     return Needs() if find is None else find(*work.args, **work.kwargs)
 

@@ -1,12 +1,13 @@
 """Numbers spans and packs them into bytes: ids stay packed, and the prompts of a conversation share their prefix.
 
-A model call keeps its prompt ids and its request as (sequence of an earlier call of the attempt, shared byte length,
-suffix). The bytes that a later call can share are the earlier prompt followed by the earlier response, and the
-earlier request text: the keys that grow or stay the same over a conversation, the growing one last, so that the next
-turn's text extends it. The other keys of the request, such as a seed, are kept with each call.
+The prompt ids and the request text of a model call are stored as (sequence of an earlier call of the attempt, number of
+shared bytes, suffix). A later call can share the earlier prompt + response ids, and the earlier request text. The
+request text has the keys of the request that grow or stay the same over a conversation, the growing one last, so that
+the text of the next turn extends it. Other keys of the request, such as a seed, are stored with each call.
 
-A chain of bases has links of two kinds, turn to turn and key call to key call (every ``KEY_EVERY`` turns), so a single
-span is read over at most ``KEY_EVERY`` plus N / ``KEY_EVERY`` links, and a whole attempt in linear time.
+An earlier call is the base of the later one. Bases form chains with two kinds of links: from turn to turn, and from key
+call to key call (every ``KEY_EVERY`` turns). So a single span of N is read over at most ``KEY_EVERY`` + N /
+``KEY_EVERY`` links, and a whole attempt in linear time.
 """
 
 import zlib
@@ -24,7 +25,7 @@ from agl_store_sqlite.sql._sharing import Marks
 
 MIN_DEFLATED = 512
 SHARED_KEYS = ("functions", "tools", "system", "instructions", "prompt", "input", "messages")
-"""Request keys that form the shared text, in its order."""
+"""The keys of a request that form its text, in this order."""
 
 _PLAIN = b"\x00"
 _CALL = b"\x01"
@@ -34,15 +35,16 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A span with a model call, as stored.
 
     Attributes:
-        span: Without its call.
-        call: Without prompt ids, response ids and response; its request has only the keys that are never shared.
+        span: The span without its call.
+        call: The call without prompt ids, response ids and response; its request has only the keys that are not shared.
         ids: The prompt ids after the first ``shared_ids`` bytes and the response ids: the two low bytes of each,
             plane by plane.
         response_len: Bytes of response ids.
         text: The request text after the first ``shared_text`` bytes, the response JSON, and the two high planes of
             ``ids``, which deflate well.
-        request_end: Where in the inflated text the response begins; ``response_end`` where it ends.
-        base: Sequence of the call that holds the shared bytes; 0 for none.
+        request_end: Offset in the inflated text at which the response begins.
+        response_end: Offset in the inflated text at which the response ends.
+        base: Sequence of the call with which bytes are shared; 0 for none.
     """
 
     span: Span
@@ -59,7 +61,7 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class _Whole(msgspec.Struct, frozen=True, gc=False):
-    """The inflated bytes of a call that later ones share."""
+    """The inflated bytes of a call, which later calls may share."""
 
     prompt: bytes
     response: bytes
@@ -138,11 +140,12 @@ class AttemptSpans:
 def place_spans(
     spans: Sequence[Span], packer: Packer, find: Callable[[Span], AttemptSpans]
 ) -> tuple[list[tuple[Any, int, str, bytes]], list[Span]]:
-    """Make rows of the spans that are not stored yet: attempt's key, sequence, span id, and the packed span.
+    """Number and pack the spans that are not stored yet.
 
-    Returns them with these spans as they are stored.
+    All spans are packed before the caller stores the first, so nothing is stored if a span cannot be packed.
 
-    Packs all spans before the caller stores the first, so that a span that cannot be packed leaves no trace.
+    Returns:
+        A row for each new span (key of the attempt, sequence, span id, packed span), and the new spans as stored.
     """
     rows: dict[tuple[Any, str], tuple[Any, int, str, bytes]] = {}
     known: dict[tuple[str, str], AttemptSpans] = {}

@@ -55,7 +55,7 @@ def progress_row(rollout: Rollout, seq: int) -> Row:
 
 
 def conditions(query: RolloutQuery, mark: str) -> tuple[str, list[str]]:
-    """Return the condition of a query's filters, apart from its ids, and the values of its marks."""
+    """Return an SQL condition for a query's filters (except ids), and the values of its placeholders ``mark``."""
     fields = {"experiment": query.experiment, "mode": query.mode, "group_id": query.group_id}
     given = [(f"r.{name} = {mark}", [value]) for name, value in fields.items() if value is not None]
     if query.status:
@@ -65,7 +65,7 @@ def conditions(query: RolloutQuery, mark: str) -> tuple[str, list[str]]:
 
 
 def order_of(query: RolloutQuery, mark: str) -> tuple[str, str, tuple[Any, ...]]:
-    """Return the condition of a query's page and the values of its marks in the middle, and the order of its rows."""
+    """Return the SQL of a query's page: its condition, its ``ORDER BY`` terms, and the values of the placeholders."""
     columns = list(dict.fromkeys((query.sort, "rollout_id")))
     compare, direction = ("<", "DESC") if query.is_newest_first else (">", "ASC")
     order = ", ".join(f"r.{column} {direction}" for column in columns)
@@ -87,7 +87,7 @@ def by_status(read: Callable[[RolloutQuery], list[Rollout]], query: RolloutQuery
 
 
 def containing(read: Callable[[RolloutQuery], list[Rollout]], query: RolloutQuery) -> Iterator[Rollout]:
-    """Yield the rollouts of all pages that contain the query's text, of which one page is in memory."""
+    """Yield the rollouts that match a query with ``contains``; reads all pages, with one page in memory at a time."""
     every = replace(query, contains="", limit=500)
     while page := read(every):
         yield from (rollout for rollout in page if is_wanted(rollout, query))

@@ -1,7 +1,7 @@
 """Shared parts of stores on a server: connections of threads, readers, the listener, and the backend above them.
 
-A store object has threads that write, a few that read, and one that listens for changes once a caller waits; each has
-a connection of its own. A :class:`ServerAccess` says how connections of one kind are made and what their errors mean.
+A store object has threads that write, a few that read, and one that listens for changes as soon as a caller waits; each
+has a connection of its own. A :class:`ServerAccess` makes connections to a server and interprets their errors.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ RESTART_WAIT_S = 30.0
 """Seconds to wait for a server that has answered before and may be restarting."""
 
 LOOK_S = 2.0
-"""Seconds between two looks of waiting claims that no message woke: a machine that dies while it claims may keep queued
-rollouts from others for a moment, and sends no message."""
+"""Seconds after which waiting claims look again without a message: a machine that dies during a claim may hold queued
+rollouts for a moment, and sends no message when they become free."""
 
 _DELAYS_S = (0.05, 0.2, 0.5, 1.0)
 _RETRY_S = 1.0
 _PAUSE_S = 0.05
-"""Seconds between two looks at overdue attempts that another machine is deciding."""
+"""Seconds before looking again at overdue attempts that another machine is deciding."""
 
 _logger = logging.getLogger(__name__)
 
@@ -57,10 +57,10 @@ class ServerAccess(Generic[C]):
         shown: The store's URL for messages, without a password.
         connect: Opens a connection; the library's errors pass through.
         errors: The library's errors.
-        is_passing: Whether a server that refused a connection may take one soon.
-        is_lost: Whether an error means that the connection, and with it the transaction, is gone.
-        is_usable: Whether a connection can be used again after another error; may roll back.
-        explain: Turns an error of the library into one with a remedy.
+        is_passing: Returns true for an error after which the server may soon accept a connection.
+        is_lost: Returns true if an error means that the connection, and with it the transaction, is gone.
+        is_usable: Returns true if a connection can be used again after any other error; may roll back.
+        explain: Converts an error of the library into one that names a remedy.
     """
 
     shown: str
@@ -89,9 +89,9 @@ class ThreadConnection(Generic[C]):
 
     Args:
         stopping: Set when the store is closed; ends every wait for the server.
-        epoch: A number that grows when the server may have been replaced by another one; a connection from before is
-            made anew.
-        current: The connection, if there is one already.
+        epoch: Returns a number that grows when another server may have taken over; a connection that is older is then
+            replaced.
+        current: The first connection, if it is open already.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ThreadConnection(Generic[C]):
 
     @property
     def is_outdated(self) -> bool:
-        """True if another server may be in charge since the connection was made."""
+        """True if another server may have taken over since the connection was made."""
         return self._made_in != self._epoch()
 
     def open(self) -> C:
@@ -143,8 +143,8 @@ class BatchReader(Generic[C]):
 
     Args:
         connection: Makes the connection of a thread.
-        read_all: Answers reads on a connection; its answer is :class:`OverdueError` for those that have to wait for
-            the writer.
+        read_all: Answers reads on a connection; the answer of a read that must wait for the writer is an
+            :class:`OverdueError`.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class BatchReader(Generic[C]):
 
 
 Message = tuple[bool, bool, float]
-"""The news of a commit: whether rollouts were queued, whether the feed grew, and the earliest deadline that was set."""
+"""The message of a commit: whether rollouts were queued, whether the feed grew, and the earliest new deadline."""
 
 
 def read_message(message: str) -> Message:
@@ -193,7 +193,7 @@ def read_message(message: str) -> Message:
 
 
 class Channel(Closable, Protocol):
-    """Messages of commits that one connection gets."""
+    """A connection that receives the messages of commits."""
 
     @property
     def is_outdated(self) -> bool:
@@ -214,7 +214,7 @@ class Channel(Closable, Protocol):
 
 
 class ChangeListener:
-    """Wakes waiting callers and gets overdue attempts decided in time, in a thread from the first wait to the close.
+    """Wakes waiting callers and has overdue attempts decided in time. Its thread runs from the first wait to the close.
 
     Args:
         shown: Names the store in warnings.

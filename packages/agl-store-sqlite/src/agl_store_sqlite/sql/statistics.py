@@ -1,4 +1,4 @@
-"""Statistics as rows of an SQL table, which one statement adds to, so that no writer has to read them first."""
+"""Statistics as rows of an SQL table. One statement adds to them, so that writers need not read them first."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,10 +18,10 @@ _APART = "(excluded.mean - s.mean)"
 
 
 def merging(greatest: str) -> str:
-    """Return the end of an ``INSERT INTO statistics AS s`` that adds to rows that are there.
+    """Return the ``ON CONFLICT`` clause for ``INSERT INTO statistics AS s``, which adds to existing rows.
 
-    It merges means and squares as :meth:`agl.contracts.Moments.plus` does. ``greatest`` is the database's function for
-    the larger one of two numbers.
+    Means and squares are merged as by :meth:`agl.contracts.Moments.plus`. ``greatest`` is the database's function for
+    the larger of two numbers.
     """
     squares = f"s.squares + excluded.squares + {_APART} * {_APART} * s.rewards * excluded.rewards / {_ALL}"
     sums = ", ".join(f"{name} = s.{name} + excluded.{name}" for name in (*_SUMS, "rewards"))
@@ -42,9 +42,10 @@ def joined(shares: Iterable[Statistics]) -> list[Statistics]:
 
 
 def additions(shares: Iterable[Statistics]) -> list[list[Statistics]]:
-    """Return what a transaction adds to statistics: those of rollouts that come, and then of those that go.
+    """Return two lists of shares to add to the statistics, in this order: of new rollouts, then of removed ones.
 
-    Each list has one for a step and mode, in their order. A count passes zero, and loses its mean, only at the end.
+    Each list has at most one share per step and mode, sorted. In this order, a count reaches zero (which resets the
+    mean) only at the end.
     """
     given = list(shares)
     coming = joined(share for share in given if share.rollouts > 0)
@@ -59,7 +60,7 @@ def statistics_row(share: Statistics) -> Row:
 
 
 def read_statistics(rows: Iterable[Row]) -> list[Statistics]:
-    """Read rows of :data:`STATISTICS`, in order of their keys; those that no rollout is left in are skipped."""
+    """Read rows of :data:`STATISTICS`, sorted by their keys; rows without any rollout are skipped."""
     found = [_read(*row) for row in sorted(rows, key=lambda row: row[: len(_KEY)])]
     return [each for each in found if each.rollouts]
 

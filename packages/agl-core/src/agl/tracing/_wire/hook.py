@@ -1,11 +1,11 @@
 """The wire hook, which observes model calls that leave through ``httpx`` or ``httpx2`` inside a rollout.
 
-With a gateway, calls for a configured policy go to it with the attempt's identity, even from clients that were
-built long before the run; the gateway records them. Without one they are recorded here, streamed or not. Calls to
-other models are left as they are, and recorded here too while a :class:`WireTracer` is installed.
+If there is a gateway, calls for a configured policy are redirected to it with the attempt's identity, even from clients
+that were built long before the run, and the gateway records them. Without a gateway the hook records them, streamed or
+not. Calls to other models are not redirected; the hook records them while a :class:`WireTracer` is installed.
 
-Only ``send`` of the two modules' clients is wrapped: clients of other libraries are seen through the gateway or
-not at all. The hook's own failures are logged and leave the request as it was; the client's exceptions pass through.
+Only ``send`` of the two modules' clients is wrapped. Clients of other libraries are recorded by the gateway or not at
+all. The hook's own failures are logged and leave the request unchanged; the client's exceptions pass through.
 """
 
 import logging
@@ -50,8 +50,8 @@ _NO_CONNECTION = ("ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedP
 class WireTracer(Tracer):
     """Records the model calls of a rollout to models that no policy of the experiment serves.
 
-    Calls of a run without a gateway are recorded in any case; the tracer extends that to runs with one, whose
-    gateway never sees these calls. It names no current span: a request has no framework of its own.
+    Without a gateway such calls are recorded even without this tracer. With a gateway, which never sees them, they are
+    recorded only while the tracer is installed. The tracer names no current span.
     """
 
     _installed: ClassVar[set["WireTracer"]] = set()
@@ -131,10 +131,11 @@ class _WatchedRequest:
 
     Attributes:
         given: The client's own request.
-        request: The request that is sent in its place, with ``options``.
+        request: The request that is sent in place of ``given``.
+        options: The options with which ``request`` is sent.
         call: The record of a model call, ``None`` for any other request.
-        is_recorded_here: Whether it is recorded here, not by the gateway.
-        canned: The prepared response of a request that is answered without a model, and so not sent.
+        is_recorded_here: Whether the call is recorded in this process and not by the gateway.
+        canned: The prepared response to a request that a responder answers and that is therefore not sent.
     """
 
     given: Any
@@ -241,7 +242,7 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
 
 
 def _caller_names(attempt: ActiveAttempt, call: Request | None, span_id: str) -> tuple[str, ...]:
-    """The caller's names, if any policy is chosen by them; looking them up takes time."""
+    """The caller's names; empty if no policy is chosen by names, because looking them up takes time."""
     if call is None or not any(upstream.agents for upstream in attempt.upstreams):
         return ()
     return who_within(attempt, span_id).names
@@ -255,7 +256,7 @@ def _canned_answer(attempt: ActiveAttempt, call: Request | None, span_id: str) -
 
 
 def _response_of(given: CannedAnswer, answer: Any, request: Any) -> Any:
-    """A given answer as a response of the client's own class ``answer``."""
+    """Convert a prepared answer to the client's response class ``answer``."""
     response = answer(given.status, headers={"content-type": given.content_type}, content=given.body, request=request)
     response.elapsed = timedelta()
     return response

@@ -35,7 +35,7 @@ class OpenCall:
         parent_id: The enclosing span.
         request_id: Shared by the client's retries.
         retry_count: The client's own count.
-        about: Attributes of its spans that are known before it leaves, such as the caller's names and the client.
+        about: Attributes of the call's spans that are known when it leaves, such as the caller's names and the client.
     """
 
     attempt: ActiveAttempt
@@ -62,7 +62,7 @@ class OpenCall:
         return f"call {id(self)}"
 
     def answered(self, response: Any) -> None:
-        """Keep the head of ``response``, the client's own object; the rest of it is not kept."""
+        """Keep the status, headers and class of ``response``, the client's own object."""
         headers = {name.lower(): value for name, value in response.headers.items()}
         self.head = _Head(response.status_code, headers, type(response))
 
@@ -73,7 +73,7 @@ class OpenCall:
         self.chunks.append(chunk)
 
     def finish(self, *, is_complete: bool, error: str = "", body: bytes | None = None) -> None:
-        """Record the call; ``body`` is its decoded content where the client has read it already."""
+        """Record the call; ``body`` is the decoded body of the response if the client has read it already."""
         # Whoever removes the call from the open ones records it, so that it is recorded exactly
         # once.
         if self.discard():
@@ -148,7 +148,7 @@ class _Head(NamedTuple):
     kind: Any = None
 
     def decoded(self, body: bytes) -> bytes:
-        """``body`` with its content encoding undone; only the readable part of one that was cut."""
+        """Decode ``body`` by its content encoding; if the body was cut, only its readable part."""
         encoding = self.headers.get("content-encoding", "identity")
         if not body or encoding == "identity":
             return body

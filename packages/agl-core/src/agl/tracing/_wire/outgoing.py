@@ -33,11 +33,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The target of a request.
 
     Attributes:
-        target: ``gateway``: to the gateway, which records it, with the attempt's identity;
-            ``record``: to its own URL, recorded in this process.
-        url: The URL to call, the request's own unless it is redirected.
-        upstream: The policy it is for, ``None`` for models that no configured policy serves.
-        wants_ids: Whether the body should request token ids: the policy is trained, and the call goes to its server.
+        target: ``gateway`` if the request goes to the gateway, with the attempt's identity, and is recorded there;
+            ``record`` if it goes to its own URL and is recorded in this process.
+        url: The URL to call: the gateway's if the request is redirected, otherwise the request's own.
+        upstream: The policy that the call is for; ``None`` for models that no configured policy serves.
+        wants_ids: Whether the body should request token ids, because the call goes to the server of a trained policy.
     """
 
     target: Literal["gateway", "record"]
@@ -50,9 +50,11 @@ def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: S
     """The route of a request, ``None`` for one that is neither redirected nor recorded.
 
     Args:
-        call: The model call that the request makes, ``None`` if it makes none, or its body is not in memory: then
-            only a request that already goes to the gateway is changed.
-        names: The caller's names, innermost first; they choose a policy where a gateway can send the call there.
+        attempt: The attempt.
+        call: The model call that the request makes; ``None`` if it makes none, or if its body is not in memory. A
+            request without a call has a route only if its URL is the gateway's.
+        url: The request's URL.
+        names: The caller's names, innermost first; used to choose a policy if there is a gateway.
     """
     if is_below(url, attempt.gateway_url):
         return Route(target="gateway", url=url)
@@ -79,14 +81,14 @@ def _is_served(url: str, upstreams: Sequence[Upstream]) -> bool:
 
 
 def is_below(url: str, root: str) -> bool:
-    """True if ``url`` is ``root`` or below it; the host and port must be equal, not only start alike."""
+    """True if ``url`` is ``root`` or a path or query below it, on the same host and port."""
     root = root.rstrip("/")
     # http://host:80 must not match http://host:8000.
     return bool(root) and (url == root or url.startswith((root + "/", root + "?")))
 
 
 def content_of(request: Any) -> bytes | None:
-    """The request's body where it is in memory; ``None`` for one that is generated while it is sent."""
+    """The request's body if it is in memory; ``None`` if it is generated while it is sent."""
     try:
         return request.content
     except Exception as error:  # the exception's class belongs to the client's module
@@ -96,13 +98,13 @@ def content_of(request: Any) -> bytes | None:
 
 
 def call_of(request: Any, content: bytes | None) -> Request | None:
-    """The model call that a client's request makes, ``None`` if it makes none or cannot be read."""
+    """The model call that a client's request makes; ``None`` for other requests and without a body in memory."""
     dialect = dialect_of(request.url.path) if request.method == "POST" and content is not None else None
     return None if dialect is None or content is None else Request(dialect, content)
 
 
 def recorded_request(request: Any, call: Request, *, wants_ids: bool) -> Any:
-    """The request itself, or a copy with the body of ``call``, which asks for token ids."""
+    """The request with the body of ``call``, which asks for token ids if wanted; the same object if nothing changes."""
     body = call.prepared(want_ids=wants_ids)
     if body == request.content:
         return request
@@ -132,7 +134,7 @@ def gateway_headers(
 
 
 def copy_request(request: Any, url: str, *, headers: Headers, body: bytes | None) -> Any:
-    """A copy of ``request`` with another URL and headers; without ``body`` it shares the generated one."""
+    """A copy of ``request`` with another URL and headers; if ``body`` is ``None``, it shares the request's stream."""
     content = {"stream": request.stream} if body is None else {"content": body}
     return type(request)(request.method, url, headers=headers, extensions=request.extensions, **content)
 
@@ -142,9 +144,9 @@ _RETRIED: ContextVar[tuple[int, str]] = ContextVar("agl_retried", default=(0, ""
 
 
 def request_id_of(headers: dict[bytes, bytes], body: bytes, retries: int) -> str:
-    """The request's id: its own header, the id of the first try when this is a retry, else a new one.
+    """The id of a request: that of its header, or for a retry that of the first try, or else a new one.
 
-    A client retries in the task or thread that made the first try, with the same body.
+    A retry is recognised by its body: clients retry in the task or thread of the first try, with the same body.
     """
     given = headers.get(b"x-agl-request-id")
     if given:
