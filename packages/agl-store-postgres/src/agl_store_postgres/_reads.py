@@ -39,7 +39,7 @@ from agl_store_sqlite.sql.rows import (
 from agl_store_sqlite.sql.statistics import STATISTICS, read_statistics
 
 ATTEMPT_KEY = f"coalesce(r.seq << {ATTEMPT_BITS} | %s::int, r.attempt, r.seq << {ATTEMPT_BITS})"
-"""The key of the attempt to read spans of: the one with the given number, else the deciding or running one."""
+"""The key of the attempt whose spans are read: the attempt with the given number, else the deciding or running one."""
 
 _ATTEMPT = (
     "SELECT k.key, EXISTS (SELECT 1 FROM attempts a WHERE a.id = k.key) "
@@ -56,8 +56,8 @@ _WITHIN = (
     "AND (r.experiment, r.mode, r.stage) >= (k.experiment, k.mode, k.stage) "
     "AND (r.experiment, r.mode, r.stage) <= (k.experiment, k.mode, k.stage)"
 )
-"""Says the same as three equations. Where the statistics know one list only, PostgreSQL believes that every rollout is
-in it, and would otherwise look through all rollouts by id; with this it takes the index of the lists."""
+"""A redundant form of three equations. If PostgreSQL's statistics know only one list, the planner assumes that every
+rollout is in it and would search all rollouts by id; with these conditions it uses the index of the lists."""
 
 
 class PostgresReads:
@@ -121,7 +121,7 @@ class PostgresReads:
         return self._all(f"SELECT count(*) FROM rollouts r WHERE {where}", *values)[0][0]
 
     def _by_lists(self, query: RolloutQuery) -> list[Rollout]:
-        """Return one page merged from the sorted lists of every (experiment, mode, stage); without running rollouts."""
+        """Return a page merged from the sorted lists of each (experiment, mode, stage); leaves out running rollouts."""
         experiments = self._experiments() if query.experiment is None else [query.experiment]
         modes = MODES if query.mode is None else (query.mode,)
         wanted = set(query.status or STATUSES)
@@ -192,11 +192,11 @@ class PostgresReads:
 
     @property
     def _within(self) -> bytes:
-        """Conditions on ``s.attempt`` that are true for all spans that are asked for."""
+        """Conditions on ``s.attempt``, for the planner, that all requested spans are expected to meet."""
         return b""
 
     def _is_missed(self, attempt: int) -> bool:
-        """Return true if these conditions are not true for an attempt, and correct them."""
+        """Return true if the spans of an attempt do not meet the conditions :attr:`_within`, and correct these."""
         return False
 
     def version(self, name: str, version: str | None) -> ResourceVersion | None:
@@ -249,11 +249,11 @@ class PostgresReads:
 
 
 class PartitionedReads(PostgresReads):
-    """The same over a table of spans that has partitions, aimed at that of the last read.
+    """Reads from a partitioned table of spans; expects spans in the partition of the last read.
 
     Args:
         db: The connection, in a transaction.
-        aim: Kept from one transaction to the next.
+        aim: The period of the last read; shared by successive transactions.
     """
 
     def __init__(self, db: Connection, *, aim: Aim) -> None:

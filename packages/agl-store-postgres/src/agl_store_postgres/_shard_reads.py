@@ -55,7 +55,7 @@ class ThreadShards:
         return found
 
     def reads(self, db: Connection) -> "ShardedReads":
-        """Return the tables for one transaction on the control server."""
+        """Return the reads for one transaction on the control server."""
         return ShardedReads(db, self)
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class ShardedReads(PostgresReads):
         return bounds_of([key]) if self._shards.placing.is_partitioned else b""
 
     def _on(self, number: int, look: Callable[[Connection], list[Row]]) -> list[Row]:
-        """Look into a shard, and once more on another connection if that one broke."""
+        """Run ``look`` on a shard; if the connection breaks, run it once more on a new connection."""
         try:
             for is_last in (False, True):
                 self._shards.own.open(number, limit_s=SHARD_WAIT_S)

@@ -33,9 +33,9 @@ _SET = "SELECT set_config(name, value, %s) FROM unnest(%s::text[], %s::text[]) A
 class PooledConnection(psycopg.Connection[tuple[Any, ...]]):
     """A connection to a pooler that may run every transaction in another session of the server.
 
-    What others set for a session is set for each transaction, and a statement outside of one gets one of its own,
-    except for VACUUM, which cannot be in one.
-    Nothing is prepared, because no other session would know it.
+    Settings that other connections make once per session are made in every transaction. A statement outside a
+    transaction gets a transaction of its own, except for VACUUM, which cannot run in one. No statement is prepared,
+    because the next session would not know it.
     """
 
     settings: Mapping[str, str] = {}
@@ -43,7 +43,7 @@ class PooledConnection(psycopg.Connection[tuple[Any, ...]]):
     def execute(
         self, query: Query, params: Params | None = None, *, prepare: bool | None = None, binary: bool = False
     ) -> psycopg.Cursor[tuple[Any, ...]]:
-        """Execute a statement, with the settings at the beginning of its transaction."""
+        """Execute a statement; if it begins a transaction, or runs outside one, the settings are made first."""
         run: Callable[..., psycopg.Cursor[tuple[Any, ...]]] = super().execute
         if self.info.transaction_status == TransactionStatus.IDLE:
             text = _text_of(query, self)
@@ -60,7 +60,7 @@ class PooledConnection(psycopg.Connection[tuple[Any, ...]]):
     def transaction(
         self, savepoint_name: str | None = None, force_rollback: bool = False
     ) -> Generator[psycopg.Transaction]:
-        """Give a transaction that begins with the settings."""
+        """Open a transaction, and make the settings in it."""
         with super().transaction(savepoint_name, force_rollback) as transaction:
             self._use_settings()
             yield transaction
@@ -89,7 +89,7 @@ def connect(target: DatabaseTarget) -> Connection:
 
 
 def rolled_back(db: Connection) -> bool:
-    """Roll back, which also drops psycopg's failed prepared statements; returns false if the connection is gone."""
+    """Roll back, and drop psycopg's failed prepared statements with it; returns false if the connection is gone."""
     try:
         db.rollback()
     except psycopg.Error:

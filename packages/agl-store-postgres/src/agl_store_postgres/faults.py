@@ -1,4 +1,4 @@
-"""Explains PostgreSQL's errors to the user, and tells lasting ones from those that pass."""
+"""Explains PostgreSQL's errors to the user, and distinguishes temporary from permanent errors."""
 
 import re
 
@@ -68,7 +68,8 @@ def is_passing(error: psycopg.Error) -> bool:
 def is_collision(error: psycopg.Error) -> bool:
     """Return true if a concurrent transaction caused the error, so that a repetition may succeed.
 
-    A check is violated only by spans whose partition was dropped, and is made again.
+    A check violation counts as well: it happens only to spans whose partition was dropped, and a repetition makes that
+    partition again.
     """
     return isinstance(
         error,
@@ -77,7 +78,7 @@ def is_collision(error: psycopg.Error) -> bool:
 
 
 def is_shared(error: Exception) -> bool:
-    """Return true if no single operation causes the error: a lock was not given in time, or the server went away."""
+    """Return true if no single operation caused the error: a lock timed out, or the server went away."""
     if not isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
         return False
     return isinstance(error, errors.LockNotAvailable) or is_passing(error)

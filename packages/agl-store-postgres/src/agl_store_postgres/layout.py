@@ -2,8 +2,8 @@
 
 Rollouts and attempts are numbered as in :mod:`agl_store_sqlite.sql`. Text that is compared or sorted has the collation
 ``C``, so ids sort as in Python. Spans and documents arrive packed, so PostgreSQL does not compress them again
-(``STORAGE EXTERNAL``). A rollout's ``stage`` is ``open`` while it is queued or running, then its status; so a claim
-does not touch the index of the lists.
+(``STORAGE EXTERNAL``). A rollout's ``stage`` is ``open`` while it is queued or running, and then its final status. The
+indexes that list rollouts have the stage, so that a claim does not change them.
 """
 
 import logging
@@ -67,7 +67,7 @@ MIGRATIONS: tuple[tuple[bytes, ...], ...] = (
         b"CREATE INDEX metrics_by_name ON metrics (experiment, name, run, algorithm, step)",
     ),
 )
-"""Statements that migrate a schema from version N to N + 1; a new schema runs them all."""
+"""Statements that migrate a schema from version N to N + 1; a new schema runs all of them."""
 
 CURRENT = len(MIGRATIONS)
 
@@ -79,10 +79,12 @@ LOCK = b"SELECT pg_advisory_xact_lock(hashtextextended('agl store ' || %s, 0))"
 def prepare(connection: Connection, target: DatabaseTarget, *, is_sharded: bool = False) -> int:
     """Create or migrate the tables; returns the number of this store's change feed.
 
-    Args:
-        is_sharded: Whether the store's spans lie on shards; without it, a store that has some is refused.
+    Several processes may call it at once: one does the work, and the others wait.
 
-    Several processes may call it at once: one works, the others wait.
+    Args:
+        connection: A connection to the database.
+        target: The database and schema.
+        is_sharded: Whether the store's spans are on shards. If false, a store that has shards is refused.
 
     Raises:
         SchemaVersionError: A newer release wrote the schema.

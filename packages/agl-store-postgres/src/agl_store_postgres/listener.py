@@ -1,4 +1,4 @@
-"""Messages of commits, by ``LISTEN``; behind a pooler, which passes none on, by looking often."""
+"""Receives the messages of commits by ``LISTEN``, or by polling through a pooler, which passes no messages on."""
 
 import math
 import selectors
@@ -23,7 +23,7 @@ _LOOK = b"SELECT (SELECT max(cursor) FROM changes), (SELECT max(seq) FROM rollou
 
 
 def channel_to(target: DatabaseTarget, *, feed: int, stopping: threading.Event) -> Callable[[], Channel]:
-    """Return what opens a channel with a connection of its own."""
+    """Return a function that opens a channel with a connection of its own."""
 
     def subscribe() -> Channel:
         db = access_of(target).connect_in_time(stopping, limit_s=RESTART_WAIT_S)
@@ -68,7 +68,7 @@ class _CommitChannel:
         return map(read_message, heard)
 
     def _polled(self) -> Iterable[Message]:
-        """Return the news since the last look; deadlines are part of them, as others may have set earlier ones."""
+        """Return what changed since the last look, and the next deadline, as other machines may set earlier ones."""
         found = self._db.execute(_LOOK).fetchone()
         has_grown, self._known = found != self._known, found
         now, deadline = self.clock()

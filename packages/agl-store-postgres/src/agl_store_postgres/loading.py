@@ -66,11 +66,11 @@ _VERSIONS = (
 )
 _DOCUMENTS = b"SELECT key, value FROM documents WHERE key = ANY(%b::bytea[])"
 _XID = b"SELECT pg_current_xact_id_if_assigned()::text"
-"""The id of a transaction that locked or wrote rows; one that did neither has none and may be repeated."""
+"""The id of a transaction that locked or wrote rows. A transaction without an id did neither, and may be repeated."""
 
 
 class Queries:
-    """Sends statements first and reads their results after all were sent."""
+    """Sends statements, and reads their results only after all have been sent."""
 
     def __init__(self, db: Connection) -> None:
         self._db = db
@@ -78,7 +78,7 @@ class Queries:
         self._fetched: dict[str, list[Row]] = {}
 
     def send(self, name: str, query: bytes, *params: Any) -> None:
-        """Send a statement, whose rows are asked for under ``name``."""
+        """Send a statement; :meth:`rows` returns its rows by ``name``."""
         cursor = self._db.execute(query, params, binary=True)
         self._cursors.setdefault(name, []).append(cursor)
 
@@ -94,9 +94,11 @@ class Begun:
     """A transaction that began.
 
     Attributes:
-        rows: The rows that its operations need.
-        xid: Its id, to ask the server later whether it was committed; ``None`` if it changed nothing yet.
-        shards: The shard of each attempt to append to, by the attempt's number; empty in a store without shards.
+        rows: The rows that the operations need.
+        xid: The transaction's id, by which to ask the server later whether it was committed; ``None`` if the
+            transaction has locked and written nothing.
+        shards: The shard of each attempt to which spans are appended, by the attempt's number; empty in a store without
+            shards.
     """
 
     rows: LoadedRows
@@ -110,9 +112,11 @@ def begin(
     """Begin a transaction and load the rows that these operations need; psycopg's errors pass through.
 
     Args:
-        shards: The shards that this process can reach, in a store that has some: rollouts on others are not claimed.
-            What these hold of the spans is left to the caller, but for the last sequence that was acknowledged.
-        partitions: Those of the store's spans, if it has some.
+        db: The connection to the server, or to the control server.
+        needs: The rows to load.
+        shards: In a store with shards, the shards that this process can reach; rollouts on others are not claimed. Of
+            the spans on shards, only the last acknowledged sequence is loaded; the caller loads the rest.
+        partitions: The partitions of the store's spans, if it has any.
     """
     queries = Queries(db)
     queues = _queues(needs)
@@ -141,7 +145,7 @@ def begin(
 
 
 def begin_lapsed(db: Connection) -> tuple[LoadedRows, list[str]]:
-    """Begin a transaction on overdue attempts that no other machine has locked; ids are in order of deadline."""
+    """Begin a transaction on the overdue attempts that no other machine has locked; returns their ids by deadline."""
     db.execute(BEGIN)
     ((now, _),) = db.execute(_CLOCK, binary=True).fetchall()
     loaded = LoadedRows(now=now)
@@ -173,7 +177,7 @@ def _query_rollouts(queries: Queries, needs: Sequence[Needs]) -> None:
 
 
 def _aim_again(db: Connection, spans: Sequence[Span], loaded: LoadedRows, aim: Aim) -> None:
-    """Query again for spans that are in earlier partitions than the query was aimed at, and aim better from then on."""
+    """Repeat the query for spans if they are in an earlier partition than expected, and correct the aim."""
     oldest = min((period_of(key) for key in loaded.last), default=aim.period)
     is_missed, aim.period = oldest < aim.period, oldest
     if is_missed:

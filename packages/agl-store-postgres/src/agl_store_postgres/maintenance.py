@@ -1,4 +1,4 @@
-"""Gives back the space of removed rows, and measures how much the others take, on one server."""
+"""Frees the space of removed rows on one server, and measures the space of all others."""
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
@@ -16,7 +16,7 @@ _OF_SCHEMA = (
     b"FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
     b"WHERE n.nspname = %s AND c.relkind IN ('r', 'p') AND NOT c.relispartition"
 )
-"""The tables, of which a partitioned one stands for its partitions."""
+"""Selects the tables of a schema; a partitioned table stands for its partitions."""
 _TABLES = b"SELECT c.relname, c.relkind = 'p' " + _OF_SCHEMA
 _COLUMNS = b"SELECT c.relname, a.attname " + _OF_SCHEMA.replace(
     b"WHERE", b"JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped WHERE"
@@ -30,9 +30,9 @@ _SIZE = (
 
 
 def compact(target: DatabaseTarget, *, is_full: bool, sweep: Callable[[], object] | None = None) -> Compaction:
-    """Vacuum every table, after a sweep; returns the sizes before and after both, with indexes.
+    """Sweep, then vacuum every table; returns the sizes before and after both, including indexes.
 
-    A partitioned table is not analysed, which would read many spans whatever was removed: no plan depends on it.
+    A partitioned table is not analysed unless ``is_full``: that would read many spans, and no query plan needs it.
     """
     with connected(target) as db:
         before = _size(db, target)
@@ -73,7 +73,7 @@ def _size(db: Connection, target: DatabaseTarget) -> int:
 
 @contextmanager
 def connected(target: DatabaseTarget) -> Generator[Connection]:
-    """Give a connection for a while; psycopg's errors are explained."""
+    """Open a connection for a ``with`` block; psycopg's errors are explained."""
     try:
         with connect(target) as db:
             yield db

@@ -1,8 +1,8 @@
-"""Lays out what partitions the spans of a store by time: the table, and functions that count periods and change it.
+"""Lays out the partitioned table of spans, and the functions that count periods and make and drop partitions.
 
-A store becomes partitioned when its URL first says so; the spans that it has are the first partition.
-The functions belong to the owner of the tables, because only the owner may add and drop partitions; other users of the
-store need the right to call them.
+A store becomes partitioned when its URL first has the option; its present spans become the first partition. The
+functions belong to the owner of the tables, because only the owner may make and drop partitions. Other users of the
+store need the right to call the functions.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from agl_store_postgres.partitions import KEY_BITS, PERIOD, PERIOD_BITS, SEQUENC
 from agl_store_postgres.urls import DatabaseTarget
 
 VERSION = 1
-"""Version of the functions and of the table of this module."""
+"""Version of this module's functions and of the table ``partitioning``."""
 
 _LAST_PERIOD = (1 << 63 - KEY_BITS) - 2
 
@@ -48,7 +48,8 @@ SET search_path = {schema}, pg_temp SET lock_timeout = '200ms' AS $$ BEGIN
 EXCEPTION WHEN lock_not_available THEN
     RETURN false;
 END $$"""
-"""Others wait as long as this function does, so it soon gives up while a long transaction reads spans."""
+"""While this function waits for a lock, other transactions wait for it. So it soon gives up if a transaction reads
+spans."""
 
 _NOW = "clock_timestamp() AT TIME ZONE 'UTC'"
 
@@ -89,7 +90,7 @@ _IS_PARTITIONED = b"SELECT relkind = 'p' FROM pg_class WHERE oid = 'spans'::regc
 
 
 def prepare_control(db: Connection, target: DatabaseTarget) -> bool:
-    """Make what counts the periods, if the URL wants it; return true if the store's spans are partitioned.
+    """Set up partitioning if the URL asks for it; returns true if the store's spans are partitioned.
 
     Raises:
         ConfigError: The URL names another period than the store has.
@@ -119,7 +120,7 @@ def prepare_control(db: Connection, target: DatabaseTarget) -> bool:
 
 
 def prepare_spans(db: Connection, target: DatabaseTarget) -> None:
-    """Partition the table of spans on one server, unless it is; the spans that it has are its first partition."""
+    """Partition the table of spans on one server if it is not; its present spans become the first partition."""
     if db.execute(_IS_PARTITIONED).fetchone() == (True,):
         return
     with db.transaction():

@@ -1,13 +1,13 @@
 """Partitions the table of spans by time, so that retention drops tables instead of deleting rows.
 
-A rollout's number says in which period it was made: its upper bits count the periods, the lower ones the rollouts of
-each. So the key of an attempt, which begins with that number, names the partition of its spans, and the table's keys
-stay as they are. The first rollout of a new day, week or month moves the sequence of numbers on to the next period. A
-period's partition is made with its first span, on the server that has them.
+A rollout's number tells the period in which the rollout was made: the upper bits count periods, and the lower bits
+count the rollouts of a period. The key of an attempt begins with that number, so it determines the partition of the
+attempt's spans, and the keys of the table stay the same. The first rollout of a new hour, day, week or month advances
+the sequence of numbers to the next period. The partition of a period is made with its first span, on the server that
+gets that span.
 
-Planning over many partitions takes longer than the query. Statements on spans therefore name the bounds of the
+Planning a query over many partitions takes longer than the query. So statements on spans contain the bounds of the
 partitions that they need as constants, see :func:`bounds` and :class:`Aim`.
-
 """
 
 from collections.abc import Iterable
@@ -34,10 +34,10 @@ _MAKE_ONE = b"SELECT agl_make_partition(%s::int)"
 
 
 class Aim:
-    """The period at which the next statement on spans is aimed, before it is known which one it needs.
+    """A guess of the period that the next statement on spans needs: the period of the last statement.
 
-    That of the last one is right nearly always, because what runs at one time was made at one time; a statement that
-    missed is sent again.
+    The guess is nearly always right, because rollouts that run at the same time were made at the same time. A statement
+    with a wrong guess is sent again.
     """
 
     def __init__(self) -> None:
@@ -45,20 +45,20 @@ class Aim:
 
 
 class Partitions:
-    """The partitions of one server that one connection knows, and where its next statement is aimed."""
+    """The partitions of a server that one connection knows to exist, and the aim of its next statement."""
 
     def __init__(self) -> None:
         self.aim = Aim()
         self._made: set[int] = set()
 
     def make(self, db: Connection, keys: Iterable[int]) -> None:
-        """Make the partitions of attempts that are missing, in the transaction that is open."""
+        """Make missing partitions for the spans of attempts, given by their keys, in the open transaction."""
         for period in sorted({period_of(key) for key in keys} - self._made):
             db.execute(_MAKE_ONE, (period,))
             self._made.add(period)
 
     def forget(self) -> None:
-        """Look again next time: a transaction that made some was undone, or some were dropped."""
+        """Forget which partitions exist, because some were dropped or the transaction that made them was undone."""
         self._made.clear()
 
 
@@ -81,14 +81,15 @@ def bounds_of(keys: Iterable[int]) -> bytes:
 
 
 def drop_unneeded(control: Connection, server: Connection, *, shard: int = 0) -> bool:
-    """Drop the partitions of earlier periods that no rollout needs any more; return false if one was in use.
+    """Drop the partitions of earlier periods that no rollout needs; returns false if one of them was in use.
 
-    A rollout that is there keeps its partition, whatever its state, and so does a transaction that may add one.
+    A partition is needed as long as any rollout of its period exists, whatever the rollout's state, and as long as an
+    open transaction may add such a rollout.
 
     Args:
-        control: Has the rollouts.
-        server: Has the spans; the same connection in a store without shards.
-        shard: The server's number; 0 in a store without shards.
+        control: A connection to the server with the rollouts.
+        server: A connection to the server with the spans; the same connection in a store without shards.
+        shard: The number of the server with the spans; 0 in a store without shards.
     """
     ((current,),) = control.execute(_CURRENT).fetchall()
     is_done = True

@@ -1,7 +1,8 @@
-"""Places rollouts on shards: a rollout's spans are all on one, which its row names from its first day.
+"""Chooses the shard of each rollout. All spans of a rollout are on one shard, which never changes.
 
-The shard of a new rollout follows from its id and the shards' identities by rendezvous hashing, so processes that name
-the shards in another order agree, and a shard that is added takes its part of the new rollouts from each of the others.
+The shard of a new rollout follows from its id and the shards' identities by rendezvous hashing. So processes agree even
+if their URLs list the shards in different orders, and a shard that is added takes its part of the new rollouts from
+each of the others. The rollout's row on the control server names the shard.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from agl.stores import Work
 from agl_store_postgres.urls import DatabaseTarget
 
 _MOST_KNOWN = 10_000
-"""Rollouts whose shard is remembered because it does not follow from their id."""
+"""Largest number of rollouts whose shard is remembered because it does not follow from the rollout's id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +23,10 @@ class Shard:
     """A shard of the store.
 
     Attributes:
-        number: Its number on the control server, which the rows of its rollouts hold.
-        identity: Random, made with its tables; it stays when the server gets another address.
+        number: The shard's number on the control server, which the rows of its rollouts have.
+        identity: A random id, made with the shard's tables; it stays the same if the server's address changes.
         store: The identity of the control server's store.
+        target: The shard's database.
     """
 
     number: int
@@ -43,11 +45,11 @@ class UnnamedShardError(Exception):
 
 @dataclass(kw_only=True)
 class Placing:
-    """The shards of a store that is open, and the places of rollouts; used by several threads.
+    """The shards of an open store, and the shard of each rollout; used by several threads.
 
     Attributes:
-        shards: By number.
-        away: Numbers of shards that did not answer; each has a thread of its own until it answers again.
+        shards: The shards, by number.
+        away: Numbers of shards that did not answer; until they answer again, each has a thread of its own.
         is_partitioned: Whether the shards' tables have partitions.
     """
 
@@ -68,7 +70,7 @@ class Placing:
         return max(self.shards.values(), key=lambda shard: _weight(shard.identity, key)).number
 
     def expected(self, rollout_id: str) -> int:
-        """Return the number of the shard that a rollout is on, unless it was made when the store had other shards."""
+        """Return the number of a rollout's shard; a guess if the rollout may be older than the list of shards."""
         return self._elsewhere.get(rollout_id) or self.place(rollout_id)
 
     def learn(self, rollout_id: str, number: int) -> None:

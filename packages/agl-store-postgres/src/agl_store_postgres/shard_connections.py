@@ -15,7 +15,7 @@ from agl_store_postgres.shard_layout import connect_shard
 
 
 class LostShardError(Exception):
-    """Raised when the connection to a shard broke in a transaction, which is to be repeated."""
+    """Raised when the connection to a shard breaks in a transaction; the transaction must be repeated."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -39,7 +39,7 @@ class ShardConnections:
         return number in self._open and not self._open[number].closed
 
     def open(self, number: int, *, limit_s: float) -> Connection:
-        """Return the connection to a shard, tried for ``limit_s`` seconds if there is none, and once at least.
+        """Return the connection to a shard; if there is none, try to connect for ``limit_s`` seconds, at least once.
 
         Raises:
             StoreError: The shard cannot be used.
@@ -53,7 +53,7 @@ class ShardConnections:
 
     @contextmanager
     def guarding(self, number: int) -> Generator[Connection]:
-        """Give the open connection to a shard; raises :class:`LostShardError` if it breaks, and drops it."""
+        """Use the open connection to a shard in a ``with`` block; if it breaks, drop it and raise a LostShardError."""
         if not self.is_open(number):
             raise LostShardError(number)
         db = self._open[number]

@@ -1,8 +1,8 @@
-"""Lays out the tables of a store in shards: what the control server has besides a store's own tables, and the shards.
+"""Lays out the tables of a store in shards: the shards' tables, and additional tables on the control server.
 
-The control server keeps the shard of every rollout, and for every attempt the last sequence that was acknowledged:
-what a shard holds beyond it belongs to a write that was never finished, is not shown, and makes room for the next
-write. Spans of removed rollouts wait in ``removals`` until their shard has removed them.
+The control server stores the shard of every rollout, and the last acknowledged sequence of every attempt. Spans on a
+shard beyond that sequence belong to a write that was never finished; they are not shown, and the next write replaces
+them. The table ``removals`` lists removed rollouts until their shard has removed their spans.
 """
 
 import uuid
@@ -95,7 +95,7 @@ def connect_shard(shard: Shard) -> Connection:
 
 
 def _store_identity(control: Connection, target: ShardedTarget) -> str:
-    """Return the identity of the control server's store, which becomes one in shards if it is empty."""
+    """Return the identity of the control server's store; an empty store is made a store in shards first."""
     if not has_table(control, target.control, "shards"):
         if control.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone():
             shown = target.control.shown
@@ -111,7 +111,7 @@ def _store_identity(control: Connection, target: ShardedTarget) -> str:
 
 
 def _identity(db: Connection, target: DatabaseTarget, store: str) -> str:
-    """Return the identity of a shard, whose tables are made if its schema is empty."""
+    """Return the identity of a shard; if its schema is empty, its tables are made first."""
     check_encoding(db, target)
     with db.transaction():
         db.execute(LOCK, (f"shard {target.schema}",))

@@ -1,10 +1,11 @@
 """Runs writes of a store in shards: spans are committed on their shards first, then everything else on control.
 
-No transaction spans two servers. The control server's transaction holds the rows of the rollouts, and ends last: with
-it the sequences that it names are acknowledged, and until then nobody sees what lies on the shards. What an earlier
-transaction left there when it did not come to its end is removed under these locks, by the rows that were found, and
-only after the control server has said that it still holds them: a machine that was frozen meanwhile removes nothing
-that another one has written since.
+No transaction spans two servers. The transaction on the control server locks the rows of the rollouts and is committed
+last. Its commit acknowledges the sequences of the new spans; until then nobody sees these spans on the shards.
+
+An earlier transaction that was not completed may have left spans on a shard. They are removed while the rollouts are
+locked: exactly the rows that were found, and only after the control server has confirmed that it still holds the locks.
+So a machine that was frozen meanwhile removes nothing that another machine has written since.
 """
 
 import threading
@@ -38,7 +39,7 @@ _FOUND = (
     b"AS w(attempt, last, span_id) "
     b"JOIN spans s ON s.attempt = w.attempt AND s.span_id = w.span_id AND s.sequence <= w.last"
 )
-"""What lies beyond the last sequence that was acknowledged, without ids, and which spans are there already."""
+"""Finds spans beyond the last acknowledged sequence, without their ids, and the given spans that are stored already."""
 _REMOVE_LEFT = (
     b"DELETE FROM spans s USING unnest(%s::bigint[], %s::int[]) AS w(attempt, sequence) "
     b"WHERE s.attempt = w.attempt AND s.sequence = w.sequence"
@@ -46,7 +47,7 @@ _REMOVE_LEFT = (
 
 
 class AwayShardError(Exception):
-    """The answer of work that needs a shard which does not answer; it goes to that shard's own thread."""
+    """The answer of work that needs a shard that does not answer; the work is then given to that shard's own thread."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -57,8 +58,8 @@ class ShardWriter(BatchWriter):
     """Runs batches of work over the control server and the shards; used by one thread.
 
     Args:
-        waits: Whether it waits for shards that do not answer; otherwise their work is answered with
-            :class:`AwayShardError`, and other work goes on.
+        waits: Whether the writer waits for shards that do not answer. If not, work that needs such a shard is answered
+            with :class:`AwayShardError`, and other work goes on.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class ShardWriter(BatchWriter):
         return begun.shards[key], key
 
     def _load(self, db: Connection, rows: LoadedRows, number: int, spans: Sequence[tuple[int, str]]) -> None:
-        """Begin a transaction on a shard, and read which of the spans it has."""
+        """Begin a transaction on a shard, read which of the spans it has, and remove spans of incomplete writes."""
         keys = list(dict.fromkeys(key for key, _ in spans))
         last = [rows.last[key] for key, _ in spans]
         asked = (keys, [rows.last[key] for key in keys], [key for key, _ in spans], last, [each for _, each in spans])

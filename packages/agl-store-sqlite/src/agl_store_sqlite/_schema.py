@@ -1,9 +1,9 @@
 """The layout of the SQLite file: opens it, and migrates older layouts.
 
-Rollouts and attempts are numbered as in :mod:`agl_store_sqlite.sql`, and spans have the key ``attempt << 24 |
-sequence``. So a rollout is removed by removing ranges of keys. A rollout's ``stage`` is ``open`` while it is queued or
-running, and then its final status. The indexes that list rollouts have the stage, so that a claim does not change them;
-running rollouts are found through their attempts.
+Rollouts and attempts are numbered as in :mod:`agl_store_sqlite.sql`. Spans have the key ``attempt << 24 | sequence``,
+so a rollout is removed by removing ranges of keys. A rollout's ``stage`` is ``open`` while it is queued or running, and
+then its final status. The indexes that list rollouts have the stage, so that a claim does not change them; running
+rollouts are found through their attempts.
 """
 
 import logging
