@@ -1,8 +1,8 @@
 """The names of Agent Lightning 0.3 on the parts of this project: ``import agl_lightning as agl``.
 
-A script that was written for Agent Lightning runs with its import lines changed to this module. Each public name of
-that release either works here, or raises a :class:`~agl.errors.ConfigError` that names what replaced it and the page
-that describes it. New programs use :mod:`agl` and :mod:`agl_run`.
+A script that was written for Agent Lightning runs after its imports are changed to this module. Each public name of
+that release either works here, or raises a :class:`~agl.errors.ConfigError` that names its replacement and the page
+that describes the replacement. New programs should use :mod:`agl` and :mod:`agl_run`.
 """
 
 from typing import TYPE_CHECKING, Any

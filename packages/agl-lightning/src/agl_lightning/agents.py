@@ -24,13 +24,13 @@ _METHODS = ("rollout", "training_rollout", "validation_rollout")
 
 
 class LitAgent(agl.LitAgent[T]):
-    """An agent as a class, with any of ``rollout``, ``training_rollout``, ``validation_rollout`` and their async forms.
+    """An agent as a class, with any of ``rollout``, ``training_rollout`` and ``validation_rollout``.
 
-    These are called ``rollout_async`` and so on.
+    Their async forms are called ``rollout_async`` and so on.
 
     Args:
-        trained_agents: Regular expression over the names of the agents whose calls train, for a trainer whose adapter
-            selects none.
+        trained_agents: Regular expression for the names of agents whose calls train; used if the trainer's adapter has
+            no ``agent_match``.
     """
 
     def __init__(self, *, trained_agents: str | None = None) -> None:
@@ -45,7 +45,7 @@ class LitAgent(agl.LitAgent[T]):
 
 
 def rollout(function: Any = None, /, *, strip_proxy: bool = True) -> Any:
-    """Mark a function of a task and of ``llm``, ``prompt_template`` or ``rollout``, sync or async, as an agent.
+    """Mark a function, sync or async, as an agent; it takes a task and ``llm``, ``prompt_template`` or ``rollout``.
 
     Args:
         function: The function; it stays callable.

@@ -11,7 +11,7 @@ S = TypeVar("S")
 
 
 class DummyTracer:
-    """Stands for the tracers of a trainer, which finds those of the installed adapters by itself.
+    """Accepted in place of a tracer and ignored: a trainer finds the tracers of the installed adapters by itself.
 
     Args:
         settings: Settings of Agent Lightning's tracers, which nothing needs here.
@@ -22,11 +22,11 @@ class DummyTracer:
 
 
 class OtelTracer(DummyTracer):
-    """Stands for the tracer of OpenTelemetry, which is always on."""
+    """Accepted and ignored: the tracer of OpenTelemetry is always on."""
 
 
 class AgentOpsTracer(DummyTracer):
-    """Stands for the tracers of frameworks; AgentOps itself is not needed."""
+    """Accepted and ignored: the tracers of the frameworks record their spans without AgentOps."""
 
 
 class SharedMemoryExecutionStrategy:
@@ -46,7 +46,7 @@ class ClientServerExecutionStrategy(SharedMemoryExecutionStrategy):
     """Runs attempts in this process; those on other machines are claimed by ``agl worker``.
 
     Raises:
-        ConfigError: It asks for one of the two sides only, or for an address.
+        ConfigError: The arguments ask for only one of client and server, or for an address.
     """
 
     def __init__(self, role: str | None = None, *, n_runners: int = 1, **settings: Any) -> None:
@@ -72,7 +72,7 @@ class InMemoryLightningStore(MemoryStore):
         self.settings = settings
 
     async def query_spans(self, rollout_id: str, attempt_id: str | None = None) -> list[Span]:
-        """Return the spans of all attempts of a rollout in order, or of one, ``"latest"`` for the last one."""
+        """Return the spans of one attempt, which may be ``"latest"``, or by default those of all attempts, in order."""
         every = [attempt.attempt_id for attempt in await self.attempts(rollout_id)]
         chosen = ["", *every] if attempt_id is None else every[-1:] if attempt_id == "latest" else [attempt_id]
         return [span for each in chosen for span in await all_spans(self, rollout_id, each)]

@@ -1,6 +1,6 @@
 """Emitters with the arguments of Agent Lightning.
 
-``attributes`` is a dict, and ``propagate=False`` records nothing. Outside a rollout they do nothing.
+``attributes`` is a dict, and ``propagate=False`` records nothing. Outside a rollout emitters do nothing.
 """
 
 import inspect
@@ -60,7 +60,7 @@ def emit_exception(
 
 
 def emit_annotation(annotation: Mapping[str, Any], *, propagate: bool = True) -> None:
-    """Report attributes as an object of the name ``annotation``."""
+    """Report attributes as an object called ``annotation``."""
     if propagate:
         agl.emit_object(dict(annotation), name="annotation")
 
@@ -132,7 +132,7 @@ class RecordedOperation:
 
 
 def reward(function: F) -> F:
-    """Report what each call of a function, sync or async, returns as a reward."""
+    """Decorate a function, sync or async: each return value is reported as a reward."""
 
     @wraps(function)
     def run(*args: Any, **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The names of Agent Lightning that have no counterpart of the same form, and what replaced each."""
+"""The names of Agent Lightning that this module does not offer, and the replacement of each name."""
 
 from collections.abc import Mapping
 from typing import NoReturn
@@ -79,8 +79,8 @@ def refuse(name: str) -> NoReturn:
     """Raise the error for a name that this module does not offer.
 
     Raises:
-        ConfigError: Agent Lightning has the name; says what replaced it.
-        AttributeError: It has not.
+        ConfigError: Agent Lightning has the name; the message names the replacement.
+        AttributeError: Agent Lightning does not have the name.
     """
     if name not in REPLACED:
         import agl_lightning as lightning

@@ -39,12 +39,12 @@ class Trainer:
         initial_resources: Resources by name.
         store: A store or its URL; by default the file ``runs/agl.db``.
         tracer: Ignored: the tracers of the installed adapters whose frameworks the program has imported are on.
-        strategy: Gives the number of attempts at once, where it has one.
-        dev: Let ``fit`` do what ``dev`` does.
+        strategy: Used only for its number of concurrent attempts, if it has one.
+        dev: Whether ``fit`` only runs :meth:`dev`.
         settings: Any argument of :class:`agl_run.Trainer`.
 
     Raises:
-        ConfigError: An argument has no counterpart; says what to write instead.
+        ConfigError: An argument has no counterpart here; the message says what to write instead.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Trainer:
         dev_dataset: Any = None,
         resume: bool = False,
     ) -> FitResult | DevResult:
-        """Train from the beginning, or with ``resume`` from where it stopped; blocks.
+        """Train from the beginning or, with ``resume``, continue the interrupted run; blocks.
 
         With ``Trainer(dev=True)`` and with :class:`Baseline` it runs :meth:`dev` instead.
         """
@@ -117,7 +117,7 @@ class Trainer:
         val_dataset: Any = None,
         dev_dataset: Any = None,
     ) -> DevResult:
-        """Run the agent on every task without training, those of ``train_dataset`` as training; blocks."""
+        """Run the agent on every task without training; blocks. Tasks of ``val_dataset`` have the mode ``val``."""
         found: list[Episode] = []
         for trainer, tasks, mode in self._trials(agent, train_dataset, dev_dataset, val_dataset):
             found += trainer.dev(agent, tasks, tasks=len(tasks), mode=mode).episodes
@@ -188,7 +188,7 @@ class LitAgentRunner(Generic[T]):
 
     @contextmanager
     def run_context(self, *, agent: Agent, store: Store, hooks: Any = None) -> Generator[Self]:
-        """Run an agent and keep its rollouts in a store.
+        """Choose the agent to run and the store for its rollouts, for the body of a ``with`` statement.
 
         Raises:
             ConfigError: ``hooks`` are given.
@@ -214,8 +214,8 @@ class LitAgentRunner(Generic[T]):
         """Run the agent on one task, and return the rollout.
 
         Raises:
-            ConfigError: It is called outside of ``run_context``.
-            RunError: The agent raised; names its error.
+            ConfigError: The method is called outside of ``run_context``.
+            RunError: The agent raised; the message has its error.
         """
         if self._agent is None:
             raise ConfigError("step() has no agent; call it in `with runner.run_context(agent=..., store=...):`")
@@ -229,7 +229,7 @@ class LitAgentRunner(Generic[T]):
 
 
 def _refuse(settings: dict[str, Any], tracer: Any) -> None:
-    """Refuse arguments that have no counterpart, and take out those at a value that asks for nothing."""
+    """Refuse arguments that have no counterpart; removes those whose value has no effect from ``settings``."""
     replaced = {
         "hooks": "take finished rollouts by an exporter of a plugin, agl_exporters, named in exporters=, see "
         "docs/reference/hooks.md",
@@ -291,7 +291,7 @@ def _algorithms(given: Any, resources: Mapping[str, Any]) -> Any:
 
 
 def _resource(given: Any, name: str) -> Any:
-    """Return a resource without a key in it, which an experiment would keep."""
+    """Return a resource without its API key, which an experiment would store; the variable of the key is named."""
     if not isinstance(given, LLM):
         return given
     own = os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE") or "https://api.openai.com/v1"
@@ -308,7 +308,7 @@ def _resource(given: Any, name: str) -> Any:
 
 
 def _imported(manager: PluginManager) -> tuple[str, ...]:
-    """Return the installed tracers whose framework the program has imported, one for each that does the work."""
+    """Return the names of installed tracers whose framework the program has imported, one per factory."""
     found: dict[str, str] = {}
     for entry in manager.entries("tracer"):
         frameworks = entry.frameworks if isinstance(entry, TracerEntry) and entry.name not in ALWAYS_ON else ()
@@ -318,7 +318,7 @@ def _imported(manager: PluginManager) -> tuple[str, ...]:
 
 
 def _readable(data: Any) -> Any:
-    """Return a data set that can be iterated over several times: it may be an iterator, or have items alone."""
+    """Return a data set that can be iterated several times; it may be an iterator, or have only ``__getitem__``."""
     if isinstance(data, Iterator):
         return list(cast("Iterator[Any]", data))
     if data is None or hasattr(data, "__iter__"):

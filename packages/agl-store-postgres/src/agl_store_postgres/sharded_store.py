@@ -1,7 +1,7 @@
 """``postgresql+shards://control/database?shards=URL,URL``: the spans of one store on several PostgreSQL servers.
 
-The control server has rollouts, attempts, leases, changes, versions and statistics; the shards have spans, all those of
-a rollout on one. A shard that does not answer holds up the writes and reads of its own spans alone.
+The control server has rollouts, attempts, leases, changes, versions and statistics. The shards have the spans; all
+spans of a rollout are on one shard. A shard that does not answer delays only writes and reads of its own spans.
 """
 
 import asyncio
@@ -45,10 +45,10 @@ class ShardedPostgresStore(TableStore):
     It may be used from several threads and event loops at once. A forked process must open its own.
 
     Args:
-        url: ``postgresql+shards://`` and the rest of the control server's URL, with the option ``shards``: the URLs of
-            the shards with commas between them. Their order has no meaning. A shard that is added gets new rollouts
-            alone; one that holds rollouts cannot be left out. A shard's URL with a ``&`` or a comma of its own is
-            percent-encoded as a whole.
+        url: The control server's URL with the scheme ``postgresql+shards://`` and the option ``shards``: the URLs of
+            the shards, separated by commas, in any order. A shard that is added gets only new rollouts; a shard that
+            holds rollouts cannot be left out. A shard's URL that contains a ``&`` or a comma must be percent-encoded as
+            a whole.
 
     Raises:
         ConfigError: The URL cannot be read, or leaves out a shard that holds rollouts.
@@ -83,7 +83,7 @@ class ShardedPostgresStore(TableStore):
         return await self._compact(is_full=False)
 
     async def vacuum(self) -> Compaction:
-        """Write every table anew without unused space (``VACUUM FULL``); other users of the table wait meanwhile."""
+        """Rewrite every table without unused space (``VACUUM FULL``); other users of the table wait meanwhile."""
         return await self._compact(is_full=True)
 
     async def size(self) -> int:
@@ -142,7 +142,7 @@ class _Sharded:
             return await self._own_lane(away.number).run(work, undo=work.undo)
 
     async def read_spans(self, look: Callable[[Reads], T]) -> T:
-        """Like :meth:`read`, for reads that need spans: one that waits for a shard holds up only its own kind."""
+        """Like :meth:`read`, for reads that need spans; if a shard does not answer, only such reads are delayed."""
         try:
             return await self._backend.read_with(self._span_reads, look)
         except MissingSpansError:  # unless the rollout was removed in between
@@ -181,7 +181,7 @@ class _Sharded:
         return Batches(act, shown_url=self.shown_url, explain=self._explain, is_shared=is_shared, threads=threads)
 
     def _own_lane(self, number: int) -> Lane:
-        """Return the lane for spans of a shard that is away; it waits for that shard, and others need not."""
+        """Return the lane for writes to a shard that does not answer; it waits, so that other writes need not."""
         with self._lock:
             if number not in self._own_lanes:
                 self._own_lanes[number] = self._lane(waits=True)
@@ -200,7 +200,7 @@ class _Sharded:
 
 
 class _SpanReads:
-    """The same backend, whose reads need spans."""
+    """The same backend for reads that need spans."""
 
     def __init__(self, sharded: _Sharded) -> None:
         self.shown_url, self.queued, self.changed = sharded.shown_url, sharded.queued, sharded.changed
@@ -210,7 +210,7 @@ class _SpanReads:
 def _open(target: ShardedTarget) -> tuple[Connection, int, Sequence[Shard], bool]:
     """Open the first connection and prepare all tables.
 
-    Returns it with the number of the feed, the shards, and whether these are partitioned.
+    Returns the connection, the number of the change feed, the shards, and whether the spans are partitioned.
     """
     with ExitStack() as stack:
         control, *shards = (stack.enter_context(closing(_connected(each))) for each in (target.control, *target.shards))

@@ -1,9 +1,9 @@
 """``postgresql://user@host/database``: one schema of a PostgreSQL database, for many machines at once.
 
-Every write is acknowledged after its commit. A store object has one thread that writes and commits all waiting work
-together, a few threads that read, and one that listens for changes once a caller waits; each has its own connection.
-A commit wakes waiting callers on every machine. Leases and time limits use the server's clock, so the machines' clocks
-do not matter. If the server goes away, the store waits for it for about half a minute.
+Every write is acknowledged after its commit. A store object has one thread that writes all waiting work in one commit,
+a few threads that read, and one that listens for changes as soon as a caller waits; each has its own connection. A
+commit wakes waiting callers on every machine. Leases and time limits use the server's clock, so the machines' clocks do
+not matter. If the server goes away, the store waits for it for about half a minute.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class PostgresStore(TableStore):
             ``day``, ``week`` and ``month``, which partitions the spans by the time at which their rollouts were made.
 
     Raises:
-        ConfigError: The URL cannot be read, or names another partition than the store has.
+        ConfigError: The URL cannot be read, or its ``partition`` differs from that of the store.
         SchemaVersionError: A newer release wrote the schema.
         StoreError: The database cannot be used; the message gives reason and remedy, and no password.
     """
@@ -64,7 +64,7 @@ class PostgresStore(TableStore):
         return await asyncio.to_thread(compact, self._target, is_full=False, sweep=self._sweep)
 
     async def vacuum(self) -> Compaction:
-        """Write every table anew without unused space (``VACUUM FULL``); other users of the table wait meanwhile."""
+        """Rewrite every table without unused space (``VACUUM FULL``); other users of the table wait meanwhile."""
         return await asyncio.to_thread(compact, self._target, is_full=True, sweep=self._sweep)
 
     async def size(self) -> int:
@@ -114,7 +114,7 @@ class _Postgres:
             self._sweeper.wake()
 
     def sweep(self) -> None:
-        """Remove the spans of rollouts that are gone; without partitions, they went with them."""
+        """Remove the spans of removed rollouts; without partitions, they were removed with the rollouts."""
         if self._is_partitioned:
             sweep_partitions(self._target)
 
@@ -137,7 +137,7 @@ class _Postgres:
 def _open(target: DatabaseTarget) -> tuple[Connection, int, bool]:
     """Open the first connection and prepare the tables.
 
-    Returns it with the number of the store's feed, and whether its spans are partitioned.
+    Returns the connection, the number of the store's change feed, and whether its spans are partitioned.
     """
     connection = access_of(target).connect_in_time(threading.Event(), limit_s=START_WAIT_S)
     try:

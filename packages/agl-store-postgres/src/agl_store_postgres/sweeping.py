@@ -1,8 +1,8 @@
-"""Removes spans of rollouts that are gone, in a thread of its own: from shards, and from partitions.
+"""Removes the spans of removed rollouts from shards and partitions, in a background thread.
 
-``removals`` names them, with the commit that removes the rollouts, so none is forgotten when a process or a server goes
-away in between: the next one that opens the store, or compacts it, goes on. Whole partitions that no rollout needs any
-more are dropped first; of the others, rows are deleted.
+The commit that removes rollouts adds them to the table ``removals``. So no spans are forgotten if a process or a server
+goes away in between: the next process that opens or compacts the store continues. Whole partitions that no rollout
+needs are dropped first; in the others, rows are deleted.
 """
 
 import logging
@@ -24,7 +24,7 @@ from agl_store_postgres.writing import remove_spans
 from agl_store_sqlite.sql.servers import START_WAIT_S
 
 QUIET_S = 3.0
-"""Seconds for which removals in a partitioned store pause before rows are deleted: the next one may end a partition."""
+"""Seconds without further removals before a partitioned store is swept: a later removal may free a whole partition."""
 
 _PAGE = 1000
 
@@ -35,12 +35,12 @@ _logger = logging.getLogger(__name__)
 
 
 class Sweeper:
-    """Sweeps in one background thread, which lives while there is something to do.
+    """Sweeps in one background thread, which exists only while there is work.
 
     Args:
-        sweep: Removes what is to be removed.
-        shown: Names the store in warnings.
-        quiet_s: Seconds without another :meth:`wake` that it waits for.
+        sweep: Removes the spans of removed rollouts.
+        shown: The store's name in warnings.
+        quiet_s: Seconds that must pass after the last :meth:`wake` before it sweeps.
     """
 
     def __init__(self, sweep: Callable[[], object], *, shown: str, quiet_s: float = 0.0) -> None:
@@ -54,7 +54,7 @@ class Sweeper:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="agl-postgres-sweep")
 
     def wake(self) -> None:
-        """Start removing unless that has been asked for already; returns at once."""
+        """Request a sweep, unless one is requested already; returns at once."""
         with self._lock, suppress(RuntimeError):  # the store is closed, and the next one that opens goes on
             self._is_new = True
             if not self._is_due:
@@ -62,7 +62,7 @@ class Sweeper:
                 self._is_due = True
 
     def close(self) -> None:
-        """Finish what was asked for. Blocks; a server that does not answer is left to the next store object."""
+        """Finish the requested sweep. Blocks; a server that does not answer is left to the next store object."""
         self._closing.set()
         self._executor.shutdown(wait=True)
 
@@ -85,13 +85,13 @@ class Sweeper:
 
 
 def sweep_partitions(target: DatabaseTarget) -> None:
-    """Remove the spans of all rollouts that are gone from a store without shards; raises :class:`StoreError`."""
+    """Remove the spans of all removed rollouts in a store without shards; raises :class:`StoreError`."""
     with connected(target) as db:
         _remove(db, db, shard=0, is_partitioned=True)
 
 
 def sweep(target: DatabaseTarget, placing: Placing) -> None:
-    """Remove the spans of all rollouts that are gone; raises the error of the first shard that failed, at the end."""
+    """Remove the spans of all removed rollouts on all shards; at the end, raises the first error of a shard."""
     shards = ShardConnections(placing, stopping=threading.Event())
     failed: list[Exception] = []
     with connect(target) as control:

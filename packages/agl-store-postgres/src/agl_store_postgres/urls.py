@@ -19,7 +19,7 @@ CONNECTION_DEFAULTS: dict[str, str] = {
     "keepalives_count": "3",
     "tcp_user_timeout": "30000",
 }
-"""Defaults with which a vanished server is noticed within a minute; the URL may override them."""
+"""Default connection options, by which a server that vanishes is noticed within a minute; the URL may override them."""
 
 PARTITIONS = ("hour", "day", "week", "month")
 """Units of time by which spans can be partitioned."""
@@ -70,8 +70,8 @@ class ShardedTarget:
 def sharded_target_of(url: str) -> ShardedTarget:
     """Parse the URL of a store in shards.
 
-    ``shards`` is a list of URLs with commas between them, each of one database. A URL that has a ``&`` or a comma of
-    its own is percent-encoded as a whole; without ``://`` in it, it is decoded first.
+    The option ``shards`` has the URLs of the shards' databases, separated by commas. A shard's URL that contains a
+    ``&`` or a comma must be percent-encoded as a whole; it is decoded because it contains no ``://``.
 
     Raises:
         ConfigError: The URL, or that of a shard, is invalid; the message never shows a password.
@@ -93,7 +93,7 @@ def sharded_target_of(url: str) -> ShardedTarget:
 
 
 def _shard_of(text: str, number: int) -> DatabaseTarget:
-    """Parse the URL of the shard that stands at a place in the list, counted from 1."""
+    """Parse the URL of a shard; ``number`` is its position in the list, from 1."""
     url = text if "://" in text else unquote(text)
     try:
         for option in url.partition("?")[2].split("&"):

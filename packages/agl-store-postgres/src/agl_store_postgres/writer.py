@@ -1,9 +1,9 @@
 """Runs writes: those that wait together share one transaction, which is repeated after lost connections and collisions.
 
-A transaction whose connection broke is repeated on a new one, for a limited time. If the commit was under way, the
-writer asks the server whether it took place. A transaction without an id on the server wrote nothing, so it is safe to
-repeat. An id alone is no proof: a server that crashed gives the ids of undone transactions to new ones. So every
-transaction with an id leaves a mark, by which its writer knows it again.
+If a connection breaks, its transaction is repeated on a new one, for a limited time. If the commit had been sent, the
+writer asks the server whether the transaction was committed. A transaction without an id on the server wrote nothing,
+so it is safe to repeat. An id alone proves nothing: after a crash, the server reuses the ids of transactions that it
+rolled back. So every transaction with an id also writes a mark, by which its writer recognises it.
 """
 
 import struct
@@ -42,7 +42,7 @@ _MARKS = b"\x00writer "
 _REMOVE_MARKS = b"DELETE FROM documents WHERE key = %b OR (key >= %b AND key < %b AND value < %b)"
 
 _KEPT_NS = 24 * 3600 * 10**9
-"""Nanoseconds after which the mark of a writer that was killed is removed."""
+"""Nanoseconds after which the marks of writers that were killed are removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class BatchWriter:
     """Runs batches of work on one connection; used by one thread.
 
     Args:
-        on_change: Called after a commit that waiting callers want to hear of.
+        on_change: Called after a commit about which waiting callers must be informed.
         is_partitioned: Whether the table of spans has partitions.
     """
 
@@ -91,7 +91,7 @@ class BatchWriter:
         self._connection.drop()
 
     def __call__(self, works: Sequence[Work[Any]]) -> Sequence[Any]:
-        """Return the answers after the commit; raises psycopg's errors, or that the server cannot be reached."""
+        """Run a batch; returns the answers after the commit. Raises psycopg's errors, or StoreError if unreachable."""
         end = time.monotonic() + RESTART_WAIT_S
         collisions = 0
         while True:
@@ -136,12 +136,12 @@ class BatchWriter:
         return begin(db, needs, partitions=self._partitions)
 
     def _forget(self) -> None:
-        """Drop what is known of the server's partitions."""
+        """Forget which partitions exist on the server."""
         if self._partitions is not None:
             self._partitions.forget()
 
     def _before_commit(self, db: Connection, begun: Begun, changes: Changes) -> None:
-        """Write what lies on other servers; a store without shards has nothing there."""
+        """Write spans to other servers; does nothing in a store without shards."""
 
     def _commit(self, db: Connection, changes: Changes) -> None:
         commit(db, changes, feed=self._feed, partitions=self._partitions)
@@ -159,7 +159,7 @@ class BatchWriter:
         return struct.pack(">QQ", time.time_ns(), self._marked)
 
     def _was_committed(self, doubt: _Doubt, *, end: float) -> bool:
-        """Ask the server whether the transaction took place, until it knows."""
+        """Ask the server whether a transaction was committed; repeats the question while it is in progress."""
         while True:
             db = self._connection.open()
             try:

@@ -77,7 +77,7 @@ def _for_rollouts(*statements: str) -> tuple[bytes, ...]:
 _OF_ROLLOUT = "DELETE FROM {0} t USING SEQS WHERE t.{1} >= v.seq << BITS AND t.{1} < (v.seq + 1) << BITS"
 _REMOVE_SPANS = _for_rollouts(_OF_ROLLOUT.format("spans", "attempt"))
 _REMOVE_LATER = _for_rollouts("INSERT INTO removals SELECT v.seq, 0 FROM SEQS")
-"""In a store with partitions, of which whole ones may be dropped once nothing in them is needed."""
+"""For a store with partitions, where spans are removed later, because a whole partition may then be dropped."""
 _REMOVE_PLACED = _for_rollouts(
     _OF_ROLLOUT.format("span_marks", "attempt"),
     # the spans themselves go later, because no transaction is on two servers
@@ -104,8 +104,11 @@ def commit(
     """Write all changes and commit; psycopg's errors pass through.
 
     Args:
-        place: Returns the shard of a new rollout by its id, in a store that has shards; these have the spans already.
-        partitions: Those of the table of spans, if it has some.
+        db: The connection, in a transaction.
+        changes: The changes.
+        feed: The number of the store's change feed.
+        place: In a store with shards, returns a new rollout's shard by its id; the spans are on the shards already.
+        partitions: The partitions of the table of spans, if it has any.
     """
     _add(db, changes, place, partitions)
     with db.pipeline():
@@ -138,7 +141,7 @@ def _add(db: Connection, changes: Changes, place: Callable[[str], int] | None, p
 
 
 def add_spans(db: Connection, rows: Sequence[tuple[Any, ...]], partitions: Partitions | None) -> None:
-    """Write packed spans, into partitions that are made if they are missing."""
+    """Write packed spans; missing partitions are made first."""
     if partitions is not None:
         partitions.make(db, [row[0] for row in rows])
     _copy(db, _ADD_SPANS, _SPAN_TYPES, rows)

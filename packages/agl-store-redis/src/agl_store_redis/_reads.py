@@ -26,14 +26,14 @@ _DOCUMENTS = 10_000
 
 
 class VanishedError(Exception):
-    """Raised when a rollout was removed between two parts of one read, which has to begin again."""
+    """Raised when a rollout was removed between two parts of one read; the read must start again."""
 
 
 class RedisReads:
     """Implements :class:`agl.stores.Reads` for one read.
 
-    A rollout comes with its attempts, at one moment. Spans are read later, those of the attempt that decided the
-    rollout or ran at that moment.
+    A rollout and its attempts are read atomically. Its spans are read later: by default those of the attempt that had
+    decided the rollout, or was running, at that time.
     """
 
     def __init__(self, server: Server, base: str) -> None:
@@ -68,7 +68,7 @@ class RedisReads:
         return self._page(_names(query), query)
 
     def _without_group(self, query: RolloutQuery) -> list[Rollout]:
-        """Return the page of rollouts that belong to no group, which have no list of their own."""
+        """Return a page of rollouts without a group, for which there is no list."""
         found: list[Rollout] = []
         part = replace(query, group_id=None, limit=500)
         while len(found) < query.limit and (page := self.rollouts(part)):
@@ -208,7 +208,7 @@ class RedisReads:
 
 
 def _names(query: RolloutQuery) -> list[str]:
-    """Return the names of the lists of a query for one experiment; none for a query for all."""
+    """Return the names of the lists for a query of one experiment; empty for a query of all experiments."""
     if query.experiment is None:
         return []
     modes = MODES if query.mode is None else (query.mode,)
@@ -220,7 +220,7 @@ def _names(query: RolloutQuery) -> list[str]:
 
 
 def _field(query: RolloutQuery, status: str) -> str:
-    """Return the beginning of the names of the lists in which rollouts of a status are sorted as the query says."""
+    """Return the prefix of the names of the lists that sort rollouts of a status in the query's order."""
     whole = list_name(query.sort, experiment="", mode="", status="", is_finished=status in TERMINAL_ROLLOUT)
     return whole.removesuffix("///")
 

@@ -1,4 +1,4 @@
-"""Opens connections, and follows a Cluster to the node that has the store's slot."""
+"""Opens connections; in a Cluster, to the node that has the store's slot."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -56,7 +56,7 @@ class Server:
         return self._client.execute_command(*command)
 
     def run_all(self, commands: Sequence[tuple[bytes | str | int | float, ...]]) -> list[Any]:
-        """Run commands at one moment and return their answers."""
+        """Run commands atomically and return their answers."""
         if len(commands) == 1:
             return [self.run(*commands[0])]
         with self._client.pipeline(transaction=True) as pipeline:
@@ -91,13 +91,13 @@ def connect(target: ServerTarget) -> Server:
 
 
 def _place(moved: MovedError, target: ServerTarget) -> dict[str, Any]:
-    """Return host and port of the node that the error names; a node that does not know its name has the same host."""
+    """Return host and port of the node that the error names; without a host in it, the host stays the same."""
     host, port = str(moved).rpartition(" ")[2].rsplit(":", 1)
     return {"host": host or target.address["host"], "port": int(port)}
 
 
 class Moves:
-    """Counts how often the writer found another server in charge; the store's other connections follow it."""
+    """Counts how often the writer had to move to another server; the store's other connections then move too."""
 
     def __init__(self) -> None:
         self.count = 0

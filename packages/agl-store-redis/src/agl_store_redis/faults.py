@@ -1,4 +1,4 @@
-"""Explains errors of the server and of redis-py to the user, and tells lasting ones from those that pass."""
+"""Explains errors of the server and of redis-py to the user, and distinguishes temporary from permanent errors."""
 
 import re
 
@@ -55,9 +55,9 @@ def is_lost(error: BaseException) -> bool:
 
 
 def is_elsewhere(error: BaseException) -> bool:
-    """Return true if another server is, or soon will be, the one to write to: a new connection may lead to it.
+    """Return true if writes must go to another server now, or soon; a new connection may lead there.
 
-    A primary that became a replica keeps its connections, while its name leads to the new primary.
+    A primary that became a replica keeps its connections, but its name leads to the new primary.
     """
     is_of_replica = isinstance(error, exceptions.ResponseError) and _REPLICA in str(error)
     return is_of_replica or isinstance(error, _ELSEWHERE)

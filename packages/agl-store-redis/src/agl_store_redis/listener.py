@@ -12,7 +12,7 @@ from agl_store_sqlite.sql.servers import Channel, Message, ThreadConnection, rea
 
 
 def channel_to(target: ServerTarget, *, stopping: threading.Event, moves: Moves) -> Callable[[], Channel]:
-    """Return what opens a channel with connections of its own."""
+    """Return a function that opens a channel with connections of its own."""
 
     def subscribe() -> Channel:
         connection = ThreadConnection(access_of(target), stopping=stopping, epoch=lambda: moves.count)

@@ -1,4 +1,4 @@
-"""Begins a transaction: loads what its operations need, at one moment of the server, in one round trip."""
+"""Begins a transaction: loads the data that its operations need, atomically and in one round trip."""
 
 import math
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from agl_store_sqlite.sql.needs import Needs
 from agl_store_sqlite.sql.rows import ATTEMPT_BITS, number_of, read_rollout
 
 HOLD_S = 5
-"""Seconds after which a queued rollout that a transaction took, and neither claimed nor gave back, is queued again."""
+"""Seconds after which a rollout that a transaction took from the queue, but did not claim, is queued again."""
 
 MOST_CLAIMED = 100_000
-"""Most rollouts that one call claims."""
+"""Largest number of rollouts that one call claims."""
 
 LAPSED = 500
-"""Most overdue attempts that one transaction decides."""
+"""Largest number of overdue attempts that one transaction decides."""
 
 Comparison: TypeAlias = tuple[str, str | bytes, str, bytes | int]
-"""A kind, two names, and the value that must be there when the transaction ends."""
+"""A kind of key, two names, and the value that the key must have when the transaction ends."""
 
 _fresh = count(1 << 48)
-"""Numbers of rollouts that are added, until the server numbers them; each is used once."""
+"""Temporary numbers of new rollouts, until the server numbers them; each is used once."""
 
 
 @dataclass(kw_only=True)
@@ -37,9 +37,11 @@ class Loaded:
     """The rows that a transaction loaded.
 
     Attributes:
-        before: The rollouts as they are stored, and ``versions`` the versions of their progress, by id.
-        comparisons: Say that nothing that was loaded has changed since.
-        held: Queued rollouts that were taken out of the queue, as members of ``held``, by id.
+        rows: The rows.
+        before: The rollouts as stored, by id.
+        versions: Versions of the rollouts' progress, by id.
+        comparisons: Conditions under which the loaded data is unchanged.
+        held: Rollouts that were taken from the queue: their members of the key ``held``, by id.
         lapsed: Ids of overdue attempts.
     """
 
@@ -57,10 +59,13 @@ class Loaded:
 
 
 def begin(server: Server, base: str, needs: Sequence[Needs], *, held: Sequence[str] = ()) -> Loaded:
-    """Load what these operations need, or nothing but the clock if attempts are overdue; redis-py's errors pass.
+    """Load the data that operations need; if attempts are overdue, only the clock. redis-py's errors pass through.
 
     Args:
-        held: What an earlier try took out of the queue, to give back.
+        server: The connection.
+        base: The prefix of all keys.
+        needs: The data to load.
+        held: Rollouts that an earlier try took from the queue, and that are put back.
     """
     claim_ids = list(dict.fromkeys(claim_id for need in needs for claim_id in need.claim_ids))
     versions = list(dict.fromkeys(version for need in needs for version in need.versions))

@@ -17,10 +17,10 @@ _HIDDEN = re.compile("unknown|not allowed|noperm|no permissions|disabled|denied"
 
 
 def check_server(server: Server, target: ServerTarget) -> None:
-    """Compare the server with what the URL asks for.
+    """Check the server's version, and its configuration against the durability in the URL.
 
     Raises:
-        StoreError: It is too old, or its configuration promises less; the message says which setting to change.
+        StoreError: The server is too old, or less durable than the URL requires; names the setting to change.
     """
     lines = server.run("INFO").decode().splitlines()
     info = {name: value for name, separator, value in (line.partition(":") for line in lines) if separator}

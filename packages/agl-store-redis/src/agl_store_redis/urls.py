@@ -28,7 +28,7 @@ class ServerTarget:
     Attributes:
         address: Host, port, database, user, password and TLS, as redis-py takes them; never shown.
         shown: The URL for messages: host, port, database, and the options of the store that are not the default.
-        base: The beginning of all keys, a hash tag, which puts them into one slot of a Cluster.
+        base: The prefix of all keys. It is a hash tag, so that all keys are in one slot of a Cluster.
         durability: What the server's configuration must promise.
         readers: Largest number of connections for reads.
     """

@@ -66,7 +66,7 @@ class BatchWriter:
         self._connection.drop()
 
     def __call__(self, works: Sequence[Work[Any]]) -> Sequence[Any]:
-        """Return the answers after the commit; raises redis-py's errors, or that the server cannot be reached."""
+        """Run a batch and return the answers after the commit; raises redis-py's errors, or a StoreError."""
         needs = [needs_of(work) for work in works]
         end = time.monotonic() + COLLISIONS_S
         try:
@@ -87,7 +87,7 @@ class BatchWriter:
             raise
 
     def _begin(self, needs: Sequence[Needs]) -> Loaded:
-        """Load what operations need, after overdue attempts are decided."""
+        """Decide overdue attempts, then load the data that operations need."""
         while True:
             loaded = self._repeated(lambda server: begin(server, self._target.base, needs, held=self._held))
             self._held = list(loaded.held.values())
@@ -99,7 +99,7 @@ class BatchWriter:
             self._commit(lapsed, tables)  # where it fails, others are deciding them
 
     def _commit(self, loaded: Loaded, tables: LoadedTables) -> bool:
-        """Write the changes; returns false, and drops them, if others have changed what was loaded."""
+        """Write the changes; if others have changed the loaded data, write nothing and return false."""
         commit = Commit(loaded, tables)
         if commit.is_empty:
             return True
@@ -115,7 +115,7 @@ class BatchWriter:
         return is_written
 
     def _repeated(self, act: Callable[[Server], T]) -> T:
-        """Call ``act`` with the connection until an answer comes, for as long as a server may take to restart."""
+        """Call ``act`` with a connection until it succeeds, for as long as a server may take to restart."""
         end = time.monotonic() + RESTART_WAIT_S
         has_moved = False
         while True:

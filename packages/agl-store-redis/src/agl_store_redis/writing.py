@@ -1,4 +1,4 @@
-"""Ends a transaction: turns the changes of its operations into commands, which a script runs all or none."""
+"""Ends a transaction: turns the changes of its operations into commands, which one script runs atomically."""
 
 import struct
 from collections import defaultdict
@@ -55,7 +55,7 @@ class Commit:
         self.is_empty = not self._args
 
     def run(self, server: Server, base: str, *, writer: str, number: int) -> bool:
-        """Write everything, or return false if something that was loaded has changed; redis-py's errors pass."""
+        """Write everything; returns false, and writes nothing, if loaded data has changed. redis-py's errors pass."""
         comparisons = [part for comparison in self._loaded.comparisons for part in comparison]
         head = writer, number, len(self._loaded.comparisons), *comparisons
         return (
@@ -68,13 +68,13 @@ class Commit:
         self._args += command
 
     def _put_all(self, command: str, *name: str, values: Sequence[Part], each: int = 1) -> None:
-        """Put a command for many values, of which ``each`` belong together."""
+        """Add commands for many values; each run of ``each`` values stays in one command."""
         most = _MOST // each * each
         for first in range(0, len(values), most):
             self._put(command, *name, *values[first : first + most])
 
     def _put_collected(self) -> None:
-        """Put one command for all changes of a sorted set, a hash or a set."""
+        """Add the commands for the collected changes of sorted sets, hashes and sets."""
         for name, scores in self._sorted.items():
             self._put_all("ZREM", name, values=[member for member, score in scores.items() if score is None])
             added = [part for member, score in scores.items() if score is not None for part in (score, member)]
@@ -142,7 +142,7 @@ class Commit:
             self._sets["lists"][f"{rollout.experiment}/{rollout.mode}/{rollout.status}"] = None
 
     def _give_back(self, tables: LoadedTables) -> None:
-        """Queue again what no claim took."""
+        """Put rollouts that were taken from the queue, but that no claim took, back."""
         for rollout_id in self._loaded.held:
             rollout = tables.rollout(rollout_id)
             if rollout is not None and rollout.status == "queued":

@@ -1,4 +1,4 @@
-"""The Lua scripts that run on the server, each at one moment of it."""
+"""The Lua scripts that run on the server, each atomically."""
 
 from functools import cache
 from hashlib import sha1
