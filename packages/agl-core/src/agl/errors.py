@@ -132,7 +132,7 @@ class InvalidQueryError(StoreError):
 
 
 class SchemaVersionError(StoreError):
-    """The data was written by a newer release than the one that reads it."""
+    """The data was written by a newer release than the reader's."""
 
 
 class CaptureError(AglError):

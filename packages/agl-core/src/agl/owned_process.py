@@ -356,7 +356,7 @@ class Owner(Generic[OrderT, NoteT]):
         job.add_done_callback(self._jobs.discard)
 
     async def close(self) -> None:
-        """Send what was said, and hang up."""
+        """Send all pending notes, and close the connection."""
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
         self._writer.close()

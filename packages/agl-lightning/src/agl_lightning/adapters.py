@@ -30,8 +30,8 @@ class TracerTraceToTriplet:
 
     Args:
         agent_match: Regular expression over the names of agents, nodes and roles whose calls train.
-        settings: Settings of Agent Lightning that repair and match spans, which nothing needs here: calls carry the
-            agent that made them and their own token ids.
+        settings: Settings by which Agent Lightning repairs and matches spans; ignored, because calls here have their
+            agent and their token ids.
     """
 
     def __init__(self, agent_match: str | None = None, **settings: Any) -> None:
@@ -45,9 +45,9 @@ class TracerTraceToTriplet:
         self.settings = settings
 
     def adapt(self, spans: Sequence[Span]) -> list[Triplet]:
-        """Return the calls of a rollout's last attempt in order; the last one has the rollout's reward.
+        """Return the calls of a rollout's last attempt in order; the last call has the rollout's reward.
 
-        Calls whose endpoint gave no token ids have empty lists.
+        Calls without token ids have empty lists.
         """
         if not spans:
             return []
@@ -60,7 +60,7 @@ class TracerTraceToTriplet:
 
 
 class LlmProxyTraceToTriplet(TracerTraceToTriplet):
-    """Converts spans that the gateway recorded, which are like all others."""
+    """The same as :class:`TracerTraceToTriplet`, because spans that the gateway recorded have no other form."""
 
 
 def _tools(request: Any) -> list[Any] | None:

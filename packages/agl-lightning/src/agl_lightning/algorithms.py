@@ -1,7 +1,7 @@
-"""Algorithms with the arguments of Agent Lightning, as configurations of those that are registered here.
+"""Algorithms with the arguments of Agent Lightning, as configurations of this project's algorithms.
 
-An :class:`APO` asks its models over the address of the client that it is given, with the key of an environment
-variable. :class:`VERL` serves the model that its configuration names as the policy ``main_llm``.
+:class:`APO` calls its models at the address of the given client, with the key from an environment variable.
+:class:`VERL` serves the model that its configuration names, as the policy ``main_llm``.
 """
 
 import logging
@@ -43,17 +43,17 @@ class APO(Generic[T]):
     """Tunes the prompt among the initial resources; ``APO[Task]`` is the same.
 
     Args:
-        async_openai_client: The client of ``openai`` whose address and key the models of this algorithm have. The key
-            has to be the value of an environment variable.
+        async_openai_client: The ``openai`` client whose address and key are used for the algorithm's models. The key
+            must be the value of an environment variable.
         gradient_model: The model that criticises failing runs.
         apply_edit_model: The model that writes new prompts.
-        diversity_temperature: The temperature of both.
+        diversity_temperature: The temperature of both models.
         gradient_batch_size: Training tasks per step.
         val_batch_size: Validation tasks in the first slice of a race.
         beam_width: Number of candidates that take turns as parents.
         branch_factor: Children of each parent.
-        beam_rounds: Rounds, in each of which ``beam_width`` parents have children.
-        settings: Parameters of ``apo`` here, such as ``budget``.
+        beam_rounds: Number of rounds; in each round ``beam_width`` parents get children.
+        settings: Parameters of this project's algorithm ``apo``, such as ``budget``.
 
     Raises:
         ConfigError: The client has no address or no known key.
@@ -91,7 +91,7 @@ class APO(Generic[T]):
         self.best: PromptTemplate | None = None
 
     def config_for(self, resources: Mapping[str, Any]) -> AlgorithmConfig:
-        """Return the configuration for prompts whose placeholders an agent may fill with anything."""
+        """Return the configuration for the prompts in ``resources``, with their placeholders declared as filled."""
         prompts = [given for given in resources.values() if isinstance(given, PromptTemplate)]
         filled: Any = sorted({name for prompt in prompts for name in prompt.fields})
         return msgspec.structs.replace(self.config, params={"texts": {"filled": filled}, **self.config.params})
@@ -114,8 +114,8 @@ class VERL:
 
     Args:
         config: VERL's own keys.
-        settings: Further arguments of ``agl.VERL``, such as ``engine``. Unless given it follows from
-            ``actor_rollout_ref.rollout.name``: ``ray`` for vLLM and SGLang, otherwise training in this process.
+        settings: Further arguments of ``agl.VERL``, such as ``engine``. By default the engine follows from
+            ``actor_rollout_ref.rollout.name``: ``ray`` for vLLM and SGLang, otherwise ``inproc``.
     """
 
     def __init__(self, config: Mapping[str, Any], /, **settings: Any) -> None:
@@ -135,7 +135,7 @@ class VERL:
         self.trainer: Mapping[str, Any] = _at(own, "trainer")
 
     def policy(self) -> PolicyConfig:
-        """Describe the server of its model.
+        """Return the configuration of the policy that serves the model.
 
         Raises:
             ConfigError: The configuration names no model.

@@ -22,7 +22,7 @@ def emit_reward(
     attributes: Mapping[str, Any] | None = None,
     propagate: bool = True,
 ) -> None:
-    """Report a reward: a number, or a mapping of dimensions of which ``primary_key`` is the scalar.
+    """Report a reward: a number, or a mapping of dimensions, where ``primary_key`` names the scalar.
 
     Raises:
         ConfigError: ``attributes`` are given.

@@ -37,7 +37,7 @@ _HELD = b"SELECT id, address FROM shards s WHERE id > 0 AND EXISTS (SELECT 1 FRO
 
 
 def prepare_shards(control: Connection, shards: Sequence[Connection], target: ShardedTarget) -> list[Shard]:
-    """Create what is missing on the control server and on the shards, and check that they belong together.
+    """Create missing tables on the control server and the shards, and check that the servers belong to one store.
 
     Several processes may call it at once: one works, the others wait.
 

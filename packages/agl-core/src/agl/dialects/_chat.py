@@ -161,7 +161,8 @@ class _ChoiceBuilder:
         message: dict[str, Json] = {"role": "assistant", "content": None, **self.fields, **texts}
         if calls := self.calls.whole():
             message["tool_calls"] = calls
-            # OpenAI sends null beside tool calls and some servers "", and a plain body has null.
+            # Without text, OpenAI's content is null next to tool calls and that of some servers is
+            # ""; a plain body has null.
             message["content"] = message["content"] or None
         return {"message": message}
 

@@ -26,7 +26,7 @@ RejectReason = Literal[
     "too_long",
     "stale",
 ]
-"""The reason why a model call reaches no row; ``""`` for one that does."""
+"""The reason why a model call is in no row; ``""`` for a call that is in a row."""
 
 
 _LIMITS = frozenset({"length", "max_tokens", "max_output_tokens", "model_context_window_exceeded"})

@@ -47,7 +47,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: Sequence[str] = ()) -> Route | None:
-    """The route of a request, ``None`` for one that is neither redirected nor recorded.
+    """The route of a request; ``None`` if the request is neither redirected nor recorded.
 
     Args:
         attempt: The attempt.
