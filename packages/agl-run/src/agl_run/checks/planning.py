@@ -43,10 +43,10 @@ def make_plan(
     store: Store | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Plan:
-    """Check a configuration and make its plan; the other arguments replace settings of the configuration.
+    """Check a configuration and return its plan; the optional arguments replace settings of the configuration.
 
     Raises:
-        ConfigError: A setting is wrong; names the next step.
+        ConfigError: A setting is wrong; the message names the next step.
         PluginError: A component is unknown or broken.
     """
     section = config.experiment
@@ -86,7 +86,7 @@ def make_plan(
 
 
 def _check_agents_runner(config: ExperimentConfig, agent: AgentSpec, manager: PluginManager) -> None:
-    """Refuse an agent that a runner brings with another runner, and one that the runner does not have."""
+    """Refuse an agent whose runner is not the experiment's, or that its runner does not have."""
     if not agent.source:
         return
     if config.runner.use != agent.source:
@@ -98,7 +98,7 @@ def _check_agents_runner(config: ExperimentConfig, agent: AgentSpec, manager: Pl
 
 
 def _with_targets(config: ExperimentConfig, manager: PluginManager) -> ExperimentConfig:
-    """Set the target of algorithms that name none and can tune only one resource."""
+    """Set ``tunes`` of algorithms that name no target, if there is exactly one resource that they can tune."""
     algorithms = (
         msgspec.structs.replace(
             algorithm, tunes=algorithm.tunes or _only_target(config, manager.algorithm(algorithm.use))
@@ -114,7 +114,7 @@ def _only_target(config: ExperimentConfig, entry: AlgorithmEntry) -> tuple[str, 
 
 
 def _kinds(config: ExperimentConfig) -> dict[str, str]:
-    """Return what each resource is for an algorithm that tunes it, by name."""
+    """Return the kind of each resource and policy, by name: ``json``, ``prompt_template`` or ``weights``."""
     kinds = {name: "json" if given.template is None else "prompt_template" for name, given in config.resource.items()}
     return kinds | dict.fromkeys(config.policy, "weights")
 
@@ -229,7 +229,7 @@ def _check_group_key(tasks: Sequence[Json], key: str, *, name: str) -> None:
 
 
 def _check_validation(plan: Plan) -> None:
-    """Refuse settings of the validations that would be ignored."""
+    """Refuse validation settings that would be ignored."""
     section, default = plan.config.experiment, ExperimentSection()
     settings = ["validate_every"]
     if section.train or not plan.train:  # Trainer.dev gets training tasks only, whatever fit gets
@@ -343,7 +343,7 @@ def _check_algorithms(plan: Plan) -> None:
 
 
 def _takes_turns(plan: Plan, algorithm: AlgorithmConfig) -> bool:
-    """Return true if an algorithm's steps alternate with those of others, or run at the same time."""
+    """Return true if an algorithm's steps alternate with, or run at the same time as, those of others."""
     schedule = plan.config.schedule
     return schedule.mode != "sequential" and algorithm.name not in schedule.first
 
@@ -388,7 +388,7 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
 
 
 def _check_experiment(plan: Plan, algorithm: AlgorithmConfig, source: str) -> None:
-    """Refuse a source that names this experiment or no experiment, or that is mixed with algorithms."""
+    """Refuse a source that names no other experiment, or that is combined with algorithms."""
     if experiment_of(source) in ("", plan.name):
         raise ConfigError(
             f"algorithm {algorithm.name!r} has the source {source!r}, which names no other experiment; write "
@@ -454,12 +454,12 @@ def _check_agent(plan: Plan) -> None:
 
 
 def check_patterns(patterns: Mapping[str, str]) -> None:
-    """Refuse ``agents`` patterns, by policy name, that are not regular expressions or that share an agent's name.
+    """Refuse ``agents`` patterns, given by policy name, that are invalid or that name the same agent twice.
 
-    Two expressions can overlap in ways that only a call shows; the gateway refuses such a call.
+    Only whole names are compared. Expressions can overlap in other ways; the gateway refuses a call that two match.
 
     Raises:
-        ConfigError: A pattern is wrong; names the policies and the agent that both claim.
+        ConfigError: A pattern is not a regular expression, or two policies claim one agent; the message names them.
     """
     for policy, pattern in patterns.items():
         _check_pattern(f"[policy.{policy}]", pattern)

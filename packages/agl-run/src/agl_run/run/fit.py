@@ -39,19 +39,21 @@ class FitResult(Record, frozen=True, kw_only=True):
 
     Attributes:
         experiment: The experiment's name.
-        before: Validation reward before the first step, ``None`` without validation tasks.
-        after: Validation reward of the versions that are live at the end, ``None`` without validation tasks; on fresh
-            rollouts where these chose the versions.
+        before: Validation reward before the first step; ``None`` without validation tasks.
+        after: Validation reward of the versions that are live at the end, measured on fresh rollouts if those chose
+            the versions; ``None`` without validation tasks.
         last: Validation reward after the last step, which differs from ``after`` if earlier versions are live.
-        kept_step: Steps of all algorithms together before those earlier versions; ``None`` if the last ones are live.
-        best: The highest validation reward, those before, after and between included; ``None`` without any.
-        best_step: Steps of all algorithms together that were taken before the best one; of equals, before the last.
+        kept_step: The number of steps of all algorithms before the live versions, if those are earlier ones; ``None``
+            if the last versions are live.
+        best: The highest reward of all validations, first and last included; ``None`` without any.
+        best_step: The number of steps of all algorithms before the validation with the reward ``best``; the latest
+            one if several have that reward.
         steps: Steps of each algorithm, by its name.
         resources: The live version of every resource, by name.
         workdir: The folder of checkpoints and metrics.
-        seconds: Wall time of this process's part.
-        failed: Rollouts of this process's part that failed.
-        errors: Their most frequent errors with counts, ``""`` if none failed.
+        seconds: Wall time in this process; time before a resume is not included.
+        failed: Number of rollouts that failed in this process.
+        errors: The most frequent errors of the failed rollouts, with counts; ``""`` if none failed.
     """
 
     experiment: str
@@ -96,14 +98,14 @@ class DevResult(Record, frozen=True, kw_only=True):
     """The result of :meth:`Trainer.dev`.
 
     Attributes:
-        episodes: One recorded episode for each task.
+        episodes: One recorded episode per task.
     """
 
     episodes: tuple[Episode, ...] = ()
 
     @property
     def errors(self) -> dict[str, str]:
-        """The error of each rollout that failed, by its id: the type and the first line of the message."""
+        """For each failed rollout, by id, the type of its error and the first line of the message."""
         failed = [episode for episode in self.episodes if episode.rollout.status != "succeeded"]
         return {episode.rollout.rollout_id: error_of(episode.rollout, episode.attempt) for episode in failed}
 
@@ -118,10 +120,10 @@ class DevResult(Record, frozen=True, kw_only=True):
 
 
 async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool) -> FitResult:
-    """Run the experiment to its end.
+    """Run the experiment to its end, from its start or from where it was stopped.
 
     Raises:
-        RunError: Every rollout failed, or every one on training tasks.
+        RunError: All rollouts failed, or all rollouts of training tasks.
     """
     started = time.monotonic()
     session = Session(plan)
@@ -162,7 +164,7 @@ async def _end(turns: Sequence[DrivenAlgorithm]) -> None:
 
 
 async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
-    """Run the experiment from its start or where it was stopped, and conclude the reports."""
+    """Run the experiment from its start or from where it was stopped, end the observers, and return the result."""
     before, choice = await _run(driver, turns)
     for observer in driver.observers:
         observer.end()
@@ -186,7 +188,7 @@ async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
 
 
 def _summary(result: FitResult) -> dict[str, Json]:
-    """Return what sinks show of a result: rewards and steps as numbers, the live versions by name."""
+    """Return the facts that sinks show of a result: rewards and steps as numbers, and the live versions by name."""
     rewards = {"before": result.before, "after": result.after, "best": result.best}
     measured = {f"reward_{when}": value for when, value in rewards.items() if value is not None}
     best = {} if result.best is None else {"best_step": result.best_step}
@@ -196,7 +198,7 @@ def _summary(result: FitResult) -> dict[str, Json]:
 
 
 async def _retain(driver: Driver) -> None:
-    """Remove the old rollouts that the configuration names, once everything is saved."""
+    """Remove old rollouts as ``[retention]`` says."""
     config = driver.session.plan.config
     await retain_after_run(
         driver.session.store,
@@ -223,9 +225,9 @@ async def dev_plan(
 
 
 async def _start(session: Session, beginning: Beginning, progress: Progress, *, turns: list[DrivenAlgorithm]) -> Driver:
-    """Start every part and let the algorithms check their needs; only then the experiment counts as started.
+    """Start every part, let the algorithms check their requirements, and only then mark the experiment as started.
 
-    The algorithms are appended to ``turns``, also where one of them refuses; the caller ends them.
+    The algorithms are appended to ``turns`` even if one of them refuses; the caller must end them.
     """
     try:
         # Any failure up to the mark below leaves the experiment as if it had not been started.
@@ -249,7 +251,7 @@ async def _start(session: Session, beginning: Beginning, progress: Progress, *, 
 
 
 async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float | None, Choice | None]:
-    """Validate, run the schedule, validate again, make the best versions live, and mark the experiment as finished."""
+    """Validate, run the schedule, validate again, make the chosen versions live, and mark the run as finished."""
     plan = driver.session.plan
     before = await driver.validate_first()
     if not plan.config.algorithm and plan.train:
@@ -270,7 +272,7 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
 
 
 async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[str, AlgorithmState]:
-    """Run the schedule and validate between its steps; returns the states of the algorithms that a collapse stopped."""
+    """Run the schedule with its validations; return the states of the algorithms that a collapse stopped."""
     # The guard counts rollbacks over restarts; otherwise a run that is resumed often could go back
     # for ever.
     plan, guard = driver.session.plan, CollapseGuard(driver, turns)
@@ -302,7 +304,7 @@ async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[
 
 
 async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> None:
-    """Let the algorithms check their needs before the first rollout costs anything."""
+    """Set up or check all algorithms before the first rollout costs anything."""
     # Setting up takes memory, so algorithms whose turn is later are only checked.
     able = _able_to_begin(turns, schedule)
     for turn in turns:

@@ -1,6 +1,6 @@
-"""A worker child of the `process` runner: runs one attempt at a time until its standard input ends.
+"""A child process of the `process` runner: runs one attempt at a time until its standard input ends.
 
-Its real standard output carries messages; the agent's output goes to standard error instead.
+The child's real standard output carries messages to the parent; the agent's output goes to standard error instead.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ FLUSH_S = 1.0
 
 
 def main() -> None:
-    """Serve the parent on the pipes."""
+    """Run the parent's attempts, reading from standard input and writing to standard output."""
     # First of all: whatever the agent's imports print must not end up among the messages.
     source, sink = _take_pipes()
     start = read_to_child(source)
@@ -121,7 +121,7 @@ async def _serve(
 
 
 def _credentials(start: ChildStart, token: str) -> dict[str, str]:
-    """Return the variables with which any client, and any program that the agent starts, reaches the gateway."""
+    """Return the variables with which the agent's clients and programs reach the gateway; empty without a gateway."""
     return client_environment(f"{start.gateway_url}/v1", token) if start.gateway_url else {}
 
 
@@ -135,7 +135,7 @@ async def _flush_loop(recorder: SpanRecorder, write: _Writer) -> None:
 
 
 async def _flushed(flusher: "asyncio.Task[None]", outcome: Outcome) -> Outcome:
-    """Stop a flusher and return the outcome; a failed one, without the spans that were lost, if the flusher broke."""
+    """Stop a flusher and return the outcome; if the flusher failed and spans were lost, the outcome is a failure."""
     flusher.cancel()
     (problem,) = await asyncio.gather(flusher, return_exceptions=True)
     if not isinstance(problem, Exception):
