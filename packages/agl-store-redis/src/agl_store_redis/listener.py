@@ -8,7 +8,7 @@ from typing import Any
 from agl_store_redis.connections import Moves, Server, access_of
 from agl_store_redis.reader import read_clock
 from agl_store_redis.urls import ServerTarget
-from agl_store_sqlite.sql import Channel, Message, ThreadConnection, read_message
+from agl_store_sqlite.sql.servers import Channel, Message, ThreadConnection, read_message
 
 
 def channel_to(target: ServerTarget, *, stopping: threading.Event, moves: Moves) -> Callable[[], Channel]:
@@ -26,7 +26,7 @@ def channel_to(target: ServerTarget, *, stopping: threading.Event, moves: Moves)
 
 
 class _CommitChannel:
-    """Implements :class:`agl_store_sqlite.sql.Channel`."""
+    """Implements :class:`agl_store_sqlite.sql.servers.Channel`."""
 
     def __init__(self, connection: ThreadConnection[Server], base: str) -> None:
         self._connection, self._base = connection, base

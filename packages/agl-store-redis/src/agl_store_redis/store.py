@@ -17,14 +17,14 @@ from redis.exceptions import RedisError
 from agl.stores import TableStore
 from agl_store_redis.connections import Moves, Server, access_of
 from agl_store_redis.faults import explain, is_lost
-from agl_store_redis.layout import CURRENT, prepare
+from agl_store_redis.layout import prepare
 from agl_store_redis.listener import channel_to
-from agl_store_redis.migration import count_all
 from agl_store_redis.promises import check_server
 from agl_store_redis.reader import reader_of
 from agl_store_redis.urls import ServerTarget, target_of
 from agl_store_redis.writer import BatchWriter
-from agl_store_sqlite.sql import START_WAIT_S, Batches, ServerBackend
+from agl_store_sqlite.sql.batches import Batches
+from agl_store_sqlite.sql.servers import START_WAIT_S, ServerBackend
 
 
 class RedisStore(TableStore):
@@ -71,8 +71,7 @@ def _open(target: ServerTarget) -> Server:
     server = access_of(target).connect_in_time(threading.Event(), limit_s=START_WAIT_S)
     try:
         check_server(server, target)
-        if prepare(server, target) < CURRENT:
-            count_all(server, target)
+        prepare(server, target)
     except BaseException as error:
         server.close()
         if isinstance(error, RedisError | OSError):
