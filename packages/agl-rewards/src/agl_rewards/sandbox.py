@@ -23,7 +23,7 @@ from agl_rewards import query_child
 from agl_rewards.query_child import MEMORY_BYTES, Answer, Query, Row
 
 Fault = Literal["none", "refused", "syntax", "execution"]
-"""Why a query fails: there is none, it does more than read, SQLite cannot parse it, or it cannot be executed."""
+"""Why a query fails: it is missing, it does more than read, SQLite cannot parse it, or it cannot be executed."""
 
 MAX_SQL = 100_000
 """The most characters of one query."""

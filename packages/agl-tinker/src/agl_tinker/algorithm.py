@@ -65,7 +65,7 @@ def score_advantages(scores: Sequence[float], *, estimator: Estimator) -> tuple[
     size, mean = len(scores), fmean(scores)  # G of the paper
     if size == 1:  # a rollout is its own mean, so nothing is known about it
         return [0.0], 0.0
-    # Dividing by a deviation that is rounding alone would turn rounding into signal.
+    # Dividing by a deviation that is only rounding would turn rounding into signal.
     differs = max(scores) - min(scores) > ROUNDING * max(1.0, *(abs(score) for score in scores))
     factor, unit = 1.0, 1.0
     if estimator == "grpo":
@@ -358,7 +358,7 @@ class Tinker:
             return await self._train(rows, step=step)
         except PolicyError as error:
             self._context.say(f"{self._context.name}: {error}; going on from the last saved state")
-        # The weights are those before the step again, so repeating all of its updates gives what they would have given.
+        # The weights are again those before the step, so repeating all its updates gives the same result.
         self._model = None
         return await self._train(rows, step=step)
 

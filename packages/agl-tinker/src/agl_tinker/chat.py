@@ -92,7 +92,7 @@ class Live:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatLimits:
-    """Limits in tokens; 0 for none.
+    """Limits in tokens; 0 means no limit.
 
     Attributes:
         context_length: The most tokens of a prompt and its answer together.

@@ -144,7 +144,8 @@ class _ReplayCredit:
             first: dict[tuple[str, ...], str] = {}
             for episode in sorted(group, key=lambda each: each.rollout.rollout_id):
                 players, own = players_of(episode), ids.index(episode.rollout.rollout_id)
-                # In a circle, so that each rollout begins with another sibling and none answers for the whole group.
+                # In circular order, so that each rollout begins with a different sibling and no rollout serves the
+                # whole group.
                 siblings = tuple(ids[own + 1 :] + ids[:own])
                 if players and (siblings or self._replace == "silent"):
                     stand_in = first.setdefault(players, episode.rollout.rollout_id)

@@ -81,7 +81,7 @@ def state_of(episode: Episode, call: Transition) -> State:
 
 
 def samples_of(episode: Episode, task: Episode) -> list[Sample]:
-    """Return the answers of all calls of an episode, with their states in the task of which ``task`` is a rollout."""
+    """Return the answers of all calls of an episode; ``task`` is a rollout of the same task, for the calls' states."""
     states = [state_of(task, call) for call in episode.transitions]
     return [
         Sample(
@@ -139,7 +139,7 @@ class ForkChoice:
         for episode in episodes:
             for call, sample in zip(episode.transitions, samples_of(episode, episode), strict=True):
                 self._by_state.setdefault(state_of(episode, call), []).append(sample)
-        # By plan and not by answer: a fork whose call failed gives none, and its number is taken all the same.
+        # Counted by plan, not by answer: a fork whose call failed gives no answer, but its sample number is used.
         self._taken: Counter[str] = Counter()
         self._counts = Counter({state: len(samples) for state, samples in self._by_state.items()})
 

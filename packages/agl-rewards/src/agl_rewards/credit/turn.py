@@ -74,7 +74,7 @@ def discounted_returns(calls: Sequence[Transition], *, final: float, gamma: floa
         gamma: Discount per turn.
     """
     values: dict[str, float] = {}
-    # From the end: ``future`` is G_{t+1}, and R behind the last turn, which earns it undiscounted.
+    # From the end: ``future`` is G_{t+1}; after the last turn it is R, which that turn earns undiscounted.
     future, is_last = final, True
     # Neighbours with one agent and one turn number are the choices of one request, rejected ones included.
     for _, step in groupby(reversed(calls), key=lambda call: (call.agent, call.turn)):

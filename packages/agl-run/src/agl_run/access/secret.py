@@ -53,8 +53,8 @@ def signing_keys(path: Path | None = None) -> Keys:
     try:
         if not path.exists():
             _create(path)
-        # Our own file must not be readable by others; one that a person names may come from a
-        # secret store with a mode of its own.
+        # Our own file must not be readable by others; a file that a person names may come from a
+        # secret store, which sets other modes.
         return KeyFile(path, purpose=_PURPOSE, is_own=True)
     except OSError as error:
         raise ConfigError(

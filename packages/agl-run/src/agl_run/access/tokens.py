@@ -119,7 +119,7 @@ class AttemptTokens:
                 rollout_id="", attempt_id="", expires_at=expires_at, scope="worker", experiment=experiment, name=name
             )
         )
-        # Longer tokens are refused when they are read, so none is issued.
+        # ``verify`` refuses longer tokens, so such a token is never issued.
         if len(token) > _MAX_LENGTH:
             raise ConfigError(
                 f"the token would have {len(token)} characters, {_MAX_LENGTH} are allowed; take a shorter name"
@@ -137,7 +137,7 @@ class AttemptTokens:
         payload, signature = _split(token)
         # All keys are tried, so that tokens of the previous key stay good while keys rotate.
         if not any(
-            # Constant time: a comparison that stops early tells how much of a forgery is right.
+            # Constant time: a comparison that stops early reveals how much of a forgery is right.
             hmac.compare_digest(_signature(keyed, payload).encode(), signature.encode())
             for keyed in self._current()
         ):

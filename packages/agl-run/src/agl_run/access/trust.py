@@ -43,7 +43,8 @@ def client_context(given: str | Path | None = None) -> ssl.SSLContext:
     if path is None:
         return ssl.create_default_context()
     try:
-        # The file alone: an authority of one's own is meant to be the only one that counts here.
+        # Only the file counts: whoever names an authority of their own wants no other to be trusted
+        # here.
         return ssl.create_default_context(cafile=str(path))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
@@ -102,8 +103,8 @@ def _bundle(path: Path) -> Path:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             draft = bundle.with_suffix(f".{secrets.token_hex(8)}")
             draft.write_bytes(content)
-            # Atomic: a client that starts meanwhile reads the old file or the new one, never half
-            # of one.
+            # Atomic: a client that starts at this moment reads the old file or the new one, never
+            # half of one.
             draft.replace(bundle)
     except OSError as error:
         raise ConfigError(

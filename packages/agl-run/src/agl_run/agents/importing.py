@@ -145,7 +145,7 @@ def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:
 def _needs(error: ModuleNotFoundError) -> str:
     """Name the missing module, the file and the line that import it, and the next step."""
     frames = traceback.extract_tb(error.__traceback__)
-    # The last frame of a person's code; those of Python's import machinery say nothing.
+    # The last frame of a person's code; the frames of Python's import machinery are no help.
     frame = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen importlib"))
     return (
         f"needs the missing module {error.name!r}, which {frame.filename}:{frame.lineno} imports; install it into "

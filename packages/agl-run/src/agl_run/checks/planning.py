@@ -57,7 +57,8 @@ def make_plan(
     config = with_runner(config, spec)
     _check_agents_runner(config, spec, manager)
     train, val = section.train if train is None else train, section.val if val is None else val
-    # Tasks that a runner brings are read only where the experiment names none: some are downloaded.
+    # A runner's own tasks are read only if the experiment names no tasks, because some are
+    # downloaded.
     if isinstance(train, str) and isinstance(val, str) and not (train or val):
         train, val = tasks_of(spec, manager)
     plan = Plan(
@@ -81,7 +82,7 @@ def make_plan(
     _check_roles(plan)
     _check_algorithms(plan)
     _check_agent(plan)
-    check_known(plan)  # behind the agent, whose module may hold rewards and is imported with placeholders for keys
+    check_known(plan)  # after the agent, whose module may hold rewards and is imported with placeholders for keys
     return plan
 
 
@@ -249,7 +250,7 @@ def _check_validation(plan: Plan) -> None:
             f"experiment.on_collapse is {section.on_collapse!r}, and only validations between the steps show a "
             "collapse; set validate_every, or remove it"
         )
-    # With fewer tasks chance alone explains any fall, and the guard would never act.
+    # With fewer tasks, chance can explain any fall, and the guard would never act.
     if count < FEWEST_TASKS:
         raise ConfigError(
             f"experiment.on_collapse is {section.on_collapse!r}, and a collapse shows from {FEWEST_TASKS} validation "
@@ -329,8 +330,8 @@ def _check_algorithms(plan: Plan) -> None:
         names.add(algorithm.name)
         for name in algorithm.tunes:
             _check_target(plan, algorithm, name)
-            # One after the other, algorithms may tune one resource: the later one goes on from the
-            # earlier.
+            # Sequential algorithms may tune the same resource: the later one continues from the
+            # earlier one.
             if not _takes_turns(plan, algorithm):
                 continue
             other = owners.setdefault(name, algorithm.name)

@@ -87,7 +87,7 @@ def forecast(
     """
     made = make_trainer(file, settings, manager=manager).plan()
     target = _target(made, device, model)
-    # What is recorded already costs nothing, so a trial runs only where it is too little.
+    # Recorded rollouts cost nothing, so a trial runs only if there are too few.
     material = None if runs else asyncio.run(_recorded(made))
     if runs is None and material is not None and not material.source.is_enough:
         material = None
@@ -108,7 +108,7 @@ def forecast(
 
 
 def _target(plan: Plan, device: str | None, model: str | None) -> tuple[Device, ModelShape] | None:
-    """Return the device and the model to compute costs for; by default the model of the first policy in training."""
+    """Return the device and the model to compute costs for; by default that of a policy in training."""
     if device is None:
         if model is not None:
             raise ConfigError(f"--model {model!r} says nothing without a device; add --device h100, or another one")

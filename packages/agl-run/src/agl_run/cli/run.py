@@ -127,7 +127,7 @@ def run(
         raise click.UsageError("--resume continues and --fresh starts again; give one")
     if is_next:
         settings = _proposed(manager, file, settings, as_json=as_json)
-    # A service manager stops with SIGTERM; the run saves what it can, as after Ctrl-C.
+    # A service manager stops a process with SIGTERM; the run then saves its state, as after Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _interrupt)
@@ -181,7 +181,7 @@ def _terminal_may_be_gone() -> Generator[None]:
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        # Python flushes both streams at its end, and would fail once more.
+        # Python flushes both streams when it exits, and would fail again.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):  # they are flushed when Python ends
             os.dup2(nowhere, stream.fileno())
@@ -295,7 +295,7 @@ _NAMES = {"as_json": "--json", "has_console": "--console"}
 def run_again(file: Path, settings: tuple[str, ...], *flags: str) -> str:
     """Return an ``agl run FILE`` command with the current command's flags, ``--set`` options, and further ``flags``."""
     context = click.get_current_context()
-    # The command that is proposed repeats what the person wrote, so that it can be pasted.
+    # The proposed command repeats the person's own options, so that it can be pasted.
     before = _given(context.find_root(), _OF_AGL)
     overrides = [word for setting in settings for word in ("--set", setting)]
     return command(*before, "run", str(file), *overrides, *_given(context, _FLAGS), *flags)

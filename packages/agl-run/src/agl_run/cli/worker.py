@@ -92,7 +92,7 @@ def _stop_on_sigterm() -> None:
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         if task is not None:
-            # A handler runs between two bytecodes of whatever the loop does.
+            # A signal handler may interrupt the loop between any two bytecodes.
             loop.call_soon_threadsafe(task.cancel)
 
     signal.signal(signal.SIGTERM, stop)

@@ -37,7 +37,7 @@ def agent_of(
         PluginError: The agent's runner is not installed.
     """
     agent = section.agent if given is None else given
-    # Asked first: the name before the colon is a runner's, and looks like a module's.
+    # Checked first, because a runner's name before the colon looks like a module's name.
     if is_brought(agent, folder=folder, manager=manager):
         if given is None and (section.harness or section.workspace):
             raise ConfigError(f"experiment.agent is {agent!r}, so remove experiment.harness and experiment.workspace")
@@ -101,7 +101,7 @@ def _home_of(name: str, manager: PluginManager) -> PluginError | None:
     try:
         manager.runner(name)
     except UnknownComponentError as error:
-        # A list of what is available means that no known package has this name.
+        # The message lists the available components only if no known package has this name.
         return None if "; available: " in str(error) else error
     except PluginError as error:
         return error

@@ -54,7 +54,8 @@ def load_dataset(path: Path) -> list[Json]:
         raise DatasetError(f"the dataset {str(path)!r} is a directory; name a JSON-lines file in it") from None
     except OSError as error:
         raise DatasetError(f"cannot read the dataset {str(path)!r}: {error}") from error
-    # A file that begins with a bracket is one array, or else lines that are arrays.
+    # A file that begins with a bracket is either one array, or JSON lines of which each is an
+    # array.
     array = _array(data)
     if array is not None:
         tasks = {f"task {number}": task for number, task in enumerate(array, start=1)}
@@ -132,7 +133,7 @@ def _as_json(rows: Iterable[Any], *, name: str) -> list[Json]:
     for number, task in enumerate(rows):
         try:
             tasks.append(msgspec.to_builtins(task, builtin_types=(bytes, bytearray, memoryview)))
-            json.dumps(tasks[-1])  # refuses bytes, of which msgspec makes texts
+            json.dumps(tasks[-1])  # refuses bytes, which msgspec would convert to text
             encode(tasks[-1])
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise DatasetError(
@@ -171,7 +172,7 @@ _KIND = re.compile(r"([a-z][a-z0-9_-]+):(?!/{2}|\\)(.+)")
 
 
 def read_source(given: str, *, folder: Path) -> list[Json] | None:
-    """Return the tasks that a package reads for ``KIND:NAME``; ``None`` if ``given`` names a file.
+    """Return the tasks that a package reads for ``KIND:NAME``; ``None`` for a file, or if no package reads ``KIND``.
 
     Raises:
         DatasetError: The tasks cannot be read, or the package that reads them cannot be imported.

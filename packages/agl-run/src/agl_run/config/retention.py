@@ -49,7 +49,7 @@ async def retain_after_run(
     prefix, others = f"{name}-{run}-", frozenset(sources)
 
     def spares(rollout: Rollout) -> bool:
-        # The run that has just ended stays whatever its age: a resume needs its rollouts.
+        # Rollouts of the run that has just ended are never removed, because a resume needs them.
         is_current = rollout.experiment == name and rollout.rollout_id.startswith(prefix)
         return is_current or rollout.experiment in others
 

@@ -32,7 +32,7 @@ def training_settings(config: ExperimentConfig, algorithm: AlgorithmConfig) -> d
     """Return the settings of an algorithm, and the experiment's settings that influence its training, by name."""
     # Rewards belong to an algorithm's settings: with another reward it trains for something else.
     of_rewards = {item.use: _component(item) for item in config.reward}
-    # Of a policy only the model counts; where it is served changes nothing.
+    # Of a policy only the model matters; it makes no difference where the model is served.
     models = {name: policy.params.get("model") for name, policy in config.policy.items() if name in algorithm.tunes}
     of_experiment = {key: getattr(config.experiment, key) for key in _OF_EXPERIMENT}
     parts: dict[str, Any] = {
@@ -93,7 +93,7 @@ def _text(name: str, value: Any) -> str:
     except (TypeError, ValueError, OverflowError):
         text = f"an object of {type(value).__name__}"
     if len(text) > _LONGEST or (isinstance(value, str) and is_secret(name)):
-        # That it changed can be said without keeping what it was.
+        # With the digest a change is noticed although the old value is not saved.
         return _DIGEST + hashlib.sha256(text.encode()).hexdigest()
     return text
 

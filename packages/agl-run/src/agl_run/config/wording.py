@@ -22,13 +22,13 @@ EXAMPLES = {
 
 
 def check_value(value: Any, hint: Any, where: str) -> Any:
-    """Convert a key's value to the type ``hint``; raises :class:`ConfigError` if it has another type or is outside."""
+    """Convert a key's value to the type ``hint``; raises :class:`ConfigError` for a value that does not fit."""
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError:
         key = where.rpartition(".")[2]
-        # The most specific advice wins: the bounds of this key, an example for it, then what its
-        # type says.
+        # The most specific advice wins: the bounds of this key, then an example for it, then its
+        # type.
         remedy = _bounds(value, hint) or EXAMPLES.get(key) or _remedy(key, value, hint)
         raise ConfigError(f"{where} is {shown(value)}; {remedy}") from None
 

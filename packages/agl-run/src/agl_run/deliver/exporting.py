@@ -127,7 +127,8 @@ class Exporting:
                     return changes
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-            # The last look, after the end: what finished until then is still sent.
+            # After the end of the experiment the feed is read once more, so that the last rollouts
+            # are sent.
             return await self._changes(wait_s=0)
         finally:
             ending.cancel()

@@ -38,7 +38,7 @@ PAUSE_S = 2.0
 """Least pause between two readings of the store."""
 
 SHARE = 20
-"""The pause after a reading is at least this many times as long as the reading, which so takes at most 5 % of time."""
+"""The pause after a reading is at least this many times as long as the reading, which limits its time to 5 %."""
 
 TABLES_S = 60.0
 """Least pause between two updates of the tables, which are sent whole each time."""
@@ -75,8 +75,8 @@ class SinkSource:
         plan, key = self.plan, run_key(self.plan.name, self.run, f"sinks/{sink}/id")
         known = (await self.store.load_state(key)).get(key)
         if known is None:
-            # Services address runs by id for ever, so a name that is used again in another store
-            # must not collide.
+            # Services keep the ids of runs forever, so the same name in another store must not
+            # collide.
             known = secrets.token_hex(4).encode()
             await self.store.save_state({key: known})
         return SinkRun(
@@ -197,7 +197,7 @@ class _Sinking:
         pause = PAUSE_S
         while True:
             is_last, has_failed = self._ending.is_set(), False
-            # Before the reading: numbers that arrive meanwhile set it again.
+            # Cleared before the reading: metrics that arrive during the reading set it again.
             self._news.clear()
             try:
                 wait_s, pause = await self._give(is_last=is_last), PAUSE_S
@@ -223,7 +223,7 @@ class _Sinking:
         """Send new data, and finally the end of the run; return the seconds to wait before the next reading."""
         sink, run = self._sink, self._run
         started = time.monotonic()
-        # The store is read anew each time: it also has what earlier processes of the run wrote.
+        # The whole run is read each time, because earlier processes of the run wrote some of it.
         every = await read_rows(self._store, run.experiment, run.run)
         seconds = time.monotonic() - started
         self._known = len(every)
@@ -300,7 +300,7 @@ class OwnThread:
             # Some libraries exit the interpreter when they cannot log in.
             except (Exception, SystemExit) as error:  # noqa: BLE001  # raised again where it is awaited
                 failure = error if isinstance(error, Exception) else RuntimeError(f"the library exits: {error}")
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so no caller is waiting
                 loop.call_soon_threadsafe(settle, failure)
 
         self._calls.put(run)

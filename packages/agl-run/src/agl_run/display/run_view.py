@@ -45,7 +45,8 @@ class Tally:
 
     def ask(self, rollout_ids: Sequence[str]) -> None:
         """Count the rollouts of a request; once all requests are finished, the next one starts a new count."""
-        # Requests that overlap count together; once all are finished the count starts anew.
+        # Overlapping requests count together; once all are finished, the next one starts a new
+        # count.
         if self.done == self.asked:
             self.asked, self.done = 0, 0
         self.asked += len(rollout_ids)
@@ -139,7 +140,7 @@ class AlgorithmView:
     def stepped(self, report: StepReport) -> None:
         """Note the end of a step; a reward in the report takes precedence over the mean reward of the rollouts."""
         self.step, self.is_finished, self.work = report.step, report.is_finished, None
-        # Groups and not rollouts are independent: those of one task share its difficulty.
+        # Only groups are independent; the rollouts of one group share the difficulty of their task.
         means = [fmean(rewards) for rewards in self._groups.values()]
         self._groups.clear()
         reward = report.metrics.get("reward", fmean(means) if means else math.nan)

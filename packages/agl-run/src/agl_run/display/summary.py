@@ -124,7 +124,7 @@ class LiveSummary:
 
     def _erased(self) -> str:
         """Return the control sequence that erases the block, computed for the terminal's current width."""
-        # The width of now: a terminal that became narrower has wrapped the lines that were drawn.
+        # The current width counts: a terminal that became narrower has wrapped the drawn lines.
         columns = max(1, shutil.get_terminal_size().columns)
         rows = sum(max(1, -(-width // columns)) for _, width in self._drawn)
         up = f"\x1b[{rows - 1}A" if rows > 1 else ""
@@ -136,8 +136,8 @@ class LiveSummary:
             real = getattr(sys, name)
             above = _Above(self, real)
             for handler in logging.getLogger().handlers:
-                # Handlers hold the stream that was there when they were made, so replacing
-                # sys.stderr alone misses them.
+                # Logging handlers hold the stream from their creation, so replacing sys.stderr does
+                # not reach them.
                 if getattr(handler, "stream", None) is real:
                     cast("logging.StreamHandler[TextIO]", handler).setStream(cast("TextIO", above))
                     self._redirected.append((handler, real))
@@ -148,7 +148,7 @@ class LiveSummary:
         for place, real in self._redirected:
             if isinstance(place, logging.Handler):
                 cast("logging.StreamHandler[TextIO]", place).setStream(real)
-            # Somebody may have replaced the stream once more, and that is left alone.
+            # Other code may have replaced the stream again; its replacement stays.
             elif isinstance(getattr(sys, place), _Above):
                 getattr(sys, place).end_line()
                 setattr(sys, place, real)

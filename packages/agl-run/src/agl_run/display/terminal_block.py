@@ -67,7 +67,7 @@ def _algorithm(one: AlgorithmView, tally: Tally | None, width: int) -> list[list
         tail += [(f"±{one.spread:.3f}", "dim")] if one.spread is not None else []
     elif not one.has_begun:
         tail.append(("finished" if one.is_finished else "waits", "dim"))
-    # What matters least stands last and goes first.
+    # The least important part is last, and is dropped first.
     while len(tail) > 1 and _columns([*head, *tail], width) > width:
         tail.pop()
     gap = len(_gap(width))

@@ -70,7 +70,7 @@ async def find(store: Store, plan: Plan) -> tuple[Source, list[Rollout]] | None:
     A run's rollouts are preferred to a trial's, unless only the trial's are enough for a forecast. Returns ``None`` if
     neither exists.
     """
-    # Rollouts of a run say more than those of a trial: their lengths are those of the policy in
+    # A run's rollouts are better evidence than a trial's: they have the lengths of the policy in
     # training.
     own, trial = await _of_run(store, plan.name), await _of_trial(store, f"{plan.name}{TRIAL}")
     found = [(_source(rollouts), rollouts) for rollouts in (own, trial) if rollouts]

@@ -51,7 +51,7 @@ class GroupSize(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         size: Rollouts per group.
         silent_share: The expected share of silent groups.
-        basis: The source of the share: counted, or ``model``.
+        basis: ``counted`` among the recorded rollouts of a task, or computed by a ``model`` for larger groups.
         groups: Groups with a gradient that a step's rollouts would give; ``None`` if the step's size is not known.
     """
 

@@ -51,7 +51,8 @@ def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, st
     try:
         separate = _apart(gateway, plan, store_url)
     except ConfigError as error:
-        # What was asked for explicitly is refused; ``auto`` falls back and says so.
+        # An explicit request is refused; with ``auto`` the gateway runs here, and the line says
+        # why.
         if config.process is True:
             raise ConfigError(f"[gateway] process is true, and {error}") from error
         return gateway, f"the gateway runs in this process, although it would get its own ({count}): {error}"

@@ -45,7 +45,7 @@ def waiting_for(
         yield
     finally:
         is_over.set()
-        # So that no reminder follows the line which says that the wait is over.
+        # Joined, so that no reminder follows the line that reports the end of the wait.
         teller.join()
     if time.monotonic() - started >= first_s:
         say(f"{what}: done after {time.monotonic() - started:.0f} s")

@@ -88,7 +88,7 @@ class DrivenAlgorithm:
             return
         session, name = self._driver.session, self.name
         self._algorithm = algorithm = session.algorithm(self._config)
-        # Setting up may load a model, which takes minutes and looks like a hang otherwise.
+        # Setting up may load a model, which takes minutes and would look like a hang.
         with waiting_for(f"setting up the algorithm {name}", say=self._driver.progress.say):
             await algorithm.setup(self._context())
         # A state without a step is a new one; there is nothing to restore, and algorithms need not
@@ -126,7 +126,7 @@ class DrivenAlgorithm:
             step=own.step,
             is_finished=own.is_finished,
             stop_reason=own.stop_reason,
-            # A copy, since the algorithm goes on to change its own.
+            # A copy, because the algorithm continues to change its own state.
             state=dict(self._algorithm.state()),
             settings=self._settings,
         )
@@ -263,8 +263,7 @@ class DrivenAlgorithm:
             return
         problem = "an update was interrupted"
         try:
-            # A run that ends early still saves what it can; see agl_run.run.saving for what that
-            # is.
+            # A run that ends early still tries to save its steps; see agl_run.run.saving.
             if await to_end(driver.save_waiting()):
                 return
         except (AglError, OSError) as error:  # the error that ends the run matters more than this one

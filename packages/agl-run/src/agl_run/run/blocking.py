@@ -137,8 +137,8 @@ class _Run(Generic[T]):
             try:
                 self._ended.wait(0.2)
             except KeyboardInterrupt:
-                # The terminal sends Ctrl-C to the whole process group, and wrappers pass it on once
-                # more.
+                # The terminal sends Ctrl-C to the whole process group, and wrapper programs may
+                # send it again.
                 if time.monotonic() - stopped < SAME_S:
                     continue
                 self._cancel()

@@ -61,7 +61,7 @@ class CollapseGuard:
         Raises:
             CollapseError: The experiment must stop.
         """
-        # A pure function of what the store has, so a run that was killed here decides the same
+        # Depends only on data in the store, so a run that was killed here makes the same decision
         # again.
         fallen = self._fallen(turn)
         if not fallen or all(turn.is_finished for turn in self._turns):
@@ -78,7 +78,7 @@ class CollapseGuard:
         try:
             text = await self._react(chosen, best, finding)
         except CollapseError as error:
-            # The alert is stored before the run ends, because afterwards nobody writes it.
+            # The alert is stored before the run ends, because nothing would write it afterwards.
             await self._alert(f"{error}; the run stops", step=last.turn, key=key)
             raise
         self._say(text)
@@ -98,7 +98,7 @@ class CollapseGuard:
 
     def _fallen(self, turn: int) -> list[Validation]:
         """Return the newest validations, at most two in a row, that have fallen since the run last went back."""
-        # Validations from before the last rollback say nothing about the weights of now.
+        # Validations from before the last rollback are no evidence about the present weights.
         since = [one for one in self._driver.validations.all() if one.turn > self._past.turn]
         if not since or since[-1].turn != turn:
             return []
@@ -118,7 +118,8 @@ class CollapseGuard:
             return f"{finding}, twice in a row, and the versions are the same: something else has changed"
         # Only algorithms that have trained what goes back need to change their optimizer's state.
         affected = [t for t in self._turns if not t.is_finished and t.steps and changed.intersection(t.tunes)]
-        # Asked before anything moves: a rollback that fails half way would mix versions and states.
+        # Checked before anything changes: a rollback that failed halfway would mix versions and
+        # states.
         obstacle = await self._obstacle(best, affected)
         if obstacle:
             raise CollapseError(f"{finding}, twice in a row; training cannot go back, because {obstacle}")

@@ -39,7 +39,7 @@ GRACE_S = 90.0
 """Seconds that a worker may need to start an agent's process, and to stop an agent after its time limit."""
 
 READ_BATCH = 64
-"""The most finished rollouts that are read in one batch."""
+"""The number of finished rollouts to wait for before a batch of them is read."""
 
 
 class Collector:
@@ -155,7 +155,7 @@ class Collector:
             check_trainable(episodes)
         if self._credit is None:
             return kept
-        # Ids follow from the step, so a step that is repeated finds its replays and pays for none
+        # The ids are derived from the step, so a repeated step finds its replays and does not pay
         # again.
         prefix = f"{self._plan.name}-{self._run}-{self._caller}-{REPLAY}-{_prefix(step, key)}"
         replays = Replays(kept, prefix=prefix, run_all=self.run, store=self._store)
@@ -219,8 +219,8 @@ class Collector:
         for number, (task, position, sample) in enumerate(pairs):
             seed = self._seed(f"{mode}-{step_name(0)}-{position:05d}-{sample:03d}")
             for arm in (*range(number % len(arms), len(arms)), *range(number % len(arms))):
-                # The arm is part of the id and not of the seed: arms must differ in their versions
-                # alone.
+                # The arm is part of the id but not of the seed, because arms must differ only in
+                # their versions.
                 place = 0, f"{step_name(0)}-{position:05d}-{sample:03d}-{arm:02d}"
                 rollout = self._rollout(task, place, mode, {**live, **arms[arm]})
                 found.append(msgspec.structs.replace(rollout, metadata={**rollout.metadata, "seed": seed}))
@@ -307,7 +307,8 @@ class Collector:
         try:
             return await self._store.enqueue(rollouts)
         except ConflictError as error:
-            # The store says only that some id is taken, so the culprit is looked for to name it.
+            # The store reports only that an id is taken, so the rollout that differs is searched
+            # for here.
             for rollout in rollouts:
                 if differing := await self._differing(rollout):
                     raise ConfigError(
@@ -352,7 +353,7 @@ class Collector:
         try:
             yield
         finally:
-            # A request that was cancelled must not count as running for ever on the display.
+            # A cancelled request must not be displayed as running forever.
             self._tally.drop(rollout_ids)
 
     def _count(self, rollout_id: str, status: str) -> None:

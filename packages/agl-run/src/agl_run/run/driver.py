@@ -169,7 +169,7 @@ class Driver:
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
         """Return an algorithm's newest state, whether saved or still waiting; a new state before its first step."""
-        # What waits is newer than what the store has.
+        # A waiting state is newer than the saved one.
         for turn, _ in reversed(self._waiting):
             if turn.name == algorithm.name:
                 return turn.state
@@ -214,8 +214,8 @@ class Driver:
             # Appended before the algorithm is asked to save, because its save covers this step as
             # well.
             self._waiting.append((turn, report))
-            # A validation pins rollouts to the versions of now, and these must survive a kill, so
-            # the step may not wait.
+            # A validation pins rollouts to the present versions, which must survive a kill, so the
+            # step may not wait.
             is_validated = self.is_validated(number)
             # The algorithm's files are written first and the store's record second: a kill in
             # between repeats a step, and never leaves a record whose weights are missing.
@@ -348,12 +348,12 @@ class Driver:
         if (known := self.validations.at(step)) is not None:
             return known.mean
         collector, states = self.collector(VALIDATION, None), moment.states
-        # A validation that was interrupted goes on with the versions that its first rollouts were
-        # pinned to.
+        # An interrupted validation continues with the versions to which its first rollouts were
+        # pinned.
         versions = await collector.pinned_before(step=step, mode="val") or moment.versions
         files = files_of([await self.session.store.resource(*version) for version in versions.items()], states)
-        # From now on the files of these versions are kept, even if the algorithm deletes old
-        # checkpoints meanwhile.
+        # From now on the files of these versions are protected, even if the algorithm deletes old
+        # checkpoints.
         self.validations.begin(files)
         episodes = (await collector(tasks, step=step, mode="val", resources=versions)).episodes
         if not step:
@@ -364,7 +364,7 @@ class Driver:
         # the numbers to.
         await self.measure(VALIDATION, step=step)
         await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated
-        # Added last: its presence is what says that the validation is complete.
+        # Added last, because its presence marks the validation as complete.
         await self.validations.add(turn=step, versions=versions, steps=files, episodes=episodes, states=states)
         self._notify(VALIDATION, report, turn=step)
         self.view_validations()

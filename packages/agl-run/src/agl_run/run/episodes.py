@@ -56,7 +56,7 @@ def selection_of(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelect
     policies = [name for name in algorithm.tunes if name in plan.config.policy] if algorithm else []
     return EpisodeSelection(
         agents=(algorithm.agents or None) if algorithm else None,
-        # With several policies the algorithm tells their calls apart itself.
+        # With several policies, the algorithm itself distinguishes their calls.
         policy=policies[0] if len(policies) == 1 else None,
         options=EpisodeOptions(
             score=score_options(section),
@@ -89,7 +89,8 @@ async def read_finished(
         if recording.rollout.attempt_id == attempt_id:  # another attempt may have decided the rollout
             recordings[recording.rollout.rollout_id] = msgspec.structs.replace(recording, spans=spans)
         else:
-            # Its spans are read below, with those of the rollouts that nobody handed over.
+            # The spans are read below, together with those of all rollouts that were not handed
+            # over.
             del known[recording.rollout.rollout_id]
     recordings |= await _recordings(store, [each for each in rollout_ids if each not in known], spans="deciding")
     return [recordings[rollout_id] for rollout_id in rollout_ids]

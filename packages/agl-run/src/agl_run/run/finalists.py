@@ -70,8 +70,8 @@ async def _available(driver: Driver, last: Validation) -> list[Validation]:
     best = driver.validations.best
     if best.versions == last.versions:
         return [last]
-    # With two measurements alone nothing was selected from many, so the last versions stay unless
-    # they are clearly worse.
+    # Two measurements are no selection from many, so the last versions stay unless they are clearly
+    # worse.
     if not driver.session.plan.config.experiment.validate_every:
         return [best if is_below(last, best, confidence=0.95) else last]
     found: list[Validation] = []

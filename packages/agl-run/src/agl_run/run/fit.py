@@ -129,8 +129,8 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     session = Session(plan)
     turns: list[DrivenAlgorithm] = []
     async with AsyncExitStack() as stack:
-        # Pushed in the reverse order of their ends: algorithms first, which still say what they
-        # could not save, then the display, then the parts that they used.
+        # Pushed in the reverse order of their ends: first the algorithms end and report unsaved
+        # steps, then the display, then the parts that the algorithms used.
         stack.push_async_callback(session.close)
         stack.callback(progress.close)
         stack.push_async_callback(_end, turns)
@@ -139,8 +139,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
             await check_algorithms(plan)
         # The first thing that touches the store, and that another trainer can make fail.
         store = await session.open_store()
-        # The record says ``running`` from here on, so that workers which look meanwhile do not
-        # leave.
+        # The record says ``running`` from here on, so that workers that read it do not leave.
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
         driver = await _start(session, beginning, progress, turns=turns)
         # Said after the start, because a refused run has a better message to show.
@@ -148,8 +147,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
             _LOG.warning("%s", text)
         source = SinkSource(plan=plan, store=session.store, store_url=session.store_url, run=driver.state.run)
         async with Sinks(source, say=progress.say) as sinks:
-            # Sinks read the store themselves; the driver only tells them when there is something
-            # new.
+            # Sinks read the store themselves; the driver only wakes them when there is new data.
             driver.on_logged, driver.on_alert = sinks.wake, sinks.alert
             result = await _fit(driver, turns)
             sinks.summary = _summary(result)
@@ -241,7 +239,7 @@ async def _start(session: Session, beginning: Beginning, progress: Progress, *, 
             )
         await _begin(turns, session.plan.config.schedule)
     except BaseException:
-        # A finished experiment that was to go on and was refused is finished again.
+        # If a finished experiment was to continue and is refused, its record says finished again.
         await beginning.take_back(session.store)
         raise
     # The reopened states are saved here, together with the record: a resume after a kill sees both
@@ -259,7 +257,7 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
     stopped = await _take_steps(driver, turns)
     if driver.state.turn:
         await driver.validate(await driver.now())
-    # Kept next to the chosen ones: a run that is given more steps later goes on from its last step,
+    # Saved besides the chosen versions: a run that is extended later continues from its last step,
     # not from its best.
     last = driver.session.live.versions()
     choice = await choose(driver)
@@ -274,7 +272,7 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
 async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[str, AlgorithmState]:
     """Run the schedule with its validations; return the states of the algorithms that a collapse stopped."""
     # The guard counts rollbacks over restarts; otherwise a run that is resumed often could go back
-    # for ever.
+    # forever.
     plan, guard = driver.session.plan, CollapseGuard(driver, turns)
     await guard.load()
     # One validation at a time: two would share the slots, and the later one could end first.

@@ -120,7 +120,8 @@ class SourceReader:
     async def _lineage(self, name: str, count: int) -> set[str]:
         version = self._driver.session.live.current(name)
         found = {version.version}
-        # Along the parents, not by numbers: after a rollback the numbers no longer tell the age.
+        # Along the parents, not by numbers: after a rollback the numbers no longer correspond to
+        # the age.
         while len(found) < count and version.parent:
             version = await self._store.resource(name, version.parent)
             found.add(version.version)

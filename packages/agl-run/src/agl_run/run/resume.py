@@ -64,7 +64,7 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
     # before.
     if previous is None or fresh:
         state = ExperimentRecord(name=name, run=previous.run + 1 if previous else 1, owner=worker_name(), agent=agent)
-        # Workers elsewhere would otherwise go on to run what nobody waits for any more.
+        # Otherwise workers elsewhere would run rollouts that no run needs any more.
         await cancel_unfinished(store, name)
     # One name belongs to one agent; comparisons over its history would be meaningless otherwise.
     elif is_of_another_agent(previous, plan):
@@ -82,8 +82,8 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
         reopened = _reopened(plan, previous, states)
         # Rollouts of steps that were never saved wait for versions that are not live any more.
         await remove_unreachable(store, name, states)
-        # A finished run may have its best versions live; more steps go on from the last ones, whose
-        # optimizer state is saved.
+        # A finished run may have its best versions live; further steps continue from the last ones,
+        # whose optimizer state is saved.
         live = await load_last_versions(store, previous) if previous.status == "finished" else previous.live
         state = msgspec.structs.replace(previous, status="running", live=live, owner=worker_name(), agent=agent)
     elif previous.status == "finished":
@@ -97,7 +97,7 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
             "or --fresh (fresh=True) to start again"
         )
     if previous is not None:
-        await save_progress(store, state)  # a worker of this experiment must not take it for finished meanwhile
+        await save_progress(store, state)  # workers of this experiment must not see it as finished
     return Beginning(state=state, previous=previous, reopened=reopened)
 
 

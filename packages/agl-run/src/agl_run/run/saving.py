@@ -35,14 +35,14 @@ async def to_end(work: Coroutine[Any, Any, T]) -> T:
     """Await ``work`` to its end, even if the caller is cancelled in the meantime; the cancellation is raised then."""
     task = asyncio.ensure_future(work)
     try:
-        # The shield lets the cancellation arrive here while the work goes on.
+        # The shield lets the cancellation arrive here while the work continues.
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         # ``wait`` does not raise the task's error; the cancellation stays the reason that the
         # caller sees.
         await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # seen: the cancellation says why this ends
+            task.exception()  # retrieved, so that it is not logged: the cancellation is the reason for the end
         raise
 
 

@@ -90,8 +90,8 @@ class Session:
         # weights even where their stores differ.
         lock = ExperimentLock(self.plan.workdir)
         lock.acquire()
-        # Everything that is started is pushed onto one stack, so that a start which fails half way
-        # stops exactly what runs.
+        # Every started part is pushed onto one stack, so that a start that fails halfway stops
+        # exactly the parts that run.
         self._stack.callback(lock.release)
         store = checked_store(self.plan.store) if self.plan.store else open_store(self.plan)
         if self.plan.store is None:
@@ -145,8 +145,8 @@ class Session:
         context = self._context(upstreams)
         worker = Worker(context, make_runner(self.plan, context), keep=self.feed.keep)
         self.worker = await self._stack.enter_async_context(worker)
-        # Losing the lease has to reach whoever waits for rollouts, and the worker's failure is what
-        # they watch.
+        # The loss of the lease must reach all waiters for rollouts, and they watch the worker's
+        # failure.
         self._ownership.on_loss = self.worker.fail
         running = make_running(
             self.plan,
@@ -235,7 +235,7 @@ class Session:
                 await fleet.reserve(placed)
 
     def _fleet_setup(self) -> FleetSetup:
-        # An object as a store exists in this process alone; others reach it through the gateway.
+        # A store object exists only in this process; other processes reach it through the gateway.
         url = store_for_workers("" if self.plan.store else store_url_of(self.plan), self._advertised_url)
         query = RolloutQuery(experiment=self.plan.name, status=("queued", "running"))
         return FleetSetup(
@@ -344,9 +344,9 @@ class Session:
         version = f"{self.plan.name}-{state.run}-initial"
         for name, resource in initial.items():
             if name in state.live:
-                # A resumed run keeps its versions even if the file has changed since; silence about
-                # that would look like the edit had worked.
-                if state.owner and name in self.plan.resources:  # a trial, which no process owns, says it itself
+                # A resumed run keeps its versions even if the file has changed since; without a
+                # message the edit would seem to work.
+                if state.owner and name in self.plan.resources:  # a trial has no owner, and reports this itself
                     await self._say_if_changed(name, resource, first=version)
             # A fresh run begins with the file's own value unless a label names a version to
             # continue from.

@@ -43,8 +43,8 @@ async def trial(
     session = Session(plan.renamed(record_as))
     try:
         store = await session.open_store()
-        # A record under this name belongs to an experiment that can be resumed, and its queue is
-        # left alone.
+        # A record under this name belongs to an experiment that can be resumed, so its queue is not
+        # touched.
         if await load_experiment(store, record_as) is None:
             await cancel_unfinished(store, record_as)
         # A trial shows the agent with the versions that training has reached, not with those of the

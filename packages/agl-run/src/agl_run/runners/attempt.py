@@ -74,8 +74,8 @@ async def run_attempt(
     # answers.
     status, error = _checked(active, status, error)
     for tracer in active.tracers:
-        # Frameworks end their spans in threads of their own; what is not flushed now would belong
-        # to no attempt.
+        # Frameworks end their spans in their own threads; spans that are not flushed now would be
+        # lost.
         tracer.flush(1.0)
     status, error, output, rewards = _read(status, refused.explained(error), value, active)
     root = _root_span(active, started, status, error, output)
@@ -191,7 +191,8 @@ class _Invocation:
         try:
             if self._agent.is_async:
                 return await self._agent.call(*self._arguments)
-            # The thread needs the variable that names the attempt, or its calls would be nobody's.
+            # The thread needs the context variable with the attempt, or its calls would belong to
+            # no attempt.
             context = contextvars.copy_context()
             self._future = asyncio.get_running_loop().run_in_executor(AgentThreads(), context.run, self._in_thread)
             self._future.add_done_callback(_notice)
@@ -205,8 +206,7 @@ class _Invocation:
 
     def _in_thread(self) -> Any:
         with self._lock:
-            # Under the lock, so that an interrupt never hits a thread that has gone on to something
-            # else.
+            # Under the lock, so that an interrupt never hits a thread that already does other work.
             self._thread = threading.get_ident()
         try:
             return self._agent.call(*self._arguments)

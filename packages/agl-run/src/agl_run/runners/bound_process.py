@@ -91,7 +91,7 @@ class BoundProcess:
             ours.close()
             raise
         finally:
-            # Ours alone must keep the pair open.
+            # Only our end may keep the socket pair open.
             its.close()
         try:
             await kept._require_start(words[0])
@@ -127,7 +127,7 @@ class BoundProcess:
         answer = await asyncio.get_running_loop().sock_recv(self._control, 16)
         if answer.isdigit():
             raise OSError(int(answer), os.strerror(int(answer)), name)
-        # Without it a keeper that was killed would leave a program that nobody ends.
+        # Without this watch, a killed keeper would leave a program that is never stopped.
         self._watch = asyncio.create_task(self._watch_keeper(self._control))
 
     async def _watch_keeper(self, control: socket.socket) -> None:

@@ -31,7 +31,7 @@ FLUSH_S = 1.0
 
 def main() -> None:
     """Run the parent's attempts, reading from standard input and writing to standard output."""
-    # First of all: whatever the agent's imports print must not end up among the messages.
+    # First, because output of the agent's imports must not be mixed with the messages.
     source, sink = _take_pipes()
     start = read_to_child(source)
     if not isinstance(start, ChildStart):
@@ -113,7 +113,7 @@ async def _serve(
             replay=message.replay,
         )
         flusher = asyncio.create_task(_flush_loop(recorder, write))
-        # One attempt at a time runs here, so its key may stand in the environment of the process.
+        # Only one attempt runs here at a time, so its key can be in the environment of the process.
         with environment(_credentials(start, message.token)):
             outcome = await run_attempt(agent, message.rollout, active, resources=resources, recorder=recorder)
         # The flusher has ended before the outcome is sent, so no span of this attempt follows it.
@@ -128,7 +128,7 @@ def _credentials(start: ChildStart, token: str) -> dict[str, str]:
 async def _flush_loop(recorder: SpanRecorder, write: _Writer) -> None:
     while True:
         await asyncio.sleep(FLUSH_S)
-        # Cleaned before they are sent: the parent writes them without a look.
+        # Made storable before they are sent, because the parent writes them unchecked.
         spans = tuple(map(storable_span, recorder.drain()))
         if spans:
             write(frame(ChildSpans(spans=spans)))

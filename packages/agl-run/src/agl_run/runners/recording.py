@@ -142,15 +142,14 @@ async def record_command(
             # A rollout without a program would look like one that failed.
             await _discard(store, claim.rollout.rollout_id)
             raise
-        # A program may run for days; without renewals the store would give its attempt to nobody
-        # and end it.
+        # A program may run for days; without renewals the store would declare its attempt lost.
         renewing = asyncio.create_task(_renew(store, claim.attempt.attempt_id))
         stack.callback(renewing.cancel)
         status, code, error = await _end_of(process, timeout_s, request)
         # The program has ended; a further Ctrl-C may now end the writing too.
         request.end()
         if gateway is not None:
-            # The last calls are written behind their answers.
+            # The last calls may still have to be stored, because answers do not wait for this.
             await gateway.settle(claim.attempt.attempt_id)
         closed = msgspec.structs.replace(root, end_ns=time.time_ns(), status="ok" if code == 0 else "error")
         outcome = Outcome(
@@ -191,7 +190,7 @@ async def _claim(store: Store, command: Sequence[str], timeout_s: float | None) 
                 task={"command": list(command)},
                 experiment=experiment,
                 mode="test",
-                # A program is not repeated behind the back of the person who started it.
+                # A program must not be repeated unnoticed by the person who started it.
                 retry=RetryPolicy(timeout_s=timeout_s, grace_s=LEASE_S, max_losses=0),  # this process decides
                 created_at=time.time(),
             )
@@ -254,7 +253,7 @@ async def _end_of(
         print(f"agl: stopped after {timeout_s:g} s", file=sys.stderr)
         return "timeout", 124, ErrorInfo(type="TimeoutError", message="exit status 124")
     except asyncio.CancelledError:
-        # A cancellation that no signal caused is someone else's.
+        # A cancellation without a signal was not meant for the program.
         if not request.is_answered() or request.number is None:
             raise
         text = f"stopped by {request.number.name}"

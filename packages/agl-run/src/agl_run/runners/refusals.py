@@ -34,7 +34,7 @@ class RefusedCalls:
 
     def record(self, span: Span) -> None:
         """Pass a span on, and note its client if the client's key was refused."""
-        # Only the span says which client it was; the agent's own error names a status.
+        # Only the span names the client; the agent's own error has just a status.
         if span.attributes.get(semconv.UNRECORDED) == REFUSED:
             self._clients[str(span.attributes.get(semconv.CLIENT))] = None
         self._record(span)

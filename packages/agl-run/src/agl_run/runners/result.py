@@ -38,7 +38,7 @@ def read_result(value: Any) -> AgentResult:
         return AgentResult(output=_json(value))
     if reward.fault:
         raise RunError(f"the agent returned {reward.fault} as a reward; return a finite number, or None for no reward")
-    # A number is both: the reward, and what the agent answered.
+    # A number is both the reward and the agent's output.
     return AgentResult(reward=reward, output=float(value) if isinstance(value, Real) else None)
 
 

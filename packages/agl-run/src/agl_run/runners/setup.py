@@ -123,7 +123,8 @@ class RunContext:
 
 def environment_for_agents(setup: RunContext) -> dict[str, str]:
     """Return this process's environment without the store's keys, and without the policy keys that a gateway adds."""
-    # The agent does not need keys that the gateway adds, and what it does not have it cannot leak.
+    # The agent does not need keys that the gateway adds, and cannot leak keys that it does not
+    # have.
     held = {upstream.api_key_env for upstream in setup.upstreams} if setup.gateway_url else set[str]()
     # With one of these an agent could sign tokens for any attempt, or read the whole store.
     own = {SECRET_ENV, SECRET_FILE_ENV, ADMIN_TOKEN_ENV, TOKEN_FILE_ENV, WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV}
@@ -170,7 +171,7 @@ class LastingRunner(Protocol):
     """A runner that keeps a part of an attempt for the rewards, such as a workspace."""
 
     async def release(self, claim: Claim, outcome: Outcome | None) -> None:
-        """Remove what is left of an attempt; called once it is judged, and before its outcome is written.
+        """Remove the rest of an attempt, such as its workspace, once it is judged and before its outcome is written.
 
         Args:
             claim: The attempt with which :meth:`execute` was called.

@@ -30,7 +30,7 @@ def storable_span(span: Span) -> Span:
     parts |= {name: plain(parts[name]) for name in ("span_id", "name", "status_message")}
     parts["attributes"] = _fitting(span.attributes) | {semconv.NOT_STORED: plain(fault)}
     parts["call"] = None if span.call is None else _fitting_call(span.call)
-    # What still does not fit is left out; the attribute above says so.
+    # Parts that still do not fit are left out; the attribute above reports this.
     return Span(**{name: value for name, value in parts.items() if not fault_of(value)})
 
 

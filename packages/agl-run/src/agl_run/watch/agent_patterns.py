@@ -64,7 +64,7 @@ class PatternReport(Observer):
             _LOG.warning("%s", text)
 
     def end(self) -> None:
-        """Log a warning for each pattern of which a part matched nothing, unless the pattern was reported before."""
+        """Log a warning for each pattern with a part that matched nothing, unless the pattern was reported before."""
         for setting, parts in self._unmatched.items():
             if parts:
                 named = ", ".join(map(repr, sorted(parts)))

@@ -35,7 +35,7 @@ _MESSAGES = {
 
 
 class SamplingReport(Observer):
-    """Counts such calls by algorithm and by policy; ``store_url`` is used in the commands of its reports."""
+    """Counts training calls with narrowed sampling, by algorithm; ``store_url`` is for the commands in the reports."""
 
     def __init__(self, *, store_url: str = "") -> None:
         self._store_url = store_url
@@ -44,7 +44,7 @@ class SamplingReport(Observer):
         self._total: Counter[str] = Counter()
 
     def rollout(self, caller: str, recording: Recording) -> None:
-        """Count such calls among the spans of a rollout that ``caller`` collected, and log each parameter once."""
+        """Count the marked calls among the spans of a rollout of ``caller``, and log each parameter once."""
         for span in recording.spans:
             # A call may have had one parameter overridden and another one kept.
             for attribute in span.attributes.keys() & _METRICS.keys():

@@ -41,7 +41,7 @@ class LiveResources:
     def set(self, version: ResourceVersion) -> None:
         """Make a version live."""
         self._live[version.name] = version
-        # The weights of now are what most rollouts ask for.
+        # Most rollouts use the live weights, so they are cached.
         self._pinned.keep(version)
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:

@@ -20,7 +20,7 @@ def settle_heap() -> None:
     Call this once after a program has started, and only in a program that owns its process. Long-lived garbage in
     reference cycles is found later than by default; objects whose reference count drops to zero are freed at once.
     """
-    # Collected first, because whatever is garbage now would stay for ever once it is frozen.
+    # Collected first, because present garbage would stay forever once it is frozen.
     gc.collect()
     gc.freeze()
     # The first threshold stays: young garbage is the cheapest.

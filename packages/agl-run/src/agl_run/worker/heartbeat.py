@@ -126,7 +126,7 @@ class Heartbeat:
             await withdraw(self._store, self._name)
             await self._see_workers_off()
         except FencedError:
-            pass  # the record is that of the trainer that took over
+            pass  # the record belongs to the trainer that took over
         except StoreError as error:
             _LOG.warning(
                 "the store could not record for remote workers that experiment %r ended: %s", self._name, error
@@ -182,7 +182,7 @@ def make_running(
         place=host_id(),
         release=agl.__version__,
         gateway_url=gateway_url,
-        # The record can be read by everyone who reads the store, so addresses lose their keys.
+        # Every reader of the store can read the record, so keys are removed from URLs.
         upstreams=tuple(_public(upstream) for upstream in context.upstreams),
         endpoints={
             name: msgspec.structs.replace(llm, endpoint=without_credentials(llm.endpoint), api_key="")

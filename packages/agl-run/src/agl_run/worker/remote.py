@@ -110,7 +110,7 @@ class RemoteWorker:
 
     async def _wait(self) -> tuple[RunningExperiment, RemoteGateway | None] | None:
         """Wait until the experiment can be joined, and return its record and gateway; ``None`` once it is finished."""
-        # The session and the beat of the first look; see below.
+        # The session and the beat of the first read record; see below.
         seen: tuple[str, int] | None = None
         while True:
             try:
@@ -131,7 +131,7 @@ class RemoteWorker:
                 problem = await self._join_problem(serving, gateway)
                 if problem is None:
                     return serving, gateway
-                # A killed experiment leaves its record; only a beat that moves between two looks
+                # A killed experiment leaves its record; only a beat that changes between two reads
                 # proves that it runs.
                 if seen is None or seen[0] != serving.session:
                     seen = (serving.session, serving.beat)
@@ -274,7 +274,7 @@ class RemoteWorker:
         if current is None:
             is_finished = await self._check_finished()
             return f"experiment {self._plan.name!r} " + ("is finished" if is_finished else "ended or was stopped")
-        # A restart has other tokens and another gateway, so everything is set up anew.
+        # A restart has other tokens and another gateway, so everything is set up again.
         if current.session != serving.session:
             return f"experiment {self._plan.name!r} was started again"
         if gateway is None:
@@ -283,6 +283,7 @@ class RemoteWorker:
             problem = await gateway.look()
         except GatewayLostError as error:
             return str(error)
-        # A short silence is a restart of the gateway or a slow network; attempts go on meanwhile.
+        # A short silence is a restart of the gateway or a slow network; attempts continue during
+        # it.
         is_gone = gateway.lost.is_set() or gateway.silence_s() > PATIENCE_S
         return f"the gateway {gateway.url} {problem or 'went away'}" if is_gone else ""

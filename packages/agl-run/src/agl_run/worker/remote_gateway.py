@@ -97,7 +97,7 @@ class RemoteGateway:
         """Return once the gateway answers; raises :class:`GatewayLostError` if it is gone or does not answer."""
         if self.lost.is_set():
             raise self._gone("is gone")
-        # One look serves all attempts that start within two seconds.
+        # One request serves all attempts that start within two seconds.
         if self.silence_s() < FRESH_S:
             return
         deadline = time.monotonic() + self._patience_s
@@ -122,7 +122,7 @@ class RemoteGateway:
                 return self._recognise(answer)
             if status == 409:
                 raise CaptureError(answer)
-            # The gateway is alive and waits for its store, so its patience begins anew.
+            # The gateway is alive and waits for its store, so the patience starts again.
             if status == 202:
                 self._recognise(answer)
                 deadline = time.monotonic() + self._patience_s

@@ -79,8 +79,8 @@ class Worker:
         # The runner starts before the first claim, so that an agent which cannot be imported costs
         # no attempt.
         await self._runner.start()
-        # A future and not an exception of the loops below: those who wait for rollouts race it
-        # against their wait.
+        # A future, not an exception of the loops below, because waiters for rollouts wait for both
+        # at once.
         self.failure = asyncio.get_running_loop().create_future()
         self._loops = [self._spawn(self._claim_loop), self._spawn(self._renew_loop)]
         return self
@@ -146,8 +146,8 @@ class Worker:
         try:
             return await claim(limit=limit, wait_s=CLAIM_WAIT_S)
         except asyncio.CancelledError:
-            # Best effort while stopping: what is not given back here returns to the queue when its
-            # lease lapses.
+            # Best effort while stopping: a rollout that is not given back returns to the queue when
+            # its lease ends.
             with suppress(StoreError, TimeoutError):  # the leases lapse
                 async with asyncio.timeout(GIVE_BACK_S):
                     for taken in await claim(limit=1):
@@ -241,8 +241,8 @@ class Worker:
         try:
             outcome = await self._execute(claim)
             if context.gateway is not None:
-                # The gateway writes calls behind the answer; an outcome before the last of them
-                # would lack rows.
+                # The gateway stores calls after it has answered them; an earlier outcome would lack
+                # the last rows.
                 await context.gateway.settle(claim.attempt.attempt_id)
             return await self._judge(claim.rollout, outcome)
         except (GatewayLostError, LostError):

@@ -248,9 +248,9 @@ class TinkerService:
         return request_id
 
     async def _add(self, run: str, make: Callable[[], Trainee]) -> None:
-        async with self._adding:  # else models that are made at once would each find the same room
+        async with self._adding:  # otherwise concurrent creations would each count the same free place
             if len(self._runs) >= self._most_models:
-                # That of the client that was silent longest; its next request is answered with how to go on.
+                # The least recently used model; the answer to its client's next request says how to continue.
                 self._runs.pop(next(iter(self._runs)))
             self._runs[run] = TrainingRun(run=run, trainee=await self._train(make))
 
@@ -322,7 +322,8 @@ class Samplers:
         key = (folder, folder.stat().st_mtime_ns if folder is not None else 0)
         self._users[key] = self._users.get(key, 0) + 1
         try:
-            # Shielded: a request that is cancelled leaves the sampler to the next one, and none that nobody closes.
+            # Shielded, so that a cancelled request leaves a sampler that the next one uses and that is closed at the
+            # end.
             yield await asyncio.shield(self._opened(key))
         finally:
             self._users[key] -= 1
@@ -337,7 +338,7 @@ class Samplers:
                 await asyncio.to_thread(sampler.close)
 
     async def _opened(self, key: Key) -> Sampler:
-        async with self._opening:  # else two requests for new weights would read them twice
+        async with self._opening:  # otherwise two requests for the same new weights would read them twice
             if key not in self._ready:
                 idle = [ready for ready in self._ready if ready not in self._users]
                 for old in idle[: max(0, len(self._ready) + 1 - self._most)]:
