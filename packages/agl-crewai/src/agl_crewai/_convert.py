@@ -43,7 +43,7 @@ def _identity(event: Any) -> dict[str, Any]:
 
 
 def _fields(event: Any) -> dict[str, Any]:
-    """The event's fields as a dict, because asking a pydantic model for a field that it lacks is slow."""
+    """Return the event's fields as a dict, because asking a pydantic model for a missing field is slow."""
     return cast("dict[str, Any]", vars(event))
 
 

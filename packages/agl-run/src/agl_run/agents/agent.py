@@ -108,7 +108,7 @@ class AgentSpec:
 
 
 Agent: TypeAlias = Callable[..., Any] | LitAgent[Any] | str | Sequence[str] | AgentSpec
-"""A function, a ``LitAgent`` or its class, ``"module:attribute"``, or a command as its words."""
+"""A function, a ``LitAgent`` or its class, ``"module:attribute"``, or a command as a sequence of words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,7 @@ class AlgorithmView:
         reward: The mean training reward of the newest step; ``None`` before the first reward.
         spread: Half the width of the 95 % interval of ``reward`` over the groups; ``None`` for fewer than two groups.
         rewards: The mean training rewards of the steps that this process ran, oldest first.
-        work: The progress of the current step's work as (done, total, text); ``None`` between two pieces of work.
+        work: The progress of the current step's work as (done, total, text); ``None`` between two steps.
     """
 
     name: str

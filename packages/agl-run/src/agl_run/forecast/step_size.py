@@ -28,7 +28,7 @@ class MeasuredAlgorithm(Protocol):
         ...
 
     async def close(self) -> None:
-        """See :class:`agl.contracts.Algorithm`."""
+        """Close the algorithm; see :class:`agl.contracts.Algorithm`."""
         ...
 
 
