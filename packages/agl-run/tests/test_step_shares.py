@@ -1,4 +1,4 @@
-"""Slots without an agent and rewards that break are measured with a step, apart from the agent's own errors."""
+"""Idle slots and failed reward emitters are measured with a step, apart from the agent's own errors."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -130,7 +130,7 @@ class Looks:
 
 
 class Said(Quiet):
-    """Keeps the lines that a run says."""
+    """Collects the lines that a run shows."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
