@@ -52,7 +52,7 @@ class Tally(Record, frozen=True, kw_only=True):
 
 
 class WorkspaceTests:
-    """Rewards a workspace by the share of its tests that pass.
+    """Rewards the work in a workspace by running tests on it.
 
     Args:
         setup: Provides the experiment's folder.

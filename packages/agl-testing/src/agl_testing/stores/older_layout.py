@@ -1,4 +1,4 @@
-"""Parts of older layouts of the durable stores, for tests of migrations."""
+"""Converts data of durable stores back to older layouts, for tests of migrations."""
 
 import msgspec
 
@@ -6,9 +6,9 @@ from agl.contracts import Store
 
 
 def narrow_numbers(prefix: str = "") -> list[str]:
-    """Return the statements that turn tables back to layout 3, which had 8 bits for an attempt's number.
+    """Return the SQL statements that convert tables back to layout 3, which had 8 bits for an attempt's number.
 
-    They leave the spans alone, whose keys differ between stores. Tables' names begin with ``prefix``.
+    They do not convert the spans, whose keys differ between stores. ``prefix`` is the prefix of the tables' names.
     """
     narrow = "({0} >> 14 << 8) + ({0} & 255)"
     return [
@@ -24,7 +24,10 @@ def narrow_numbers(prefix: str = "") -> list[str]:
 
 
 async def older_states(store: Store, *, ledger: tuple[str, int, str]) -> dict[str, bytes]:
-    """Return the states as layout 2 kept them; ``ledger`` names the experiment, run and algorithm of one ledger."""
+    """Return a store's states as layout 2 stored them, including experiments, labels, scores and one ledger.
+
+    ``ledger`` is the experiment, run and algorithm of that ledger.
+    """
     states = dict(await store.load_state(""))
     for record in await store.experiments():
         fields = {**msgspec.to_builtins(record)}
