@@ -18,7 +18,7 @@ LIMIT_S = 30.0
 
 
 def run(work: Coroutine[Any, Any, T], *, limit_s: float = LIMIT_S) -> T:
-    """Run ``work`` in a new event loop and return its result; raises :class:`TimeoutError` after ``limit_s`` seconds."""
+    """Run ``work`` in a new event loop, and return its result; raises :class:`TimeoutError` after ``limit_s``."""
     return asyncio.run(asyncio.wait_for(work, limit_s))
 
 

@@ -64,7 +64,7 @@ class AlgorithmScenario:
         max_steps: The number of steps within which the algorithm must finish.
         make_longer: Returns a new algorithm with the parameters of ``make`` but more steps. ``None`` skips the tests
             of an :class:`~agl.contracts.ExtendableAlgorithm`.
-        agents: The regular expression for the agents that train, in the algorithm's context.
+        agents: Regular expression for the names of the agents that train, in the algorithm's context; ``""`` for all.
     """
 
     make: Callable[[], Algorithm]
