@@ -32,7 +32,13 @@ Tell = Callable[[int], None]
 
 
 class Copied(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The result of a copy: the numbers of new rollouts and of rollouts that the target already had (``known``)."""
+    """The result of a copy.
+
+    Attributes:
+        experiments: Names of the copied experiments.
+        rollouts: Number of copied rollouts.
+        known: Number of rollouts that the target already had.
+    """
 
     experiments: list[str]
     rollouts: int

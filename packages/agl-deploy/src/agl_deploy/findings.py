@@ -81,7 +81,7 @@ def _refuse_gateway(gateway: GatewayConfig) -> None:
 
 
 def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> Iterator[str]:
-    """Yield warnings for people: settings that may not work on other machines, and files that look like they hold keys.
+    """Yield warnings about settings that may not work on other machines, and about files that seem to contain keys.
 
     Args:
         config: The experiment.

@@ -85,7 +85,7 @@ class Needs(Record, frozen=True, kw_only=True):
 
 
 def read_needs(file: Path, manager: PluginManager) -> Needs:
-    """Read what an experiment needs.
+    """Read an experiment, and determine its needs.
 
     Raises:
         ConfigError: The experiment cannot be deployed (see :func:`agl_deploy.findings.refuse`), or a distribution that

@@ -18,8 +18,8 @@ class HarnessSettings(Record, frozen=True, kw_only=True):
         output: Answer length for the harness's own settings: the most tokens of one answer.
         memory: Memory limit of all the harness's processes together, such as ``8GB``; ``""`` for no limit.
         processes: Largest number of the harness's processes; 0 for no limit.
-        keep: The attempts whose workspaces stay in the experiment's work directory: ``failed`` ones, ``never``, or
-            ``always``.
+        keep: When an attempt's workspace is kept in the experiment's work directory: after ``failed`` attempts only,
+            ``never``, or ``always``.
         keep_at_most: Largest number of kept workspaces; the oldest are removed first.
         sandbox: ``local``, the name of a backend in the entry-point group ``agl_sandboxes``, or ``module:attribute``.
         sandbox_params: Parameters of the backend ``sandbox``.

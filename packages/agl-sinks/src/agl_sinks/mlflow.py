@@ -32,7 +32,7 @@ STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 class MlflowSink:
-    """Writes a run through ``MlflowClient``; the step of a number is that of its algorithm.
+    """Writes a run through ``MlflowClient``; a metric's step in MLflow is the step of its algorithm.
 
     Args:
         tracking_uri: URI of the server or store; by default ``$MLFLOW_TRACKING_URI``, or else ``mlflow.db`` in the

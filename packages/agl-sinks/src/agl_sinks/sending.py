@@ -37,7 +37,7 @@ def post(
     Args:
         url: The address, which may be a secret.
         body: The body of the request.
-        shown: The address as messages show it.
+        shown: The address to show in messages.
         headers: The headers of the request.
         timeout_s: Timeout in seconds, for each network operation of the exchange.
         passing: Statuses after which the request may be repeated.

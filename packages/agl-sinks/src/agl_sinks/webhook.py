@@ -27,7 +27,7 @@ EVENTS = ("suggestion", "collapse", "failure", "finished")
 """The kinds of events."""
 
 _PAUSES_S = (0.5, 2.0)
-"""Seconds to wait before each immediate repetition; after these the experiment itself tries again later."""
+"""Seconds to wait before each repetition of a failed request; if all fail, the experiment tries again later."""
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LONGEST_TEXT = 3000

@@ -191,7 +191,7 @@ class Archiving:
                     yield recording
 
     async def _new(self, folder: Folder, manifests: Sequence[Manifest], rollouts: Sequence[Rollout]) -> list[str]:
-        """Return the ids of a page's chosen rollouts that the archive lacks, and count the chosen ones that it has."""
+        """Return the ids of a page's chosen rollouts that the archive lacks, and count those that the archive has."""
         ends = {each.rollout_id: micros(each.finished_at) for each in rollouts if self._is_chosen(each)}
         ids = list(ends)
         near = [each for each in manifests if ids and each.first <= ids[-1] and each.last >= ids[0]]

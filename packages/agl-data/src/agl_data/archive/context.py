@@ -1,6 +1,6 @@
 """The tables that go with an experiment's rollouts: versions, labels and scores of its resources, and its metrics.
 
-Each table is one file. Every archiving adds the store's new records and rewrites the file if that changes it. The file
+Each table is one file. Every archiving adds the store's new records, and rewrites the file if there are any. The file
 needs no manifest, because its Parquet pages have checksums.
 """
 
@@ -166,7 +166,7 @@ async def restore_context(folder: Folder, store: TableStore, *, experiment: str)
 
 
 async def _lacking_versions(store: Store, versions: Sequence[ResourceVersion]) -> list[ResourceVersion]:
-    """Return the versions that the store lacks; raises ConflictError if it has other versions of the same resource."""
+    """Return the versions that the store lacks; raises ConflictError if its versions of a resource contradict them."""
     lacking: list[ResourceVersion] = []
     for name in dict.fromkeys(version.name for version in versions):
         archived = [version for version in versions if version.name == name]
@@ -188,7 +188,7 @@ def _is_same(one: ResourceVersion, other: ResourceVersion) -> bool:
 
 
 async def _lacking_moves(store: Store, moves: Sequence[LabelMove]) -> list[LabelMove]:
-    """Return the label moves that the store lacks; raises ConflictError if it moved a label to other versions."""
+    """Return the label moves that the store lacks; raises ConflictError if the store's moves contradict them."""
     lacking: list[LabelMove] = []
     for name, label in dict.fromkeys((move.name, move.label) for move in moves):
         archived = [move for move in moves if (move.name, move.label) == (name, label)]

@@ -1,7 +1,8 @@
 """Brings archived rollouts back into a store, byte for byte.
 
 A part is compared with the store before any of its rollouts is written. A rollout that the store already has, equal to
-its archived copy, is left as it is. One with other contents stops the restore, so no part is restored by half.
+its archived copy, is left as it is. A rollout with other contents stops the restore, so that no part is restored
+incompletely.
 """
 
 import asyncio
@@ -26,7 +27,13 @@ _GREATEST = "\U0010ffff"
 
 
 class Restored(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The result of a restore: the numbers of restored rollouts and of rollouts that the store already had (known)."""
+    """The result of a restore.
+
+    Attributes:
+        experiments: Names of the restored experiments.
+        rollouts: Number of restored rollouts.
+        known: Number of rollouts that the store already had.
+    """
 
     experiments: list[str]
     rollouts: int = 0
@@ -34,7 +41,13 @@ class Restored(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class ArchivedPart(NamedTuple):
-    """A part of an archive, and the ids of its rollouts to restore; ``None`` restores all of them."""
+    """A part of an archive to restore from.
+
+    Attributes:
+        folder: The folder of the part's experiment.
+        manifest: The part's manifest.
+        rollout_ids: Ids of the rollouts to restore; ``None`` for all rollouts of the part.
+    """
 
     folder: Folder
     manifest: Manifest

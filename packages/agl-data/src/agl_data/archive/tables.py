@@ -1,7 +1,7 @@
 """Converts rollouts, attempts and spans to the rows of a part, with columns to query and the exact record, and back.
 
-The column ``record`` holds the record in msgpack, without the fields named in ``moved``: their own columns hold these
-exactly.
+The column ``record`` holds the record in msgpack, without the fields named in ``moved``, whose values are exactly those
+in the columns of the same names.
 """
 
 from collections.abc import Mapping

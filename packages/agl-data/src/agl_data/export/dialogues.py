@@ -13,7 +13,7 @@ from agl_inspect.rollouts.conversations import comparable
 def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
     """Return the conversations of an episode in order, each with its tools, its agent and the episode's reward.
 
-    If a later call continues an earlier one, only the later call's dialogue is returned, since it includes the earlier.
+    If a later call continues an earlier one, only the dialogue of the later call is returned, which includes the other.
     Calls without an answer are left out, and so are calls with a reject reason in ``LEFT_OUT``, such as those of other
     attempts or of agents that were not selected. Calls without token ids are kept.
     """

@@ -155,7 +155,7 @@ class _Events:
     def _parent(self, span: Span) -> str | None:
         """Return the parent id to write: the framework's span if the call names one, else the recorded parent.
 
-        An id whose span is not written is skipped; ``None`` if both are.
+        Ids of spans that are not written do not count; ``None`` if no id is left.
         """
         for parent in (span.attributes.get(semconv.FRAMEWORK_SPAN_ID), span.parent_id):
             if parent != span.span_id and parent in self._spans and parent not in self._left_out:

@@ -44,7 +44,7 @@ class Imported(Record, frozen=True, kw_only=True, omit_defaults=False):
         known: Number of runs that the store already had.
         changed: Number of runs in ``known`` that differ from the store's, for example because a session went on.
         calls: Number of model calls in all runs.
-        calls_with_ids: Number of these model calls that have token ids.
+        calls_with_ids: Number of model calls with token ids in all runs.
         rewards: Number of rewards that were added; in a dry run, that would be added.
         tasks: Number of different tasks in all runs.
         agents: Number of runs in which an agent made a call, by agent name.
@@ -114,7 +114,7 @@ def find_files(paths: Sequence[Path], name: str) -> tuple[list[File], Counter[st
 def _files_in(folder: Path, lost: Counter[str]) -> Iterator[Path]:
     """Yield the files under a folder with a known suffix, except Claude Code's logs of sub-agents.
 
-    Those are imported with their session.
+    Logs of sub-agents are imported with their session.
     """
     inside = folder.resolve()
     for path in sorted(folder.rglob("*")):

@@ -145,7 +145,7 @@ class Run:
         end_ns: int = 0,
         attributes: Mapping[str, Json] | None = None,
     ) -> None:
-        """Add the span of an agent, the parent of its calls and tools."""
+        """Add the span of an agent, which is the parent of the agent's calls and tools."""
         about = {**agent_attributes(name), **(attributes or {})}
         title = f"{semconv.OP_INVOKE_AGENT} {name}".rstrip()
         self.add(key, title, parent=parent, start_ns=start_ns, end_ns=end_ns, attributes=about)

@@ -104,7 +104,7 @@ class Part(msgspec.Struct, kw_only=True):
 
 
 def marked(line: Line, parts: Iterable[tuple[str, Part]]) -> Iterator[tuple[str, Part]]:
-    """Yield the parts of a record; if the record was changed, its first part carries that loss."""
+    """Yield the parts of a record; if values of the record were replaced, its first part carries that loss."""
     for trace, part in parts:
         part.lost = [*part.lost, CHANGED_TEXT] if line.is_changed else part.lost
         yield trace, part

@@ -123,7 +123,10 @@ class _Reader:
         return self._exactly(place, int.from_bytes(head, "big") if len(head) == 4 else MAX_RECORD)
 
     def delimited(self, place: str, has_tag: bool) -> bytes | None:
-        """Return the next message, which follows its varint length, and a tag if ``has_tag``; ``None`` at the end."""
+        """Return the next message, or ``None`` at the end of the file.
+
+        A varint with the message's length comes before it, and a tag before that if ``has_tag``.
+        """
         byte = self._file.read(1)
         if not byte:
             return None

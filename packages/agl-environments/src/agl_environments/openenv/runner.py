@@ -180,7 +180,7 @@ class OpenEnvRunner:
         return play_in_thread
 
     def _session(self) -> Session:
-        """Return the session of the running attempt; a rollout may have two running attempts, one of them lost."""
+        """Return the session of the attempt that runs here; its rollout may have another session, of a lost attempt."""
         attempt = current()
         assert attempt is not None  # noqa: S101  # agents run inside their attempts
         return self._sessions[attempt.attempt_id]

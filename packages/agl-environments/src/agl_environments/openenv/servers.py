@@ -83,7 +83,7 @@ class StartedServer:
             raise
 
     async def _answering(self, words: Sequence[str]) -> None:
-        """Wait until the server answers a request with any status; raises OpenEnvError if it does not."""
+        """Wait until the server answers a request with any status; raises OpenEnvError if the server does not start."""
         assert self._kept is not None  # noqa: S101  # just started
         with suppress(TimeoutError):
             async with asyncio.timeout(self._start_s):

@@ -1,4 +1,4 @@
-"""Finds an environment by its name, and loads it in the way of the generation of verifiers that it was written for.
+"""Finds an environment by its name, and loads it according to the generation of verifiers that it was written for.
 
 An environment is an installed package, or a module next to the experiment file.
 """

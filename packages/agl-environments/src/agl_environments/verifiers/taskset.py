@@ -25,7 +25,7 @@ ROLLOUTS_PER_SERVER = 200
 
 @dataclass(kw_only=True, eq=False)
 class _Serving:
-    """An environment with running servers, and the numbers of rollouts that have used it and are using it."""
+    """An environment with running servers, and the numbers of rollouts begun and active in it."""
 
     environment: Any
     context: Any

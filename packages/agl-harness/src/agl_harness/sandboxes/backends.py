@@ -1,8 +1,9 @@
 """Builds the backend of sandboxes that an experiment names, and finds an attempt's sandbox for its rewards.
 
-The runner's root span records the sandbox. A harness can add spans to its own attempt with the attempt's token, and
-must not point a reward at another sandbox. The gateway therefore removes the runner's attributes from such spans, and
-the last span that is not late counts, which is the runner's: it is written when the attempt ends.
+A reward finds the sandbox through attributes of the runner's root span. A harness can add spans to its own attempt with
+the attempt's token, and must not be able to name another sandbox. The gateway therefore removes these attributes from
+such spans. In addition, only the last span with the attributes that is not late counts: that is the runner's, which is
+written when the attempt ends.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -79,7 +79,7 @@ class Isolation:
             folder: The program's working directory.
             writable: Folders that the program may write to.
             hidden: Folders that appear empty to the program.
-            readable: Folders within hidden ones that the program may read; where the two are nested, the inner counts.
+            readable: Folders within hidden ones that the program may read, except for hidden folders within these.
             mark: A file that is no longer empty once the program has started.
             limits: Shell commands that set the program's limits.
             places: Writable files and folders, by the absolute path at which the program finds them.
@@ -130,7 +130,7 @@ def _contents(folder: Path) -> list[str]:
 
 
 def find_isolation(kind: Kind) -> Isolation:
-    """Return the isolation of the given kind; ``auto`` is bubblewrap if it works on this machine, else none.
+    """Return the isolation of the given kind; ``auto`` means bubblewrap if it works here, else plain processes.
 
     Raises:
         ConfigError: The kind is ``bwrap``, and bubblewrap does not work on this machine.
@@ -200,7 +200,7 @@ class View:
     def programs(self, search_path: str) -> list[Path]:
         """Return paths within hidden folders that stay readable, including the installations of the programs on a PATH.
 
-        No hidden folder itself is among them, and no folder outside of the hidden ones.
+        All returned paths are within hidden folders, and none is a hidden folder itself.
         """
         covered = [*self.hidden, _TMP]
         entries = [Path(entry) for entry in search_path.split(os.pathsep) if entry]

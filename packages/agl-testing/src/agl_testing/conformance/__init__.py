@@ -1,4 +1,4 @@
-"""Conformance classes, one per contract: a plugin's test subclasses one and overrides one fixture to run all its tests.
+"""Conformance classes, one per contract: a plugin's tests subclass one, and override a fixture to run all its tests.
 
 Each class names the fixture to override. Capability flags are set to their strictest value by default. A single test
 can be weakened only by overriding it with ``pytest.mark.xfail(reason=...)``.

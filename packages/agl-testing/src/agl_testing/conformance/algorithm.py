@@ -39,7 +39,7 @@ class AlgorithmConformance(Conformance):
     """On one machine, equal seeds and rollouts give equal reports."""
 
     collects: ClassVar[bool] = True
-    """The algorithm collects rollouts; set it to false for one that does not, such as fine-tuning on files."""
+    """The algorithm collects rollouts; set this flag to false for one that does not, such as fine-tuning on files."""
 
     @pytest.fixture
     def scenario(self) -> AlgorithmScenario:

@@ -28,8 +28,8 @@ class RolloutOrder:
     """One rollout that an algorithm has requested.
 
     Attributes:
-        rollout: The rollout as it would be enqueued, with its task, group and mode. Its id is the same if the step is
-            repeated.
+        rollout: The rollout as it would be enqueued, with its task, group and mode. If the step is repeated, the
+            rollout has the same id.
         resources: Resources that the agent would read, by name.
         llms: Endpoints of the policies, by name.
         seed: A seed for the rollout, which is the same if the step is repeated.

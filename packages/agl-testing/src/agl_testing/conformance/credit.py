@@ -35,7 +35,8 @@ class CreditConformance(Conformance):
 
     is_per_episode: ClassVar[bool] = True
     """The credit of an episode's calls depends on that episode alone; computing baselines over the group is the
-    estimator's part. Set it to false for credit that reads the other episodes of the group, such as counterfactual."""
+    estimator's part. Set this flag to false for credit that reads the group's other episodes, such as counterfactual.
+    """
 
     @pytest.fixture
     def credit(self) -> Credit:

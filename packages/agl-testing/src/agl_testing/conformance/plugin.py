@@ -1,4 +1,4 @@
-"""The conformance class of plugins: they import little, have right metadata, and all their factories exist."""
+"""The conformance class of plugins: they import little, have correct metadata, and name only factories that exist."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 

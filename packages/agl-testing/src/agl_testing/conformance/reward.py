@@ -47,7 +47,7 @@ class RewardConformance(Conformance):
     """A task that the emitter understands, including hidden fields."""
 
     is_deterministic: ClassVar[bool] = True
-    """Equal records get equal rewards; set it to false for an emitter that calls a model."""
+    """Equal records get equal rewards; set this flag to false for an emitter that calls a model."""
 
     @pytest.fixture
     def emitter(self) -> RewardEmitter:

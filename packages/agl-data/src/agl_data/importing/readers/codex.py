@@ -85,7 +85,10 @@ class _Session:
                 pass
 
     def _begin(self, meta: dict[str, Any]) -> None:
-        """Read id, instructions and agent from ``session_meta``; a fork's second one, from its origin, is ignored."""
+        """Read id, instructions and agent from the first ``session_meta``.
+
+        The log of a forked session repeats the ``session_meta`` of its origin, which is ignored.
+        """
         if self.run.key:
             return
         self.run.key, self.run.fields = as_text(meta.get("id")), meta

@@ -1,8 +1,8 @@
 """Reads LangSmith's runs and feedback: one record per line, as its client lists them, or as responses of its API.
 
-LangSmith calls every operation of a trace a run; all runs of one trace make one imported run. They are model calls,
-tools or other steps, of which the top run and the nodes of LangGraph are agents. Feedback becomes late rewards; where
-the file has no feedback records, the mean values in the top run's statistics do.
+LangSmith calls every operation of a trace a run: a model call, a tool or another step. All runs of one trace make one
+imported run, in which the top run and the nodes of LangGraph are agents. Feedback becomes late rewards. If the file has
+no feedback records, the means in the top run's statistics become the rewards.
 """
 
 import re

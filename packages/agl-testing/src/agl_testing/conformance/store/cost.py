@@ -16,7 +16,7 @@ from agl_testing.stores.process import StoreLocation
 from agl_testing.stores.samples import make_rollout, make_span, outcome_of
 
 ROLLOUTS = 20_000
-"""Number of claimed rollouts in the large store, each with an attempt and a span; of other records it has a quarter."""
+"""Number of claimed rollouts in the large store, each with an attempt and a span; it has fewer of other records."""
 
 ROUNDS = 15
 """Measurements per store. They alternate between the stores, so that a busy machine slows both alike; the medians are
