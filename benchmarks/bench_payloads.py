@@ -67,7 +67,7 @@ def ways(db: Any) -> list[Way]:
 
 def measure(db: Any, way: Way, make: Callable[[str, int], Span]) -> tuple[float, ...]:
     """Write and read all spans once; returns bytes and seconds for each."""
-    from agl_store_sqlite.sql import Packer, Unpacker
+    from agl_store_sqlite.sql.packing import Packer, Unpacker
 
     spans = [[make(f"ro-{attempt:08}", number) for number in range(SPANS)] for attempt in range(ATTEMPTS)]
     db.execute(b"DROP TABLE IF EXISTS payloads")

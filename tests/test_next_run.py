@@ -104,7 +104,7 @@ def test_noise_is_called_noise() -> None:
     for seed in range(3):
         found = fit(history(9, lambda _rate, _loss: 0.5, seed=seed))
         assert found.parameters
-        is_told = any("no parameter differs from chance" in note for note in found.notes)
+        is_told = any("no parameter stands out from chance" in note for note in found.notes)
         assert is_told == (not clear(found))
         alarms += not is_told
     assert alarms <= 1
@@ -145,7 +145,7 @@ def test_best_value_at_the_edge_and_values_that_are_not_kept_are_told() -> None:
     assert [LR] == list(found.next)
     edge, kept = found.notes
     assert f"the best run has the largest {LR} that was tried" in edge
-    assert f"{LOSS}: only digests of the values are kept, so none is proposed" == kept
+    assert f"{LOSS}: only digests of the values are stored, so no value is proposed" == kept
 
 
 def test_combinations_that_were_all_tried_are_not_proposed_again() -> None:
@@ -155,7 +155,7 @@ def test_combinations_that_were_all_tried_are_not_proposed_again() -> None:
     assert (found.next[LOSS], found.next[LR]) not in {('"plain"', "false"), ('"soft"', "true")}
     both = [past(n, 0.1 * n, loss="plain" if n % 2 else "soft") for n in range(8)]
     done = fit(History(kind=KIND, runs=tuple(both)))
-    assert ({}, "every combination of the values was tried, so none is proposed") == (done.next, done.notes[-1])
+    assert ({}, "every combination of the values was tried, so no next run is proposed") == (done.next, done.notes[-1])
 
 
 PLUGIN = '''

@@ -4,10 +4,12 @@
 
 One step of GRPO runs on a tiny model with a gateway, on an agent that writes a mark into its prompt. From the first
 call's departure to the optimiser's update, every call of a function and every return in the project's sources is
-watched: a file is on the way when an argument or a result there holds the mark, as text, bytes or token ids, and it
-passes the mark on: it returns it, or hands it to a file that does. Files that only look at what they get (watchers,
-tallies, checks, the last hand-over to a library) lie beside the way and are counted apart, and so are the files of the
-policy server, which stands for any model. ``docs/explanation/data-flow.md`` leads through those to open first.
+watched: a file holds the call when an argument or a result there holds the mark, as text, bytes or token ids. It is on
+the way when the mark passes from it, by calls and returns, to a file where a stage ends: the client's departure, the
+gateway's sender and recorder, the store's tables, the training loop. Files that only look at what they get and note
+findings (watchers, tallies, checks, links between calls) lie beside the way and are counted apart, and so are the files
+of the policy server, which stands for any model.
+``docs/explanation/data-flow.md`` leads through those to open first.
 
 It needs the environment of the session ``example(calc)``.
 """
@@ -60,6 +62,12 @@ params = { steps = 1, tasks_per_step = 1, group_size = 4 }
 SERVER = frozenset(
     f"agl_algo_torch/serving/{name}.py"
     for name in ("codec", "engine", "exchange", "sequence", "server", "templates", "wire", "writers")
+)
+ENDS = frozenset(
+    (
+        *("agl/tracing/_wire/hook.py", "agl_gateway/record/recorder.py", "agl_store_sqlite/_tables.py"),
+        *("agl_gateway/relay/sender.py", "agl_algo_torch/grpo.py"),
+    )
 )
 MAX_DEPTH = 6
 MAX_ITEMS = 64
@@ -117,7 +125,7 @@ class Watch:
 
     Attributes:
         functions: Functions that held the mark, by file.
-        receivers: Files to which a file handed the mark, itself among them where it returned it.
+        receivers: Files to which a file passed the mark, by a call or as a result.
         types: Types of the values that held it, each with its files.
     """
 
@@ -152,18 +160,17 @@ class Watch:
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         values = [frame.f_locals.get(name) for name in names] if event == "call" else [result]
         caller = frame.f_back.f_code.co_filename if frame.f_back else ""
+        other = caller.rpartition("/src/")[2] if "/packages/" in caller else file
+        giver, receiver = (other, file) if event == "call" else (file, other)
         for value in values:
             if self._finder.is_in(value):
                 self.functions[file].add(code.co_name)
+                self.receivers[giver].add(receiver)
                 self.types[type(value).__name__].add(file)
-                if event == "return":
-                    self.receivers[file].add(file)
-                elif "/packages/" in caller:
-                    self.receivers[caller.rpartition("/src/")[2]].add(file)
 
     def way(self) -> set[str]:
-        """Return the files that pass the mark on."""
-        way = {file for file, receivers in self.receivers.items() if file in receivers}
+        """Return the files from which the mark passes to the end of a stage."""
+        way = set(ENDS)
         while more := {file for file, receivers in self.receivers.items() if receivers & way} - way:
             way |= more
         return way & set(self.functions)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sqlite3
 import subprocess
 import sys
 import time
@@ -116,13 +115,6 @@ def test_nothing_is_suggested_without_a_readable_store(state, folder):
     before = files(folder)
     assert [] == complete("show", "")
     assert before == files(folder)
-
-
-def test_older_store_is_completed_and_left_as_it_is(folder):
-    with sqlite3.connect(folder / "runs/agl.db") as connection:
-        connection.execute("UPDATE agl_schema SET version = 3")
-    assert ["calc-0", "calc-1"] == complete("show", "calc")
-    assert [(3,)] == sqlite3.connect(folder / "runs/agl.db").execute("SELECT version FROM agl_schema").fetchall()
 
 
 def test_names_of_a_large_store_are_found_quickly(tmp_path):

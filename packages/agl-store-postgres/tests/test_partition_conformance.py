@@ -33,7 +33,7 @@ def execute(location: StoreLocation, statement: str) -> None:
 
 
 class TestPartitionedPostgresStore(StoreConformance):
-    has_older_schema = False  # the older layouts have no partitions, and test_partitions.py converts one
+    has_older_schema = False  # there is one layout so far
 
     @pytest.fixture
     def locate(self, url: str) -> Callable[[str], StoreLocation]:

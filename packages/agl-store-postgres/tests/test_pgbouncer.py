@@ -134,7 +134,7 @@ def test_work_goes_on_behind_the_pooler_though_the_server_is_killed(server: Serv
 
 
 def test_waiting_callers_are_woken_through_the_pooler(pooled_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_store_sqlite.sql._servers.LOOK_S", 600.0)  # who is woken need not look
+    monkeypatch.setattr("agl_store_sqlite.sql.servers.LOOK_S", 600.0)  # who is woken need not look
 
     async def body() -> None:
         waiter, other = PostgresStore(pooled_url), PostgresStore(pooled_url)

@@ -34,7 +34,7 @@ async def work(store: PostgresStore, name: str, until: asyncio.Event, done: list
 
 
 def test_work_goes_on_after_the_server_was_killed(server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_store_sqlite.sql._servers.LOOK_S", 60.0)  # who is woken need not look
+    monkeypatch.setattr("agl_store_sqlite.sql.servers.LOOK_S", 60.0)  # who is woken need not look
 
     async def body() -> None:
         stores = [PostgresStore(url) for _ in range(2)]
@@ -199,7 +199,7 @@ def test_transaction_that_a_crash_undid_is_not_mistaken_for_one_that_got_its_id(
 def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
     server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_store_sqlite.sql._servers.RESTART_WAIT_S", 1.0)
+    monkeypatch.setattr("agl_store_sqlite.sql.servers.RESTART_WAIT_S", 1.0)
 
     async def body() -> None:
         store = PostgresStore(url)
@@ -210,7 +210,7 @@ def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
                 await store.enqueue([Rollout(rollout_id="b", task=None)])
             with pytest.raises(StoreError, match="cannot be reached"):
                 await store.cursor()
-            monkeypatch.setattr("agl_store_sqlite.sql._servers.RESTART_WAIT_S", 30.0)
+            monkeypatch.setattr("agl_store_sqlite.sql.servers.RESTART_WAIT_S", 30.0)
             waiting = asyncio.create_task(store.claim(worker="w", wait_s=30))
             await asyncio.sleep(0.2)
             begin = time.monotonic()

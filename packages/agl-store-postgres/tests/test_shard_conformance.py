@@ -15,7 +15,7 @@ def shards(request: pytest.FixtureRequest) -> int:
 
 
 class TestShardedPostgresStore(StoreConformance):
-    has_older_schema = False  # no release before this one had shards
+    has_older_schema = False  # there is one layout so far
 
     @pytest.fixture
     def locate(self, sharded_url: Callable[..., str], shards: int) -> Callable[[str], StoreLocation]:

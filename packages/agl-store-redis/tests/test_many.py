@@ -14,7 +14,7 @@ from agl_store_redis.connections import connect
 from agl_store_redis.loading import begin
 from agl_store_redis.store import RedisStore
 from agl_store_redis.urls import target_of
-from agl_store_sqlite.sql import Needs
+from agl_store_sqlite.sql.needs import Needs
 from agl_testing.stores.samples import make_call, make_rollout, make_span, outcome_of
 
 from .conftest import Server

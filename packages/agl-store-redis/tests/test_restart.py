@@ -214,7 +214,7 @@ def test_store_goes_to_the_new_primary_when_its_own_becomes_a_replica(pair: tupl
 
 def test_primary_that_stays_a_replica_is_named(pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
     primary, replica = pair
-    for module in ("agl_store_sqlite.sql._servers", "agl_store_redis.writer"):
+    for module in ("agl_store_sqlite.sql.servers", "agl_store_redis.writer"):
         monkeypatch.setattr(f"{module}.RESTART_WAIT_S", 0.5)
 
     async def body() -> None:
@@ -250,7 +250,7 @@ def test_closed_store_leaves_no_mark_of_its_writer(server: Server, url: str) -> 
 def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("agl_store_sqlite.sql._servers", "agl_store_redis.writer"):
+    for module in ("agl_store_sqlite.sql.servers", "agl_store_redis.writer"):
         monkeypatch.setattr(f"{module}.RESTART_WAIT_S", 1.0)
 
     async def body() -> None:
@@ -262,7 +262,7 @@ def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
                 await store.enqueue([Rollout(rollout_id="b", task=None)])
             with pytest.raises(StoreError, match="cannot be reached"):
                 await store.cursor()
-            for module in ("agl_store_sqlite.sql._servers", "agl_store_redis.writer"):
+            for module in ("agl_store_sqlite.sql.servers", "agl_store_redis.writer"):
                 monkeypatch.setattr(f"{module}.RESTART_WAIT_S", 300.0)
             waiting = asyncio.create_task(store.claim(worker="w", wait_s=300))
             await asyncio.sleep(0.2)

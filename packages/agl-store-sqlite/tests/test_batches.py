@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agl.errors import StoreError
-from agl_store_sqlite.sql import Batches
+from agl_store_sqlite.sql.batches import Batches
 
 
 class Book:

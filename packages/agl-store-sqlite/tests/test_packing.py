@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agl.errors import StoreError
 from agl.schemas import Json, ModelCall, Span, pack_ids
-from agl_store_sqlite.sql import AttemptSpans, Packer, Unpacker, place_spans
+from agl_store_sqlite.sql.packing import AttemptSpans, Packer, Unpacker, place_spans
 
 
 def span(number: int, call: ModelCall | None = None, **fields: object) -> Span:

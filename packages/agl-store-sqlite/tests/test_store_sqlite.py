@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from agl.contracts import ExperimentRecord, RolloutQuery
+from agl.contracts import RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
 from agl.schemas import ModelCall, Outcome, RetryPolicy, Rollout, Span, pack_floats, pack_ids
 from agl_store_sqlite import _schema
-from agl_store_sqlite._schema import CURRENT, MIGRATIONS
+from agl_store_sqlite._schema import CURRENT
 from agl_store_sqlite._store import SQLiteStore
-from agl_testing.stores.older_layout import narrow_numbers
 
 WRITER = """
 import asyncio, sys
@@ -289,70 +288,6 @@ def test_lease_of_a_live_worker_keeps_its_length_when_the_clock_is_set_back(tmp_
         await store.close()
 
     asyncio.run(body())
-
-
-def test_older_layout_is_migrated(tmp_path: Path) -> None:
-    path = tmp_path / "old.db"
-
-    async def fill() -> None:
-        store = SQLiteStore(url_of(path))
-        await store.enqueue([Rollout(rollout_id="a", task=1), Rollout(rollout_id="b", task=2)])
-        await store.claim(worker="w")
-        await store.close()
-
-    async def check() -> None:
-        store = SQLiteStore(url_of(path))
-        assert ["a"] == [each.rollout_id for each in await store.rollouts(RolloutQuery(status=("running",)))]
-        assert ["b"] == [each.rollout.rollout_id for each in await store.claim(worker="w")]
-        await store.close()
-
-    asyncio.run(fill())
-    indexes = layout(path)
-    execute(path, *narrow_numbers(), "UPDATE spans SET key = (key >> 38 << 32) + (key & 4294967295)")
-    execute(path, *(f"DROP INDEX IF EXISTS {name}" for name in indexes if not name.startswith("spans")))
-    execute(path, "DROP TABLE documents", "CREATE TABLE states (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
-    execute(path, "UPDATE agl_schema SET version = 1")
-    asyncio.run(check())
-    assert indexes == layout(path)
-    assert [(CURRENT,)] == execute(path, "SELECT version FROM agl_schema")
-
-
-def test_layout_one_is_what_its_migration_made(tmp_path: Path) -> None:
-    path = tmp_path / "old.db"
-    execute(path, *MIGRATIONS[0], "CREATE TABLE agl_schema (version INTEGER NOT NULL)")
-    execute(path, "INSERT INTO agl_schema VALUES (1)")
-    asyncio.run(SQLiteStore(url_of(path)).close())
-    assert [(CURRENT,)] == execute(path, "SELECT version FROM agl_schema")
-
-
-def test_metrics_of_layout_five_belong_to_the_last_run_and_validations_have_their_place(tmp_path: Path) -> None:
-    path = tmp_path / "old.db"
-
-    async def fill() -> None:
-        store = SQLiteStore(url_of(path))
-        await store.save_state({}, experiment=ExperimentRecord(name="known", run=3))
-        await store.close()
-
-    async def look() -> list[tuple[str, int, int, int | None]]:
-        store = SQLiteStore(url_of(path))
-        found = [*await store.metrics("known"), *await store.metrics("unknown")]
-        await store.close()
-        return [(metric.algorithm, metric.run, metric.step, metric.experiment_step) for metric in found]
-
-    asyncio.run(fill())
-    execute(
-        path,
-        "DROP TABLE metrics",
-        "DROP TABLE statistics",
-        """CREATE TABLE metrics (
-            experiment TEXT, algorithm TEXT, step INTEGER, name TEXT, value REAL, time REAL,
-            PRIMARY KEY (experiment, algorithm, step, name)) WITHOUT ROWID""",
-        "CREATE INDEX metrics_by_name ON metrics (experiment, name, algorithm, step)",
-        "INSERT INTO metrics VALUES ('known', 'grpo', 2, 'reward', 0.5, 1.0), ('known', 'validate', 4, 'reward', 0.5, "
-        "1.0), ('unknown', 'grpo', 1, 'reward', 0.5, 1.0)",
-        "UPDATE agl_schema SET version = 5",
-    )
-    assert [("grpo", 3, 2, None), ("validate", 3, 4, 4), ("grpo", 1, 1, None)] == asyncio.run(look())
 
 
 def test_file_that_another_process_makes_at_the_same_moment_is_not_called_an_older_one(

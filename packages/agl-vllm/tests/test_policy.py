@@ -380,7 +380,7 @@ def test_an_interpreter_without_vllm_says_how_to_install_it(base, monkeypatch):
         ({"model": "m", "replicas": 2, "devices": ["0"]}, "has 2 replicas and devices for 1"),
         ({"model": "m", "replicas": 0}, "replicas must be 1 or more"),
         ({"model": "m", "served_model": "x"}, "belong to servers that run already"),
-        ({"model": "m", "base_url": "127.0.0.1:1"}, "is no URL"),
+        ({"model": "m", "base_url": "127.0.0.1:1"}, "is not a URL"),
         ({"model": "m", "base_url": "http://h/v1", "replicas": 2}, r"so \['replicas'\] would change nothing"),
         ({"model": "m", "base_url": "http://h/v1", "sync": "restart"}, "which agl cannot restart"),
         ({"model": "m", "base_url": "http://h/v1", "api_key_env": "NO_SUCH_KEY"}, "takes its key from NO_SUCH_KEY"),

@@ -12,7 +12,7 @@ With m(p, D) the mean reward of the texts p on tasks D, one step is:
     4. static gate: placeholders, invariants, length, copies, duplicates; costs nothing    (`acceptance/static_gate.py`)
     5. paired gate: m(p_k, D_k) - m(p, D_k) > 0, where p's rewards are paid already
     6. the changes of all children that passed are merged into one entrant, line by line or by the editor
-    7. race the entrant against p on growing slices of the validation set                  (`acceptance/race.py`);
+    7. race the entrant against p on growing slices of the validation set                  (`acceptance/contest.py`);
        if it loses, race the best child alone
 
 Deviations from ProTeGi, and why:
@@ -38,7 +38,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from agl_algo_apo.acceptance.contest import contest, note_gate, noted_race
+from agl_algo_apo.acceptance.contest import contest, note_gate, race
 from agl_algo_apo.acceptance.deletion import Deletion
 from agl_algo_apo.measurement.evaluation import MeasureJob
 from agl_algo_apo.measurement.journal import GateReport
@@ -167,7 +167,12 @@ class APO(PromptSearch):
         assignments = self._critics.assign(failures, parent, step)
         # g_k = critic(p, D_k), p_k = edit(p, g_k), and the static gate, which costs no rollout.
         pairs = await self._critics.children(parent, assignments, step)  # 3 and 4
-        self._count_idle(bool(pairs))
+        self.progress.idle = 0 if pairs else self.progress.idle + 1
+        if self.progress.idle >= MAX_IDLE:
+            reasons = Counter(c.reason for c in self.lineage.all() if c.status == "rejected")
+            self.progress.stop(
+                "no_proposals", reasons.most_common(1)[0][0] if reasons else "every proposal was known already"
+            )
         if pairs:
             # m(p_k, D_k) against m(p, D_k): only the children run, p's rewards are paid.
             passed = await self._gate(parent, pairs, step)  # 5
@@ -209,7 +214,7 @@ class APO(PromptSearch):
         if others and not progress.is_steady:
             other = max(others, key=lambda candidate: self.evaluator.mean(candidate.id, "val"))
             # On the last rung only, which is all validation tasks: both are known there, and the rewards are paid.
-            verdicts = await noted_race(self, [other], best, rungs=self.rungs[-1:], step=step, purpose="challenge")
+            verdicts = await race(self, [other], best, rungs=self.rungs[-1:], step=step, purpose="challenge")
             if verdicts[other.id].has_won:
                 self.lineage.put(other.replace(status="pool", reason=verdicts[other.id].words))
                 progress.best = other.id
@@ -273,7 +278,10 @@ class APO(PromptSearch):
             # Kept even where it fails: of a step's children the largest gain races where a merge loses.
             gated = self.lineage.put(child.replace(gate=gain))
             where = "failures of its parent" if child.operator == "demonstrate" else "the tasks it was shown"
-            has_passed = gain >= least or (gain == 0 and self._is_floor(parent, assignment.tasks))
+            # Where even the worst reward is what every run got, a gain of one child alone cannot show.
+            known = self.evaluator.scores.rewards(parent.id, "train", assignment.tasks)
+            is_floor = max(known.values(), default=0.0) <= self.evaluator.scores.floor()
+            has_passed = gain >= least or (gain == 0 and is_floor)
             report = GateReport(gate=f"gate on {where}", has_passed=has_passed, step=step, rival=parent.id)
             note_gate(self, child.id, report, split="train", tasks=assignment.tasks)
             if has_passed:
@@ -281,12 +289,6 @@ class APO(PromptSearch):
             else:
                 self.lineage.put(gated.replace(status="beaten", reason=f"gate: {gain:+.3f} on {where}"))
         return passed
-
-    def _is_floor(self, parent: PromptCandidate, tasks: Sequence[int]) -> bool:
-        """Return whether the parent got the worst reward that was ever seen on every one of the tasks."""
-        # Where even the worst reward is what every run got, a gain of one child alone cannot show.
-        rewards = self.evaluator.scores.rewards(parent.id, "train", tasks)
-        return max(rewards.values(), default=0.0) <= self.evaluator.scores.floor()
 
     def _gain(self, parent: PromptCandidate, child: PromptCandidate, tasks: Sequence[int]) -> float:
         """Return m(p_k, D_k) - m(p, D_k) over the tasks that are known for both; -1 where there is none."""
@@ -316,7 +318,10 @@ class APO(PromptSearch):
             self.lineage.put(part.replace(status="beaten", reason=f"became part of {child.id}"))
         # Step 7: the merge has to beat p on tasks that no critic saw.
         if not await contest(self, [child], parent, step=step, purpose="race"):
-            await self._race_best_part(parent, parts, step)
+            # The part of a beaten merge that did best on its tasks races alone: another one may have spoilt the merge.
+            best = max(parts, key=lambda part: part.gate or 0.0)
+            if (best.gate or 0.0) > 0:  # a part that showed no gain of its own is not worth a race
+                await contest(self, [best], parent, step=step, purpose="part")
 
     async def _race_best(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
         """Race the child with the largest gain at the gate alone: of demonstrations, one draw is much like another."""
@@ -326,12 +331,6 @@ class APO(PromptSearch):
             self.lineage.put(child.replace(status="beaten", reason=reason))
         if ranked:
             await contest(self, ranked[:1], parent, step=step, purpose="race")
-
-    async def _race_best_part(self, parent: PromptCandidate, parts: Sequence[PromptCandidate], step: int) -> None:
-        """Race the part of a beaten merge that did best on its tasks: another part may have spoilt the merge."""
-        best = max(parts, key=lambda part: part.gate or 0.0)
-        if (best.gate or 0.0) > 0:  # a part that showed no gain of its own is not worth a race
-            await contest(self, [best], parent, step=step, purpose="part")
 
     async def _merged(
         self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int
@@ -363,12 +362,3 @@ class APO(PromptSearch):
         can_run = self.progress.stop_reason != "infrastructure"
         if can_run and self.settings.delete_every and self._deletion.unproven():
             await self._deletion.run(step)
-
-    def _count_idle(self, has_proposals: bool) -> None:
-        self.progress.idle = 0 if has_proposals else self.progress.idle + 1
-        if self.progress.idle >= MAX_IDLE:
-            self.progress.stop("no_proposals", self._rejections())
-
-    def _rejections(self) -> str:
-        reasons = Counter(c.reason for c in self.lineage.all() if c.status == "rejected")
-        return reasons.most_common(1)[0][0] if reasons else "every proposal was known already"

@@ -21,7 +21,7 @@ Deviations from the library's own way, and why:
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -101,7 +101,7 @@ class GEPA(PromptSearch):
     async def improve(self, step: int) -> None:
         """Take one phase: run the library in a thread until its share of the budget is spent or it has to stop."""
         # The phase answers the adapter out of this search: its lineage, rewards, budget and journal.
-        phase = _Phase(self, step)
+        phase = GepaPhase(self, step)
         adapter = GepaAdapter(phase, asyncio.get_running_loop(), patience=MAX_BARREN)
         try:
             # The library is synchronous; its thread posts what pays or waits to this event loop.
@@ -149,7 +149,7 @@ class _NoLog:
         """Drop a line."""
 
 
-class _Phase:
+class GepaPhase:
     """Answers the library's adapter during one phase, out of the search.
 
     Attributes:
@@ -168,7 +168,10 @@ class _Phase:
         self._parent = ""
         # The phase's share counts from here.
         self._began = search.budget.spent.rollouts
-        self._share = self._share_of_budget()
+        # An equal share of the rollouts that are left for each phase; the last one goes as far as the budget does.
+        # Without a limit in rollouts no share can be counted: the other currencies stop the search.
+        left, phases = search.budget.rollouts_left(), search.settings.beam_rounds - search.progress.rounds
+        self._share = None if left is None or phases <= 1 else left // phases
 
     def close(self) -> None:
         """Mark as beaten every candidate that was tried and did not get into the pool."""
@@ -204,7 +207,10 @@ class _Phase:
         candidate = search.lineage[candidate_id(texts)]
         self._requests += 1
         # Train and validation tasks of one request run at once; what is known is not run again.
-        jobs = [MeasureJob(candidate, split, positions) for split, positions in _by_split(places).items()]
+        tasks: dict[Split, tuple[int, ...]] = {}
+        for split, position in places:
+            tasks[split] = (*tasks.get(split, ()), position)
+        jobs = [MeasureJob(candidate, split, positions) for split, positions in tasks.items()]
         await search.evaluator.measure(jobs, step=self._step, purpose=f"g{self._requests}")
         # The library runs a proposal on all validation tasks only after accepting it on a few, so it is a new member.
         if len(places) == len(search.order) and places[0][0] == "val":
@@ -261,6 +267,7 @@ class _Phase:
         # Measured again after a resume; it was noted then.
         if candidate.status == "pool":
             return
+        # P of algorithm 1: the pool from whose front the library draws parents.
         candidate = search.lineage.put(candidate.replace(status="pool"))
         self._note_minibatch(candidate, has_passed=True)
         # S of the paper, averaged: the front decides on parents, the mean on what is published.
@@ -279,18 +286,3 @@ class _Phase:
         rival = candidate.parents[0] if candidate.parents else search.progress.seed
         report = GateReport(gate="gate on its minibatch", has_passed=has_passed, step=self._step, rival=rival)
         note_gate(search, candidate.id, report, split="train", tasks=range(len(search.context.train)))
-
-    def _share_of_budget(self) -> int | None:
-        """Return the rollouts of this phase: an equal share of those left; ``None`` for no limit but the budget."""
-        # Without a limit in rollouts no share can be counted: the other currencies stop the search.
-        left = self._search.budget.rollouts_left()
-        phases_left = self._search.settings.beam_rounds - self._search.progress.rounds
-        return None if left is None or phases_left <= 1 else left // phases_left
-
-
-def _by_split(places: Sequence[TaskPlace]) -> Mapping[Split, tuple[int, ...]]:
-    """Return the positions of tasks by split, in their order."""
-    found: dict[Split, tuple[int, ...]] = {}
-    for split, position in places:
-        found[split] = (*found.get(split, ()), position)
-    return found

@@ -1,4 +1,7 @@
-"""The algorithm `verl`, built for the engine that the experiment asks for."""
+"""The algorithm `verl`, built for the engine that the experiment asks for, with its parameters next to VERL's keys.
+
+They have the names and the meaning that they have in `grpo` of agl-algo-torch.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,35 @@ from typing import Any
 
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
-from agl_algo_verl.settings.own import REPLAY, SAMPLING, SAVING, Replay, Sampling, Saving
+from agl_objectives import settings
+from agl_objectives.replay import MAX_STALENESS
 from agl_objectives.reports import MAX_NONFINITE
+from agl_objectives.settings import Saving, Settings
+
+
+class Sampling(settings.Sampling, frozen=True, kw_only=True):
+    """The choice of tasks, groups and calls.
+
+    Attributes:
+        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
+    """
+
+    mask_truncated: bool = False
+
+
+class Replay(Settings, frozen=True, kw_only=True):
+    """Rollouts of earlier steps that are trained once more.
+
+    Attributes:
+        share: Their share of a step's trained rollouts; 0 for none.
+        max_staleness: Most versions of the policy that such a rollout may be behind.
+    """
+
+    share: float = 0.0
+    max_staleness: int = MAX_STALENESS
+
+
+SAMPLING, REPLAY, SAVING = Sampling(), Replay(), Saving()
 
 ENGINES = {"inproc": "entropy", "ray": "probe"}
 """The engines, and the parameter that each alone reads."""
@@ -55,15 +85,14 @@ def make(  # noqa: PLR0913 - one argument per key of the experiment file
     if engine not in ENGINES:
         hint = did_you_mean(engine, ENGINES, otherwise=f"use one of: {', '.join(ENGINES)}.")
         raise ConfigError(f"verl got engine = {engine!r}; {hint}")
-    optional = {"anchor_coef": anchor_coef, "entropy": entropy, "probe": probe}
-    given = {name: value for name, value in optional.items() if value is not None}
-    unread = given.keys() & (set(ENGINES.values()) - {ENGINES[engine]})
-    if unread:
-        raise ConfigError(f'verl got {min(unread)}, which has no effect with engine = "{engine}"; remove it.')
-    config |= given
     config |= {"threads": threads, "max_nonfinite": max_nonfinite, "loss": loss, "loss_params": loss_params or {}}
     config |= {"sampling": sampling, "replay": replay, "saving": saving}
     config |= {"estimator": estimator, "estimator_params": estimator_params or {}}
+    for name, value in {"anchor_coef": anchor_coef, "entropy": entropy, "probe": probe}.items():
+        if value is not None and name in ENGINES.values() and name != ENGINES[engine]:
+            raise ConfigError(f'verl got {name}, which has no effect with engine = "{engine}"; remove it.')
+        if value is not None:
+            config[name] = value
     if engine == "inproc":
         from agl_algo_verl.local.trainer import VERL
 

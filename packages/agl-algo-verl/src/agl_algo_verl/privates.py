@@ -29,7 +29,7 @@ what was expected where, and what to do, and nothing is changed.
     open_as_language_model VERL loads a value model with flash-attention alone; by its loader of language models it gets
                            the attention that its configuration names
 
-Nothing here is repaired on import. VERL imports `ray_process`, `ray_model` and `ray_losses` by their names in processes
+Nothing here is repaired on import. VERL imports `ray/process.py` and `ray/preparation.py` by their names in processes
 of its cluster, and these ask for the repairs that the process needs. Every repair may be asked for twice.
 """
 

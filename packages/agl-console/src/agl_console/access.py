@@ -1,4 +1,4 @@
-"""Lets a person act who knows the admin token: sign-in with limited tries, sessions, and proofs for forms.
+"""Lets people who know the admin token act: sign-in with limited tries, sessions, and proofs for forms.
 
 Everything here lives as long as the process; a restart signs everybody out and makes every open form worthless.
 """

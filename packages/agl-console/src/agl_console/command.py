@@ -50,9 +50,20 @@ class _Console(click.Group):
 
 @click.group(cls=_Console, invoke_without_command=True)
 @click.argument("store_url", metavar="[STORE]", required=False)
-@click.option("--store", "named", metavar="URL", help="STORE, by the option that other commands have.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 for any free one.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others need a password.")
+@click.option("--store", "named", metavar="URL", help="The same as STORE.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="Port; 0 takes any free one.",
+)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address; one that other machines reach needs a password.",
+)
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer to this host name too; repeatable.")
 @click.option("--open", "opens", is_flag=True, help="Open a browser.")
 @click.option(
@@ -60,7 +71,9 @@ class _Console(click.Group):
     type=click.Path(path_type=Path),
     help="A model's tokenizer.json, or its folder: tokens are shown with their texts.",
 )
-@click.option("--actions", "acts", is_flag=True, help="Let who knows the admin token promote, cancel, retry and rate.")
+@click.option(
+    "--actions", "acts", is_flag=True, help="Let people with the admin token promote, cancel, retry and rate."
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),

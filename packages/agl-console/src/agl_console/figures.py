@@ -28,7 +28,7 @@ class Line(Record, frozen=True, kw_only=True, omit_defaults=False):
         run: The experiment.
         steps: The algorithm's own steps.
         places: The steps of all algorithms together, on which the lines of several algorithms compare.
-        low: Lower ends of the intervals, ``None`` where there is none; ``high`` the upper ends.
+        low: Lower ends of the intervals, ``None`` where a point has no interval; ``high`` the upper ends.
     """
 
     run: str
@@ -143,7 +143,7 @@ def goal_of(metrics: Mapping[str, Sequence[Metric]], chosen: float | None) -> Go
         chosen: The reward, ``None`` for nine tenths of the highest one of all runs; of one below 0, a tenth below it.
 
     Raises:
-        ConfigError: ``chosen`` is no finite number.
+        ConfigError: ``chosen`` is not a finite number.
     """
     if chosen is not None and not math.isfinite(chosen):
         raise ConfigError(f"no step reaches a reward of {chosen}; give goal a finite number, such as 0.8")

@@ -260,7 +260,7 @@ def _cell(call: _Call, other: _Call | None, uses: Mapping[str, CallUse]) -> Call
 
 
 def parting_of(first: Sequence[_Call], second: Sequence[_Call]) -> Parting | None:
-    """Return the first difference of the calls of two rollouts; ``None`` if there is none."""
+    """Return the first difference of the calls of two rollouts; ``None`` without one."""
     for at, (one, other) in enumerate(zip(first, second, strict=False)):
         found = _difference(one, other)
         if found is not None:

@@ -37,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def checked_password(host: str, password: str) -> str:
-    """Return the password; raises :class:`ConfigError` if other machines reach ``host`` and there is none."""
+    """Return the password; raises :class:`ConfigError` if other machines reach ``host`` and it is empty."""
     if password or is_loopback(host):
         return password
     raise ConfigError(

@@ -40,8 +40,8 @@ METRICS = {
     "update_s": "seconds for updates",
     "tokens_per_s": "sampled tokens per second of collecting",
     "tokens_used": "share of sampled tokens on which the step trained",
-    "places_idle_share": "share of the runner's places without a rollout while a step collects",
-    "places": "agents that may run at once",
+    "slots_idle_share": "share of the runner's slots without a rollout while a step collects",
+    "slots": "agents that may run at once",
 }
 """Metrics whose figures come first, in this order, and what they mean: whether the run learns, and why it does not."""
 

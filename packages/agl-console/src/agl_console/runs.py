@@ -18,7 +18,7 @@ PAGE = 50
 """Runs on a page."""
 
 COMPARED = 8
-"""Runs that are compared at most, so that their curves can be told apart."""
+"""Runs that are compared at most, so that their curves stay distinguishable."""
 
 
 class RunsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):

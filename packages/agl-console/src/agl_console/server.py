@@ -1,4 +1,4 @@
-"""Serves the views of a store over HTTP, and the actions where it is told who may act."""
+"""Serves the views of a store over HTTP, and the actions where it knows who may act."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The spans of an attempt as a tree beside a time axis."""
+"""The spans of an attempt as a tree along a time axis."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

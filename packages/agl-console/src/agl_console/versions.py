@@ -243,7 +243,7 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         total: Versions of the resource that the filter selects.
         shown: The version that is shown, and ``text`` its text.
         against: The version it is compared with, ``""`` for none.
-        diff: The difference, empty where there is none.
+        diff: The difference; empty for equal texts.
         is_too_long: Whether the texts are too long to compare.
         trial: The command that compares it with what is live, or an edit of it where it is live itself, for the
             experiment's file ``FILE``; ``""`` for models and weights, which have no text.

@@ -20,7 +20,7 @@ from agl.contracts import Store
 from agl.errors import ConfigError, StoreError, TokenError
 from agl.schemas import Claim, new_trace_id
 from agl.stores import shown_url, web_parts, without_credentials
-from agl_gateway.access.tokens import ADMIN_ENV, WORKER_TOKENS, IssuedToken, TokenRequest, named_keys
+from agl_gateway.access.worker_tokens import ADMIN_ENV, WORKER_TOKENS, IssuedToken, TokenRequest, named_keys
 from agl_gateway.processes.loop_thread import LoopThread
 from agl_gateway.store_api.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_run import (
@@ -345,7 +345,7 @@ for _name, _method in METHODS.items():
 
 
 def error_text(answer: bytes) -> str:
-    """Return the message of a gateway's error, or the beginning of an answer that is none."""
+    """Return the message of a gateway's error, or the beginning of any other answer."""
     try:
         return str(msgspec.json.decode(answer)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):

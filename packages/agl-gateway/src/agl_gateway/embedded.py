@@ -1,4 +1,4 @@
-"""Runs a gateway beside an experiment, in a thread and event loop of its own, so that agents cannot block it."""
+"""Runs the gateway of an experiment, in a thread and event loop of its own, so that agents cannot block it."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ from agl.contracts import CommandEntry, GatewayEntry, StoreEntry
 
 @hookimpl
 def agl_gateways() -> Iterable[GatewayEntry]:
-    """Registers the capture proxy that runs beside an experiment."""
+    """Registers the capture proxy that runs with an experiment."""
     yield GatewayEntry(
         name="gateway",
         factory="agl_gateway.embedded:EmbeddedGateway",

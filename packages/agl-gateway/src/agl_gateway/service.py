@@ -17,7 +17,7 @@ from agl_gateway.access.audit import Audit
 from agl_gateway.access.certificate import Certificate
 from agl_gateway.access.identity import Admission, Identities, RunningAttempts
 from agl_gateway.access.quotas import Quotas
-from agl_gateway.access.tokens import WORKER_TOKENS, TokensApi
+from agl_gateway.access.worker_tokens import WORKER_TOKENS, TokensApi
 from agl_gateway.processes.attempt_facts import PATH, AttemptFacts, AttemptFactsApi
 from agl_gateway.processes.peers import Group, Peers, Siblings
 from agl_gateway.processes.presence import GatewayPresence
@@ -181,7 +181,7 @@ class GatewayService:
         """Listen; returns the base URL.
 
         Raises:
-            ConfigError: The port is taken, a label of the split names nothing, or no upstream serves its version.
+            ConfigError: The port is taken, a label of the split does not exist, or no upstream serves its version.
         """
         await self._check_split()
         routes = {**self._routes(), **self._conversation_routes()}
@@ -374,7 +374,7 @@ def _gateway_id(spools: Sequence[SpoolFile], settings: Settings) -> str:
 
 
 def _traffic(settings: Settings, split: Split | None) -> KeptTraffic:
-    """Return what decides which conversations are recorded; raises :class:`ConfigError` beside a split."""
+    """Return what decides which conversations are recorded; raises :class:`ConfigError` where a split is served."""
     if split is not None:
         raise ConfigError(
             "a split compares its arms by all of their conversations, so none may be left out: take away --split, or "

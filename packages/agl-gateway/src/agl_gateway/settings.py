@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 @dataclass(kw_only=True)
 class EmbeddedSettings:
-    """The settings of every gateway: beside an experiment, where they are its ``params``, and of ``agl serve``.
+    """The settings of every gateway: of ``agl serve``, and of an experiment, where they are its ``params``.
 
     Attributes:
         host: Address to listen on; keep it local unless the network is trusted.

@@ -44,7 +44,7 @@ class Exported(NamedTuple):
 
 
 class Losses:
-    """Counts what a format cannot hold, with the first rollouts that it concerns."""
+    """Counts the contents that a format cannot hold, with the first rollouts that have them."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -110,7 +110,7 @@ def call_record(call: ModelCall) -> dict[str, Json]:
 
 
 def call_of_record(record: Json, *, request: Json, response: Json) -> ModelCall:
-    """Return the call of which :func:`call_record` made a record; raises :class:`ValueError` for another value."""
+    """Convert a record of :func:`call_record` back to its call; raises :class:`ValueError` for another value."""
     try:
         call = msgspec.convert(record, ModelCall)
         ids, answer, logprobs = (record.get(name, []) for name in _LISTS)
@@ -121,7 +121,7 @@ def call_of_record(record: Json, *, request: Json, response: Json) -> ModelCall:
 
 
 def reward_of_record(record: Json) -> Reward:
-    """Return the reward of which :func:`agl.schemas.to_builtins` made a record; raises :class:`ValueError`."""
+    """Convert a record of :func:`agl.schemas.to_builtins` back to its reward; raises :class:`ValueError`."""
     try:
         return replace(msgspec.convert(record, Reward), span_id=None)
     except msgspec.ValidationError as error:

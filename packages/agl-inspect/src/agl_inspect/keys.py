@@ -83,7 +83,7 @@ def joined_keys(content: bytes, *, source: str) -> bytes:
     """Return the keys of a text, one a line, each once and without spaces around it.
 
     Raises:
-        ConfigError: A key is too short, or there is none; the message names the line and never the key.
+        ConfigError: A key is too short or missing; the message names the line and never the key.
     """
     lines = [line.strip() for line in content.splitlines()]
     if len(content) > _LIMIT:

@@ -78,7 +78,7 @@ class Ownership:
     Entering it takes the experiment. This takes up to ``lease_s`` seconds if an owner elsewhere was killed, and no time
     if it was killed on this machine.
 
-    ``title`` names in messages what is owned, if it is not an experiment.
+    ``title`` names the owned work in messages, if it is no experiment.
 
     Attributes:
         store: The store, for the owner: once another trainer has taken over, methods that write raise

@@ -1,4 +1,4 @@
-"""Registers the commands that look at what was recorded."""
+"""Registers the commands that read recorded runs."""
 
 from collections.abc import Iterable
 
@@ -21,4 +21,5 @@ _COMMANDS = {
 def agl_commands() -> Iterable[CommandEntry]:
     """Register the commands that read a store, and the one that shows plugins."""
     for name, summary in _COMMANDS.items():
-        yield CommandEntry(name=name, factory=f"agl_inspect.cli.{name}:{name}", summary=summary)
+        module = "show" if name == "why" else name
+        yield CommandEntry(name=name, factory=f"agl_inspect.cli.{module}:{name}", summary=summary)

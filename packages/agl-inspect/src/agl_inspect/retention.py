@@ -24,12 +24,12 @@ from agl_inspect.ownership import Ownership, is_owned
 from agl_inspect.records.sources import experiment_of
 from agl_inspect.records.state import load_experiment, load_settings, unfinished_experiments
 from agl_inspect.records.workers import worker_name
-from agl_store_sqlite.sql import Compaction
+from agl_store_sqlite.sql.compaction import Compaction
 
 FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed", "cancelled")
 
 LEAST_FREED = 1 << 20
-"""Bytes from which the space that a removal gave back is worth a word."""
+"""Fewest freed bytes that a removal reports."""
 
 _BATCH = 500
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -196,7 +196,7 @@ async def size_of(store: Store) -> int:
 
 
 async def compacted(store: Store, report: GarbageReport) -> GarbageReport:
-    """Return the space of what was removed to the system, where the store can, and note its size in the report."""
+    """Return the freed space to the system, where the store can, and note the store's size in the report."""
     compact: Callable[[], Awaitable[Compaction]] | None = getattr(store, "compact", None)
     if compact is None or report.is_dry_run or not report.removed:
         return report
@@ -204,7 +204,7 @@ async def compacted(store: Store, report: GarbageReport) -> GarbageReport:
 
 
 def removal_text(report: GarbageReport) -> str:
-    """Return the number of removed rollouts and the space that they leave, in words."""
+    """Describe the number of removed rollouts and the space that they leave."""
     text = f"removed {len(report.removed)} old rollout{'s' if len(report.removed) > 1 else ''}"
     freed = report.compaction.before - report.compaction.after if report.compaction else 0
     if freed < LEAST_FREED:
@@ -229,7 +229,7 @@ async def _newest_beyond(store: Store, query: RolloutQuery, keep: int) -> Rollou
 
 
 async def needed_experiments(store: Store, experiments: Iterable[str], *, own: str = "") -> set[str]:
-    """Return those of the experiments of which all rollouts stay.
+    """Return the experiments whose rollouts must all stay.
 
     These are the ones that run or can be resumed, and those whose rollouts an algorithm of such a one learns from.
 
@@ -279,7 +279,7 @@ _LOG = logging.getLogger("agl_run.run")
 async def retaining(
     store: Store, limits: RetentionLimits | None, *, say: Callable[[str], None], every_s: float = EVERY_S
 ) -> AsyncGenerator[None]:
-    """Remove what exceeds the limits at the start and every ``every_s`` seconds; of several servers one at a time.
+    """Remove rollouts beyond the limits at the start and every ``every_s`` seconds; of several servers one at a time.
 
     Files are not written anew, which would hold up what is being recorded: new rollouts take the space.
     """
@@ -307,7 +307,7 @@ async def _keep_removing(store: Store, limits: RetentionLimits, *, say: Callable
 
 
 async def _in_turn(store: Store, limits: RetentionLimits) -> GarbageReport | None:
-    """Remove what exceeds the limits; returns ``None`` while another server does."""
+    """Remove rollouts beyond the limits; returns ``None`` while another server does."""
     async with taking_turns(store, _TURN, title="the removal of old rollouts") as own:
         return None if own is None else await remove_old(own, RolloutQuery(), limits)
 
@@ -320,8 +320,8 @@ async def taking_turns(store: Store, turn: str, *, title: str) -> AsyncGenerator
 
     Args:
         store: The store.
-        turn: The name of what is done, which begins with a full stop, so that no experiment has it.
-        title: The same in words, for messages.
+        turn: The name of the work; it begins with a full stop, so that no experiment has it.
+        title: The same for messages.
     """
     own = Ownership(store, turn, workdir=Path(worker_name()), title=title)
     is_taken = False

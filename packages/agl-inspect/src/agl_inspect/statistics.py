@@ -146,7 +146,7 @@ class Criterion(Record, frozen=True, kw_only=True):
 
 
 def check_better(old: tuple[str, Sequence[float]], new: tuple[str, Sequence[float]], bar: Criterion) -> str:
-    """Return the comparison in words if the rewards meet the criterion; ``old`` and ``new`` are (name, rewards).
+    """Describe the comparison if the rewards meet the criterion; ``old`` and ``new`` are (name, rewards).
 
     Raises:
         ConfigError: They do not; the message has the numbers.

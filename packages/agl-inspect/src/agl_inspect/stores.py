@@ -59,7 +59,7 @@ def refuse_directory(url: str, folder: Path) -> None:
 
 
 def as_url(text: str) -> str:
-    """Return what a command line gives as a store, a URL or the path of a SQLite file, as a URL."""
+    """Convert the store of a command line, a URL or the path of a SQLite file, to a URL."""
     return text if "://" in text else f"{SQLITE}{text}"
 
 
@@ -98,7 +98,7 @@ def build_store(manager: PluginManager, url: str) -> Store:
 
 
 def checked_store(store: Any) -> Store:
-    """Return a store; raises :class:`PluginError` that names what it lacks of the contract."""
+    """Return a store; raises :class:`PluginError` that names the missing parts of the contract."""
     lacks = [text for name, method in _METHODS.items() if (text := _lacking(store, name, method))]
     if lacks:
         origin = _distribution(store) or f"the module {type(store).__module__}"

@@ -5,7 +5,7 @@ from typing import Any
 from agl.schemas import to_json
 
 CONTROLS = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Control characters but tab and line feed, and those that turn text around."""
+"""Control characters except tab and line feed, and the characters that reverse the direction of text."""
 
 _VISIBLE = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in CONTROLS}
 

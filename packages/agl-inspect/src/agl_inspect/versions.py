@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -75,7 +75,7 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
     validated: dict[str, list[float]] = {}
 
     def summary(self, confidence: float) -> str:
-        """Return mean and interval in words."""
+        """Describe mean and interval."""
         if not self.rewards:
             return "no finished rollout with a reward ran with it"
         low, high = interval(self.rewards, confidence=confidence)
@@ -105,7 +105,7 @@ async def list_versions(
     lost = await unsaved(store, kept)
     found: list[ListedVersion] = []
     for v in kept:
-        score = scores.get((v.name, v.version)) or score_of(v.metadata)
+        score = scores.get((v.name, v.version), "")
         owner = owner_of(v, tried)
         why = f"{owner.decision}: {owner.why}".removesuffix(": ") if owner and owner.parents else ""
         found.append(
@@ -237,26 +237,8 @@ def _kind(resource: Resource) -> str:
     return f"{name} ({resource.engine})" if isinstance(resource, PromptTemplate) else name
 
 
-def score_of(metadata: dict[str, Any]) -> str:
-    """Return the score that an algorithm stored with a version, ``mean [low, high] n=...``; empty without one.
-
-    ``selection`` marks the score by which a version was selected, which overestimates it.
-    """
-    scores, selection = _estimate(metadata.get("score")), _estimate(metadata.get("selection_score"))
-    return scores or (f"{selection} (selection)" if selection else "")
-
-
 def _words(score: VersionScore) -> str:
     return f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}] n={score.n} ({score.how})"
-
-
-def _estimate(score: Any) -> str:
-    if isinstance(score, int | float):
-        return f"{score:.3f}"
-    parts = cast("dict[str, Any]", score) if isinstance(score, dict) else {}
-    if not {"mean", "low", "high", "n"} <= parts.keys():
-        return ""
-    return f"{parts['mean']:.3f} [{parts['low']:.3f}, {parts['high']:.3f}] n={parts['n']}"
 
 
 def _pointing(names: dict[str, str], version: str) -> list[str]:
@@ -335,7 +317,7 @@ class Trial(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         time: Unix seconds.
         experiment: The experiment of its rollouts.
-        source: The tasks in words, such as ``20 of 40 validation tasks``.
+        source: A description of the tasks, such as ``20 of 40 validation tasks``.
         scores: The versions; the first is the baseline.
     """
 
@@ -347,7 +329,7 @@ class Trial(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def add_trial(store: Store, *, experiment: str, resource: str, source: str, scores: Sequence[TrialScore]) -> None:
-    """Keep a trial of a resource beside those before it."""
+    """Add a trial of a resource to the earlier ones."""
     now = time.time()
     kept = Trial(time=now, experiment=experiment, resource=resource, source=source, scores=list(scores))
     await _trials_of(resource).add(store, {f"{now:017.6f}": kept})

@@ -7,139 +7,93 @@ that describes it. New programs use :mod:`agl` and :mod:`agl_run`.
 
 from typing import TYPE_CHECKING, Any
 
-from agl import PromptTemplate
-from agl.contracts import Store as LightningStore
-from agl.contracts import Tracer
-from agl.schemas import LLM, AttemptStatus, NamedResources, Resource, RolloutStatus, Span
-from agl.schemas import LLM as ProxyLLM  # noqa: N811  # one class is both here
-from agl.schemas import Mode as RolloutMode
-from agl.schemas import Resource as ResourceUnion
-from agl.schemas import Span as SpanLike
-from agl_lightning.adapters import LlmProxyTraceToTriplet, TracerTraceToTriplet, TraceToMessages
-from agl_lightning.agents import LitAgent, llm_rollout, prompt_rollout, rollout
-from agl_lightning.algorithms import APO, VERL, Baseline
-from agl_lightning.components import (
-    AgentOpsTracer,
-    ClientServerExecutionStrategy,
-    DevTaskLoader,
-    DummyTracer,
-    InMemoryLightningStore,
-    LightningStoreThreaded,
-    OtelTracer,
-    SharedMemoryExecutionStrategy,
-)
-from agl_lightning.emitters import (
-    emit_annotation,
-    emit_exception,
-    emit_message,
-    emit_object,
-    emit_reward,
-    operation,
-    reward,
-)
-from agl_lightning.logs import configure_logger, setup_logging, setup_module_logging
-from agl_lightning.reading import (
-    find_final_reward,
-    find_reward_spans,
-    get_message_value,
-    get_object_value,
-    get_reward_value,
-    get_rewards_from_span,
-    is_reward_span,
-)
-from agl_lightning.types import (
-    Attempt,
-    AttemptedRollout,
-    Attributes,
-    AttributeValue,
-    Dataset,
-    Rollout,
-    RolloutRawResult,
-    TaskInput,
-    Triplet,
-)
+from agl import PromptTemplate as PromptTemplate
+from agl.contracts import Store
+from agl.contracts import Tracer as Tracer
+from agl.schemas import LLM as LLM
+from agl.schemas import AttemptStatus as AttemptStatus
+from agl.schemas import Mode
+from agl.schemas import NamedResources as NamedResources
+from agl.schemas import Resource as Resource
+from agl.schemas import RolloutStatus as RolloutStatus
+from agl.schemas import Span as Span
+from agl_lightning.adapters import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet
+from agl_lightning.adapters import TracerTraceToTriplet as TracerTraceToTriplet
+from agl_lightning.adapters import TraceToMessages as TraceToMessages
+from agl_lightning.adapters import find_final_reward as find_final_reward
+from agl_lightning.adapters import find_reward_spans as find_reward_spans
+from agl_lightning.adapters import get_message_value as get_message_value
+from agl_lightning.adapters import get_object_value as get_object_value
+from agl_lightning.adapters import get_reward_value as get_reward_value
+from agl_lightning.adapters import get_rewards_from_span as get_rewards_from_span
+from agl_lightning.adapters import is_reward_span as is_reward_span
+from agl_lightning.agents import LitAgent as LitAgent
+from agl_lightning.agents import llm_rollout as llm_rollout
+from agl_lightning.agents import prompt_rollout as prompt_rollout
+from agl_lightning.agents import rollout as rollout
+from agl_lightning.algorithms import APO as APO
+from agl_lightning.algorithms import VERL as VERL
+from agl_lightning.algorithms import Baseline as Baseline
+from agl_lightning.components import AgentOpsTracer as AgentOpsTracer
+from agl_lightning.components import ClientServerExecutionStrategy as ClientServerExecutionStrategy
+from agl_lightning.components import DevTaskLoader as DevTaskLoader
+from agl_lightning.components import DummyTracer as DummyTracer
+from agl_lightning.components import InMemoryLightningStore as InMemoryLightningStore
+from agl_lightning.components import LightningStoreThreaded as LightningStoreThreaded
+from agl_lightning.components import OtelTracer as OtelTracer
+from agl_lightning.components import SharedMemoryExecutionStrategy as SharedMemoryExecutionStrategy
+from agl_lightning.emitters import emit_annotation as emit_annotation
+from agl_lightning.emitters import emit_exception as emit_exception
+from agl_lightning.emitters import emit_message as emit_message
+from agl_lightning.emitters import emit_object as emit_object
+from agl_lightning.emitters import emit_reward as emit_reward
+from agl_lightning.emitters import operation as operation
+from agl_lightning.emitters import reward as reward
+from agl_lightning.logs import configure_logger as configure_logger
+from agl_lightning.logs import setup_logging as setup_logging
+from agl_lightning.logs import setup_module_logging as setup_module_logging
+from agl_lightning.types import Attempt as Attempt
+from agl_lightning.types import AttemptedRollout as AttemptedRollout
+from agl_lightning.types import Attributes as Attributes
+from agl_lightning.types import AttributeValue as AttributeValue
+from agl_lightning.types import Dataset as Dataset
+from agl_lightning.types import Rollout as Rollout
+from agl_lightning.types import RolloutRawResult as RolloutRawResult
+from agl_lightning.types import TaskInput as TaskInput
+from agl_lightning.types import Triplet as Triplet
 
 if TYPE_CHECKING:
-    from agl_lightning.runner import LitAgentRunner
-    from agl_lightning.trainer import Trainer
+    from agl_lightning.trainer import LitAgentRunner as LitAgentRunner
+    from agl_lightning.trainer import Trainer as Trainer
 
-__all__ = [
-    "APO",
-    "LLM",
-    "VERL",
-    "AgentOpsTracer",
-    "Attempt",
-    "AttemptStatus",
-    "AttemptedRollout",
-    "AttributeValue",
-    "Attributes",
-    "Baseline",
-    "ClientServerExecutionStrategy",
-    "Dataset",
-    "DevTaskLoader",
-    "DummyTracer",
-    "InMemoryLightningStore",
-    "LightningStore",
-    "LightningStoreThreaded",
-    "LitAgent",
-    "LitAgentRunner",
-    "LlmProxyTraceToTriplet",
-    "NamedResources",
-    "OtelTracer",
-    "PromptTemplate",
-    "ProxyLLM",
-    "Resource",
-    "ResourceUnion",
-    "Rollout",
-    "RolloutMode",
-    "RolloutRawResult",
-    "RolloutStatus",
-    "SharedMemoryExecutionStrategy",
-    "Span",
-    "SpanLike",
-    "TaskInput",
-    "TraceToMessages",
-    "Tracer",
-    "TracerTraceToTriplet",
-    "Trainer",
-    "Triplet",
-    "configure_logger",
-    "emit_annotation",
-    "emit_exception",
-    "emit_message",
-    "emit_object",
-    "emit_reward",
-    "find_final_reward",
-    "find_reward_spans",
-    "get_message_value",
-    "get_object_value",
-    "get_reward_value",
-    "get_rewards_from_span",
-    "is_reward_span",
-    "llm_rollout",
-    "operation",
-    "prompt_rollout",
-    "reward",
-    "rollout",
-    "setup_logging",
-    "setup_module_logging",
-]
+LightningStore = Store
+"""The contract of stores."""
+
+ProxyLLM = LLM
+"""The same as ``LLM``."""
+
+ResourceUnion = Resource
+"""The same as ``Resource``."""
+
+RolloutMode = Mode
+"""The mode of a rollout."""
+
+SpanLike = Span
+"""The same as ``Span``."""
+
+_LATE = ("LitAgentRunner", "Trainer")
+"""An agent's process needs the decorators only, so the trainer is imported when somebody asks for it."""
 
 
 def __getattr__(name: str) -> Any:
-    # An agent's process needs the decorators only, so the trainer is imported when somebody asks for it.
-    if name == "Trainer":
-        from agl_lightning.trainer import Trainer
+    if name not in _LATE:
+        from agl_lightning.replaced import refuse
 
-        return Trainer
-    if name == "LitAgentRunner":
-        from agl_lightning.runner import LitAgentRunner
+        refuse(name)
+    from agl_lightning import trainer
 
-        return LitAgentRunner
-    from agl_lightning.replaced import refuse
-
-    refuse(name)
+    return getattr(trainer, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_LATE})

@@ -1,12 +1,13 @@
-"""Adapters: what a trainer's algorithm reads of the recorded spans, and spans as messages or triplets by hand."""
+"""Reads recorded spans: as messages, as triplets, and their rewards, texts and objects one by one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from agl import semconv
 from agl.dialects import call_messages
 from agl.episodes import build_episode
 from agl.errors import ConfigError
-from agl.schemas import Attempt, Rollout, Span, Transition, unpack_floats, unpack_ids
+from agl.schemas import Attempt, Reward, Rollout, Span, Transition, unpack_floats, unpack_ids
 from agl_lightning.types import Triplet
 
 _LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
@@ -73,3 +74,41 @@ def _triplet(call: Transition, final: float | None) -> Triplet:
         reward=final if call.reward is None else call.reward,
         metadata={"agent_name": call.agent, "span_id": call.span_id},
     )
+
+
+def get_reward_value(span: Span) -> float | None:
+    """Return the reward that a span reports, or ``None``."""
+    return span.reward.value if span.reward is not None else None
+
+
+def get_rewards_from_span(span: Span) -> list[Reward]:
+    """Return the rewards that a span reports: the scalar first, then its dimensions."""
+    if span.reward is None:
+        return []
+    parts = [Reward(value=value, name=name) for name, value in span.reward.dimensions.items()]
+    return [span.reward, *parts]
+
+
+def is_reward_span(span: Span) -> bool:
+    """Return true if a span reports a reward."""
+    return get_reward_value(span) is not None
+
+
+def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
+    """Return the spans that report a reward."""
+    return [span for span in spans if is_reward_span(span)]
+
+
+def find_final_reward(spans: Sequence[Span]) -> float | None:
+    """Return the last reward, or ``None`` without one."""
+    return next((span.reward.value for span in reversed(find_reward_spans(spans)) if span.reward), None)
+
+
+def get_message_value(span: Span) -> str | None:
+    """Return the text of a message's span, or ``None``."""
+    return span.attributes.get(semconv.MESSAGE)
+
+
+def get_object_value(span: Span) -> Any:
+    """Return the value of an object's span, or ``None``."""
+    return span.attributes.get(semconv.OBJECT)

@@ -114,7 +114,7 @@ class VERL:
 
     Args:
         config: VERL's own keys.
-        settings: What ``agl.VERL`` takes besides, such as ``engine``. Unless given it follows from
+        settings: Further arguments of ``agl.VERL``, such as ``engine``. Unless given it follows from
             ``actor_rollout_ref.rollout.name``: ``ray`` for vLLM and SGLang, otherwise training in this process.
     """
 
@@ -165,15 +165,15 @@ def _address(client: Any) -> dict[str, Any]:
     return {"base_url": url, "api_key_env": variable}
 
 
-def _refuse_waiting(settings: Mapping[str, Any]) -> None:
+def _refuse_waiting(settings: dict[str, Any]) -> None:
     replaced = {
         "rollout_batch_timeout": "set the time of one attempt: Trainer(runner=agl_run.runner('async', timeout_s=600))",
         "run_initial_validation": "leave it out: the first prompt is always measured, since all others race against it",
     }
     for name, remedy in replaced.items():
-        if name in settings and settings[name] is not True:
-            raise ConfigError(f"APO got {name}={settings[name]!r}, which it does not have here; {remedy}")
-        settings = {key: value for key, value in settings.items() if key != name}
+        given = settings.pop(name, True)
+        if given is not True:
+            raise ConfigError(f"APO got {name}={given!r}, which it does not have here; {remedy}")
 
 
 def _preset(proposals: int) -> str:

@@ -85,7 +85,7 @@ def refuse(name: str) -> NoReturn:
     if name not in REPLACED:
         import agl_lightning as lightning
 
-        near = did_you_mean(name, [*lightning.__all__, *REPLACED])
+        near = did_you_mean(name, [*dir(lightning), *REPLACED])
         raise AttributeError(f"module 'agl_lightning' has no attribute {name!r}{f'; {near}' if near else ''}")
     remedy, page = REPLACED[name]
     raise ConfigError(f"Agent Lightning's {name} has no counterpart of its form here; {remedy} (see {page or _PAGE})")

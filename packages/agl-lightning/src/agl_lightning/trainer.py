@@ -1,23 +1,27 @@
-"""The trainer with the arguments of Agent Lightning, on :class:`agl_run.Trainer`."""
+"""The trainer and the runner with the arguments of Agent Lightning, on :class:`agl_run.Trainer`."""
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import msgspec
 
 from agl import PluginManager
-from agl.contracts import TracerEntry
-from agl.errors import ConfigError
+from agl.contracts import Store, TracerEntry
+from agl.errors import ConfigError, RunError
 from agl.schemas import LLM, Episode, Mode, PromptTemplate
 from agl_lightning.adapters import TracerTraceToTriplet
 from agl_lightning.algorithms import APO, MAIN_LLM, VERL, Baseline
 from agl_lightning.components import DevTaskLoader, DummyTracer, SharedMemoryExecutionStrategy
-from agl_run import Agent, DevResult, ExperimentConfig, FitResult
+from agl_lightning.types import AttemptedRollout, attempted
+from agl_run import Agent, DevResult, ExperimentConfig, FitResult, Quiet
 from agl_run.engine import ALWAYS_ON, Plan, as_tasks, open_store, run_blocking
 from agl_run.engine import Trainer as Engine
+
+T = TypeVar("T")
 
 _STRATEGIES = ("shm", "cs")
 
@@ -122,7 +126,7 @@ class Trainer:
     async def dev_async(
         self, agent: Agent | None = None, train_dataset: Any = None, *, mode: Mode = "train"
     ) -> DevResult:
-        """Run the agent on every task without training, beside the event loop of an async program."""
+        """Run the agent on every task without training, within the event loop of an async program."""
         tasks = self._tasks(train_dataset)
         return await self._made(agent).dev_async(agent, tasks, tasks=len(tasks), mode=mode)
 
@@ -166,6 +170,62 @@ class Trainer:
             initial_resources={name: _resource(value, name) for name, value in resources.items()},
             **settings,
         )
+
+
+class LitAgentRunner(Generic[T]):
+    """Runs an agent on one task after the other: ``await runner.step(task)`` within ``with runner.run_context(...)``.
+
+    Args:
+        tracer: Ignored, as by the trainer.
+        settings: Settings of Agent Lightning's polling, which nothing needs here.
+    """
+
+    def __init__(self, tracer: Any = None, **settings: Any) -> None:
+        self.tracer = tracer
+        self.settings = settings
+        self._agent: Agent | None = None
+        self._store: Store | None = None
+
+    @contextmanager
+    def run_context(self, *, agent: Agent, store: Store, hooks: Any = None) -> Generator[Self]:
+        """Run an agent and keep its rollouts in a store.
+
+        Raises:
+            ConfigError: ``hooks`` are given.
+        """
+        if hooks:
+            raise ConfigError(
+                "run_context got hooks=, which have no counterpart here; read the recording after the step with "
+                "await store.query_spans(rollout.rollout_id), see docs/reference/hooks.md"
+            )
+        self._agent, self._store = agent, store
+        try:
+            yield self
+        finally:
+            self._agent = self._store = None
+
+    async def step(
+        self,
+        input: T,
+        *,
+        resources: Mapping[str, Any] | None = None,
+        mode: Mode = "train",  # the name there
+    ) -> AttemptedRollout:
+        """Run the agent on one task, and return the rollout.
+
+        Raises:
+            ConfigError: It is called outside of ``run_context``.
+            RunError: The agent raised; names its error.
+        """
+        if self._agent is None:
+            raise ConfigError("step() has no agent; call it in `with runner.run_context(agent=..., store=...):`")
+        trainer = Trainer(initial_resources=resources, store=self._store, progress=Quiet())
+        result = await trainer.dev_async(self._agent, [input], mode=mode)
+        (episode,) = result.episodes
+        if episode.attempt is not None and episode.attempt.error is not None:
+            error = episode.attempt.error
+            raise RunError(f"the agent raised {error.type}: {error.message}")
+        return attempted(episode.rollout)
 
 
 def _refuse(settings: dict[str, Any], tracer: Any) -> None:

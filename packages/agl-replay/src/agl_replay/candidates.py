@@ -169,10 +169,9 @@ class Contender:
     """A candidate that can run.
 
     Attributes:
-        version: Its version, which need not be stored yet; ``None`` for the value in the experiment's file, of which
-            there is none.
+        version: Its version, which need not be stored yet; ``None`` for the value in the experiment's file.
         resource: The value.
-        words: Its origin in words.
+        words: A description of its origin.
     """
 
     version: ResourceVersion | None
@@ -184,7 +183,7 @@ def resource_of(plan: Plan, name: str | None, given: Sequence[Given]) -> str:
     """Return the resource to try: the one that is named, here or in ``--version NAME@V``, or else the only one.
 
     Raises:
-        ConfigError: There is none, or no such one, or there are several and none is named.
+        ConfigError: The resource does not exist, or there are several and the command names no resource.
     """
     named = [each.value.rpartition("@")[0] for each in given if each.option == "version" and "@" in each.value]
     names = list(dict.fromkeys([name, *named] if name else named))
@@ -207,7 +206,7 @@ def resource_of(plan: Plan, name: str | None, given: Sequence[Given]) -> str:
 
 
 def contenders(plan: Plan, name: str, given: Sequence[Given]) -> tuple[Contender, list[Contender]]:
-    """Return what is live today, and the candidates in their order, with that as the baseline of an only one.
+    """Return the live version, and the candidates in their order; a single one is compared with the live version.
 
     Raises:
         ConfigError: A text cannot be used, there are too many candidates, or two have the same text.
@@ -216,7 +215,7 @@ def contenders(plan: Plan, name: str, given: Sequence[Given]) -> tuple[Contender
     if not given:
         raise ConfigError(
             "there is nothing to try: name a candidate with --version, --text, --text-file or --edit; several are "
-            "compared with the first, an only one with what is live today"
+            "compared with the first, a single one with the live version"
         )
     present, versions, named = _read_known(plan, name, given)
     found: list[Contender] = []
@@ -240,7 +239,7 @@ def contenders(plan: Plan, name: str, given: Sequence[Given]) -> tuple[Contender
 
 
 def new_placeholders(plan: Plan, present: Contender, found: Sequence[Contender]) -> list[str]:
-    """Return a line for each candidate whose text has placeholders that nothing is known to fill in."""
+    """Return a line for each candidate whose text has placeholders that nothing fills in."""
     objects = [cast("dict[str, Json]", task) for task in (*plan.train, *plan.val) if isinstance(task, dict)]
     known = {key for task in objects for key in task}
     lines: list[str] = []
@@ -257,7 +256,7 @@ _Known = tuple[Contender, Sequence[ResourceVersion], dict[str, Contender]]
 
 
 def _read_known(plan: Plan, name: str, given: Sequence[Given]) -> _Known:
-    """Return what is live today, all versions of the resource, and the versions that the command line names."""
+    """Return the live version, all versions of the resource, and the versions that the command line names."""
 
     async def use() -> _Known:
         store = open_store(plan)

@@ -97,7 +97,7 @@ class ForkReport(Record, frozen=True, kw_only=True, omit_defaults=False):
         reward: The recorded reward.
         mean: Mean reward of the forks that have one; ``low`` and ``high`` are the ends of its 95 % interval (Student),
             ``None`` for fewer than two.
-        verdict: The comparison in words.
+        verdict: The comparison as a sentence.
         is_complete: False if the forks were stopped before all had ended.
     """
 
@@ -116,7 +116,7 @@ class ForkReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def describe_fork(episode: Episode) -> ForkedRollout:
-    """Return what a report says of one fork."""
+    """Return one fork's part of a report."""
     rollout, error = episode.rollout, episode.attempt.error if episode.attempt else None
     counts = answer_counts(call.model_version for call in episode.transitions)
     return ForkedRollout(

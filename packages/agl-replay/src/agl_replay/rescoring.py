@@ -36,7 +36,7 @@ _ENDPOINT = "openai"
 
 
 class EmitterError(Record, frozen=True, kw_only=True):
-    """The exception of a reward emitter: the emitter's name, and the exception in words."""
+    """The exception of a reward emitter: the emitter's name, and the exception's text."""
 
     emitter: str
     message: str
@@ -47,12 +47,12 @@ class Rescored(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         group: The rollouts that are compared with each other in training have the same one.
-        before: The reward that trained, ``None`` for none; ``after`` the one that would train now.
+        before: The reward that trained, ``None`` without one; ``after`` the reward that would train now.
         recorded: The rewards of the record that evaluators gave; the new ones replace them.
         kept: Its other rewards, which still count.
         rewards: The new rewards.
         errors: Emitters that raised; a worker would have failed the rollout, so ``after`` is ``None``.
-        rule: What decides which of the new and kept rewards trains, or why none does.
+        rule: The rule that selects the reward that trains, or the reason why there is no such reward.
         skipped: The reason why it was not scored, ``""`` if it was.
     """
 

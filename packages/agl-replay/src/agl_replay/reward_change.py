@@ -1,4 +1,4 @@
-"""Sums up what a changed reward does to recorded rollouts: their mean, their order within groups, and every part.
+"""Sums up the effect of a changed reward on recorded rollouts: their mean, their order within groups, and every part.
 
 An algorithm that compares the rollouts of a group, such as GRPO, learns nothing from a group of equal rewards, and the
 same from rewards that only grow or shift together. So what counts is who is above whom, and how many groups are silent.
@@ -40,7 +40,7 @@ class GroupChange(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class PartChange(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A reward, or one of its parts: its values in the record, and now; ``None`` where there are none.
+    """A reward, or one of its parts: its recorded and new values; ``None`` where it is missing.
 
     Attributes:
         part: The part's name, ``""`` for the reward itself.
@@ -60,7 +60,7 @@ class Values(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         n: How many there are; ``missing`` how many more rewards have none.
         spread: Standard deviation.
-        at_least: Share of those that are the least one; ``at_greatest`` of those that are the greatest one.
+        at_least: Share of values that equal the least one; ``at_greatest`` the share that equal the greatest one.
     """
 
     n: int

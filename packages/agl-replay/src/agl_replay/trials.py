@@ -159,7 +159,7 @@ class TriedCandidate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         mark: Its letter; ``A`` is the baseline.
-        origin: Its origin in words.
+        origin: A description of its origin.
         mean: Mean reward of its rollouts, ``None`` without any.
         tokens: Mean tokens of a rollout, 0 where no counts are known; ``seconds`` likewise; ``None`` without a
             rollout.
@@ -292,7 +292,7 @@ def best_of(report: TrialReport) -> TriedCandidate | None:
 
 
 def print_report(report: TrialReport, *, is_full: bool) -> None:
-    """Print the tasks, those that differ most first, then the candidates, and each against the baseline."""
+    """Print the tasks, the ones that differ most first, then the candidates, and each against the baseline."""
     begun = [task for task in report.tasks if any(task.rollouts.values())]
     ordered = sorted(begun, key=lambda task: -_spread(task, report))
     shown = ordered if is_full else ordered[:LISTED]
@@ -422,7 +422,7 @@ def _cell(task: TriedTask, mark: str) -> str:
 
 
 def _failures(report: TrialReport) -> Iterator[str]:
-    """Describe the failed rollouts of each candidate by their errors; those that differ in numbers only are one."""
+    """Describe the failed rollouts of each candidate by their errors; errors that differ only in numbers are one."""
     for mark in (each.mark for each in report.candidates):
         failed = [each for task in report.tasks for each in task.rollouts[mark] if each.error]
         kinds = Counter(kind_of(each.error) for each in failed)

@@ -20,15 +20,14 @@ from agl.schemas import (
 from agl.stores import MAX_SEQUENCE, select, unknown_attempt
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.partitions import Aim, bounds, period_of
-from agl_store_sqlite.sql import (
+from agl_store_sqlite.sql.packing import Unpacker
+from agl_store_sqlite.sql.rows import (
     ATTEMPT_BITS,
     MODES,
     NUMBER_MASK,
     ROLLOUT,
-    STATISTICS,
     STATUSES,
     Row,
-    Unpacker,
     by_status,
     conditions,
     containing,
@@ -36,8 +35,8 @@ from agl_store_sqlite.sql import (
     order_of,
     read_change,
     read_rollout,
-    read_statistics,
 )
+from agl_store_sqlite.sql.statistics import STATISTICS, read_statistics
 
 ATTEMPT_KEY = f"coalesce(r.seq << {ATTEMPT_BITS} | %s::int, r.attempt, r.seq << {ATTEMPT_BITS})"
 """The key of the attempt to read spans of: the one with the given number, else the deciding or running one."""

@@ -14,7 +14,8 @@ from agl_store_postgres.faults import explain
 from agl_store_postgres.partitions import bounds_of
 from agl_store_postgres.placing import Placing, UnnamedShardError
 from agl_store_postgres.shard_connections import LostShardError, ShardConnections
-from agl_store_sqlite.sql import Row, Unpacker, number_of
+from agl_store_sqlite.sql.packing import Unpacker
+from agl_store_sqlite.sql.rows import Row, number_of
 
 SHARD_WAIT_S = 20.0
 """Seconds for which a read waits for a shard; less than a transaction on the control server may be idle."""

@@ -12,7 +12,7 @@ from psycopg.pq import TransactionStatus
 
 from agl_store_postgres.faults import explain, is_lost, is_passing
 from agl_store_postgres.urls import DatabaseTarget
-from agl_store_sqlite.sql import ServerAccess
+from agl_store_sqlite.sql.servers import ServerAccess
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 

@@ -12,7 +12,7 @@ from agl_store_postgres.connections import Connection, access_of
 from agl_store_postgres.loading import NOW
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import channel_of
-from agl_store_sqlite.sql import RESTART_WAIT_S, Channel, Message, read_message
+from agl_store_sqlite.sql.servers import RESTART_WAIT_S, Channel, Message, read_message
 
 POLL_S = 0.2
 """Seconds between two looks at the feed and the queue through a pooler."""
@@ -37,7 +37,7 @@ def channel_to(target: DatabaseTarget, *, feed: int, stopping: threading.Event) 
 
 
 class _CommitChannel:
-    """Implements :class:`agl_store_sqlite.sql.Channel`."""
+    """Implements :class:`agl_store_sqlite.sql.servers.Channel`."""
 
     is_outdated = False
 

@@ -12,7 +12,9 @@ from typing import Any, TypeAlias
 from agl.schemas import ResourceVersion, Span, decode, rollout_id_of
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.partitions import Aim, Partitions, bounds, period_of
-from agl_store_sqlite.sql import ATTEMPT_BITS, ROLLOUT, LoadedRows, Needs, Row, number_of
+from agl_store_sqlite.sql.changes import LoadedRows
+from agl_store_sqlite.sql.needs import Needs
+from agl_store_sqlite.sql.rows import ATTEMPT_BITS, ROLLOUT, Row, number_of
 
 Rows: TypeAlias = Iterable[Row]
 

@@ -10,7 +10,7 @@ from psycopg import sql
 from agl_store_postgres.connections import Connection, connect
 from agl_store_postgres.faults import explain
 from agl_store_postgres.urls import DatabaseTarget
-from agl_store_sqlite.sql import Compaction
+from agl_store_sqlite.sql.compaction import Compaction
 
 _OF_SCHEMA = (
     b"FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "

@@ -13,7 +13,7 @@ partitions that they need as constants, see :func:`bounds` and :class:`Aim`.
 from collections.abc import Iterable
 
 from agl_store_postgres.connections import Connection
-from agl_store_sqlite.sql import ATTEMPT_BITS
+from agl_store_sqlite.sql.rows import ATTEMPT_BITS
 
 PERIOD_BITS = 32
 """Bits of a rollout's number within its period."""

@@ -8,7 +8,8 @@ from agl_store_postgres._reads import PostgresReads
 from agl_store_postgres.connections import Connection, access_of
 from agl_store_postgres.loading import NOW
 from agl_store_postgres.urls import DatabaseTarget
-from agl_store_sqlite.sql import BatchReader, Look, OverdueError, ThreadConnection, UncheckedRead, answer_to
+from agl_store_sqlite.sql.batches import Look, OverdueError, answer_to
+from agl_store_sqlite.sql.servers import BatchReader, ThreadConnection, UncheckedRead
 
 _BEGIN = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _IS_OVERDUE = b"SELECT (SELECT min(deadline) FROM attempts WHERE status = 'running') <= " + NOW

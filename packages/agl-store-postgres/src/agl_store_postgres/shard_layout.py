@@ -13,7 +13,7 @@ from psycopg import sql
 
 from agl.errors import ConfigError, SchemaVersionError, StoreError
 from agl_store_postgres.connections import Connection, connect
-from agl_store_postgres.layout import LOCK, SPANS, SPANS_INLINE, check_encoding, has_table
+from agl_store_postgres.layout import LOCK, SPANS, check_encoding, has_table
 from agl_store_postgres.placing import Shard
 from agl_store_postgres.urls import DatabaseTarget, ShardedTarget
 
@@ -30,7 +30,6 @@ _CONTROL = (
 _SHARD = (
     b"CREATE TABLE agl_shard (version int NOT NULL, store text NOT NULL, identity text NOT NULL)",
     *SPANS,
-    SPANS_INLINE,
 )
 _ADD = b"INSERT INTO shards VALUES ((SELECT coalesce(max(id), 0) + 1 FROM shards), %s, %s)"
 _SHARDS = b"SELECT id, identity, address FROM shards WHERE id > 0 ORDER BY id"

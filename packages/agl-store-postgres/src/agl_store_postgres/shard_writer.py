@@ -25,7 +25,10 @@ from agl_store_postgres.shard_connections import LostShardError, ShardConnection
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writer import BatchWriter
 from agl_store_postgres.writing import add_spans, commit
-from agl_store_sqlite.sql import ATTEMPT_BITS, RESTART_WAIT_S, Changes, LoadedRows, Needs, number_of
+from agl_store_sqlite.sql.changes import Changes, LoadedRows
+from agl_store_sqlite.sql.needs import Needs
+from agl_store_sqlite.sql.rows import ATTEMPT_BITS, number_of
+from agl_store_sqlite.sql.servers import RESTART_WAIT_S
 
 _FOUND = (
     b"WITH w AS (SELECT * FROM unnest(%s::bigint[], %s::int[]) AS w(attempt, last)), "

@@ -29,7 +29,9 @@ from agl_store_postgres.shard_layout import prepare_shards
 from agl_store_postgres.shard_writer import AwayShardError, ShardWriter
 from agl_store_postgres.sweeping import QUIET_S, Sweeper, sweep
 from agl_store_postgres.urls import DatabaseTarget, ShardedTarget, sharded_target_of
-from agl_store_sqlite.sql import START_WAIT_S, Batches, Compaction, ServerBackend
+from agl_store_sqlite.sql.batches import Batches
+from agl_store_sqlite.sql.compaction import Compaction
+from agl_store_sqlite.sql.servers import START_WAIT_S, ServerBackend
 
 T = TypeVar("T")
 

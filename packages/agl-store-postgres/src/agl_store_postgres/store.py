@@ -26,7 +26,9 @@ from agl_store_postgres.reader import reader_of
 from agl_store_postgres.sweeping import QUIET_S, Sweeper, sweep_partitions
 from agl_store_postgres.urls import DatabaseTarget, target_of
 from agl_store_postgres.writer import BatchWriter
-from agl_store_sqlite.sql import START_WAIT_S, Batches, Compaction, ServerBackend
+from agl_store_sqlite.sql.batches import Batches
+from agl_store_sqlite.sql.compaction import Compaction
+from agl_store_sqlite.sql.servers import START_WAIT_S, ServerBackend
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from agl_store_postgres.placing import Placing
 from agl_store_postgres.shard_connections import LostShardError, ShardConnections
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import remove_spans
-from agl_store_sqlite.sql import START_WAIT_S
+from agl_store_sqlite.sql.servers import START_WAIT_S
 
 QUIET_S = 3.0
 """Seconds for which removals in a partitioned store pause before rows are deleted: the next one may end a partition."""

@@ -24,16 +24,12 @@ from agl_store_postgres.loading import Begun, begin, begin_lapsed
 from agl_store_postgres.partitions import Partitions
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import commit
-from agl_store_sqlite.sql import (
-    RESTART_WAIT_S,
-    Changes,
-    LoadedTables,
-    Needs,
-    Packer,
-    ThreadConnection,
-    needs_of,
-    perform,
-)
+from agl_store_sqlite.sql.batches import perform
+from agl_store_sqlite.sql.changes import Changes
+from agl_store_sqlite.sql.loaded_tables import LoadedTables
+from agl_store_sqlite.sql.needs import Needs, needs_of
+from agl_store_sqlite.sql.packing import Packer
+from agl_store_sqlite.sql.servers import RESTART_WAIT_S, ThreadConnection
 
 MAX_COLLISIONS = 5
 """Largest number of repetitions after collisions with other transactions."""

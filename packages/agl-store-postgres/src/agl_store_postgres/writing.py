@@ -12,7 +12,9 @@ from agl.contracts import Statistics
 from agl.schemas import Rollout, encode
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.partitions import Partitions
-from agl_store_sqlite.sql import ATTEMPT_BITS, STATISTICS, Changes, additions, merging, progress_row, statistics_row
+from agl_store_sqlite.sql.changes import Changes
+from agl_store_sqlite.sql.rows import ATTEMPT_BITS, progress_row
+from agl_store_sqlite.sql.statistics import STATISTICS, additions, merging, statistics_row
 
 _FEED_LOCK = 0x41474C00 << 32
 """The upper half of the lock's number; the lower half is the feed's object number, so each store has its own lock."""

@@ -14,7 +14,9 @@ from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
 from agl_store_redis.loading import read_stored
 from agl_store_redis.scripts import call
-from agl_store_sqlite.sql import MODES, STATUSES, Unpacker, by_status, containing, number_of, read_statistics
+from agl_store_sqlite.sql.packing import Unpacker
+from agl_store_sqlite.sql.rows import MODES, STATUSES, by_status, containing, number_of
+from agl_store_sqlite.sql.statistics import read_statistics
 
 _PART_BYTES = 8 << 20
 """Bytes of spans that one script returns at most, apart from the last few spans."""

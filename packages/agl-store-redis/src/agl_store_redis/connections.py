@@ -11,7 +11,7 @@ from redis.retry import Retry
 
 from agl_store_redis.faults import explain, is_lost, is_passing
 from agl_store_redis.urls import ServerTarget
-from agl_store_sqlite.sql import ServerAccess
+from agl_store_sqlite.sql.servers import ServerAccess
 
 ANSWER_S = 60.0
 """Seconds after which a silent server counts as gone."""

@@ -29,12 +29,12 @@ from agl.errors import SchemaVersionError
 from agl_store_redis.connections import Server
 from agl_store_redis.urls import ServerTarget
 
-CURRENT = 2
+CURRENT = 1
 """The number of this layout."""
 
 
-def prepare(server: Server, target: ServerTarget) -> int:
-    """Number the layout of a new store, and check that of a known one; returns the layout's number.
+def prepare(server: Server, target: ServerTarget) -> None:
+    """Number the layout of a new store, and check that of a known one.
 
     Raises:
         SchemaVersionError: A newer release wrote the store.
@@ -47,7 +47,6 @@ def prepare(server: Server, target: ServerTarget) -> int:
             f"{target.shown} has layout version {found} and this agl-store-redis reads up to {CURRENT}; "
             "upgrade it: pip install --upgrade agl-store-redis"
         )
-    return found
 
 
 def list_name(field: str, *, experiment: str, mode: str, status: str, is_finished: bool) -> str:

@@ -12,7 +12,9 @@ import msgspec
 from agl.schemas import Attempt, ResourceVersion, Rollout, Span, decode, rollout_id_of
 from agl_store_redis.connections import Server
 from agl_store_redis.scripts import call
-from agl_store_sqlite.sql import ATTEMPT_BITS, LoadedRows, Needs, number_of, read_rollout
+from agl_store_sqlite.sql.changes import LoadedRows
+from agl_store_sqlite.sql.needs import Needs
+from agl_store_sqlite.sql.rows import ATTEMPT_BITS, number_of, read_rollout
 
 HOLD_S = 5
 """Seconds after which a queued rollout that a transaction took, and neither claimed nor gave back, is queued again."""

@@ -8,7 +8,8 @@ from agl_store_redis._reads import RedisReads, VanishedError
 from agl_store_redis.connections import Moves, Server, access_of
 from agl_store_redis.scripts import call
 from agl_store_redis.urls import ServerTarget
-from agl_store_sqlite.sql import BatchReader, Look, OverdueError, ThreadConnection, UncheckedRead, answer_to
+from agl_store_sqlite.sql.batches import Look, OverdueError, answer_to
+from agl_store_sqlite.sql.servers import BatchReader, ThreadConnection, UncheckedRead
 
 
 def reader_of(target: ServerTarget, *, stopping: threading.Event, moves: Moves) -> BatchReader[Server]:

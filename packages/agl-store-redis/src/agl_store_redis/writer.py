@@ -27,7 +27,11 @@ from agl_store_redis.faults import is_elsewhere, is_lost
 from agl_store_redis.loading import Loaded, begin, begin_lapsed
 from agl_store_redis.urls import ServerTarget
 from agl_store_redis.writing import Commit
-from agl_store_sqlite.sql import RESTART_WAIT_S, LoadedTables, Needs, Packer, ThreadConnection, needs_of, perform
+from agl_store_sqlite.sql.batches import perform
+from agl_store_sqlite.sql.loaded_tables import LoadedTables
+from agl_store_sqlite.sql.needs import Needs, needs_of
+from agl_store_sqlite.sql.packing import Packer
+from agl_store_sqlite.sql.servers import RESTART_WAIT_S, ThreadConnection
 
 T = TypeVar("T")
 

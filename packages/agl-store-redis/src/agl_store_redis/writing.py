@@ -13,7 +13,9 @@ from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
 from agl_store_redis.loading import Loaded
 from agl_store_redis.scripts import call
-from agl_store_sqlite.sql import ATTEMPT_BITS, NUMBER_MASK, STATUSES, LoadedTables, additions, statistics_row
+from agl_store_sqlite.sql.loaded_tables import LoadedTables
+from agl_store_sqlite.sql.rows import ATTEMPT_BITS, NUMBER_MASK, STATUSES
+from agl_store_sqlite.sql.statistics import additions, statistics_row
 
 Part: TypeAlias = bytes | str | int | float
 

@@ -21,7 +21,9 @@ from agl_store_sqlite._acknowledged import AcknowledgedCursor, last_cursor
 from agl_store_sqlite._reads import SQLiteReads
 from agl_store_sqlite._schema import connect, explain, is_locked, open_file
 from agl_store_sqlite._tables import SQLiteTables, next_deadline
-from agl_store_sqlite.sql import Batches, Compaction, Look, OverdueError, Packer, answer_to, perform
+from agl_store_sqlite.sql.batches import Batches, Look, OverdueError, answer_to, perform
+from agl_store_sqlite.sql.compaction import Compaction
+from agl_store_sqlite.sql.packing import Packer
 
 READERS = 4
 
@@ -83,15 +85,15 @@ class SQLiteBackend:
                 await self._writer.run(_LOOK)
 
     async def compact(self) -> Compaction:
-        """See :class:`agl_store_sqlite.sql.Compactable`."""
+        """See :class:`agl_store_sqlite.sql.compaction.Compactable`."""
         return await self._maintain(self._compact, LEAST_FREE_BYTES, LEAST_FREE_SHARE)
 
     async def vacuum(self) -> Compaction:
-        """See :class:`agl_store_sqlite.sql.Measured`."""
+        """See :class:`agl_store_sqlite.sql.compaction.Measured`."""
         return await self._maintain(self._compact, 0, 0.0)
 
     async def size(self) -> int:
-        """See :class:`agl_store_sqlite.sql.Measured`."""
+        """See :class:`agl_store_sqlite.sql.compaction.Measured`."""
         return await self._maintain(self._used)
 
     async def _maintain(self, work: Callable[..., T], *args: Any) -> T:

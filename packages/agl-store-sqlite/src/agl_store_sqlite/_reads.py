@@ -24,14 +24,13 @@ from agl.schemas import (
 from agl.stores import MAX_SEQUENCE, is_wanted, select, sort_key, unknown_attempt
 from agl_store_sqlite._acknowledged import last_cursor
 from agl_store_sqlite._tables import span_range
-from agl_store_sqlite.sql import (
+from agl_store_sqlite.sql.packing import Unpacker
+from agl_store_sqlite.sql.rows import (
     ATTEMPT_BITS,
     MODES,
     NUMBER_MASK,
     ROLLOUT,
-    STATISTICS,
     STATUSES,
-    Unpacker,
     by_status,
     conditions,
     containing,
@@ -39,8 +38,8 @@ from agl_store_sqlite.sql import (
     order_of,
     read_change,
     read_rollout,
-    read_statistics,
 )
+from agl_store_sqlite.sql.statistics import STATISTICS, read_statistics
 
 
 class SQLiteReads:

@@ -10,16 +10,9 @@ import logging
 import re
 import sqlite3
 import time
-from functools import partial
 from pathlib import Path
 
-from agl.contracts import RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
-from agl.schemas import Attempt, Rollout, Span, decode, encode
-from agl.stores import MAX_SEQUENCE
-from agl_store_sqlite._reads import SQLiteReads
-from agl_store_sqlite._tables import add_statistics
-from agl_store_sqlite.sql import ATTEMPT_BITS, older_documents, record_key, recount, run_of
 
 SETTINGS = (
     "page_size = 4096",
@@ -38,78 +31,37 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             seq INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL UNIQUE, experiment TEXT NOT NULL,
             mode TEXT NOT NULL, group_id TEXT NOT NULL, status TEXT NOT NULL, stage TEXT NOT NULL,
             attempts INTEGER NOT NULL, attempt INTEGER, started_at REAL NOT NULL, finished_at REAL NOT NULL,
-            data BLOB NOT NULL)""",
+            data BLOB NOT NULL, failures INTEGER NOT NULL DEFAULT 0, losses INTEGER NOT NULL DEFAULT 0,
+            created_at REAL NOT NULL DEFAULT 0.0)""",
         """CREATE TABLE attempts (
             id INTEGER PRIMARY KEY, status TEXT NOT NULL, claim_id TEXT NOT NULL, deadline REAL NOT NULL,
             data BLOB NOT NULL)""",
         "CREATE TABLE spans (key INTEGER PRIMARY KEY, span_id TEXT NOT NULL, data BLOB NOT NULL)",
-        "CREATE UNIQUE INDEX spans_by_id ON spans (key >> 24, span_id)",
         """CREATE TABLE changes (
             cursor INTEGER PRIMARY KEY, attempt INTEGER, kind TEXT NOT NULL, status TEXT NOT NULL,
             name TEXT)""",
         """CREATE TABLE versions (
             seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, version TEXT NOT NULL, data BLOB NOT NULL,
             UNIQUE (name, version))""",
-        "CREATE TABLE states (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
-        """CREATE TABLE metrics (
-            experiment TEXT, algorithm TEXT, step INTEGER, name TEXT, value REAL, time REAL,
-            PRIMARY KEY (experiment, algorithm, step, name)) WITHOUT ROWID""",
-    ),
-    (
-        "CREATE INDEX rollouts_queue ON rollouts (experiment, seq) WHERE status = 'queued'",
-        "CREATE INDEX rollouts_listed ON rollouts (experiment, mode, stage, rollout_id)",
-        "CREATE INDEX rollouts_grouped ON rollouts (group_id, rollout_id) WHERE group_id <> ''",
-        "CREATE INDEX attempts_due ON attempts (deadline) WHERE status = 'running'",
-        "CREATE INDEX attempts_claimed ON attempts (claim_id) WHERE status = 'running' AND claim_id <> ''",
-        "CREATE INDEX changes_by_attempt ON changes (attempt) WHERE attempt IS NOT NULL",
-        "CREATE INDEX versions_by_name ON versions (name, seq)",
-        "CREATE INDEX metrics_by_name ON metrics (experiment, name, algorithm, step)",
-    ),
-    ("CREATE TABLE documents (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",),
-    (  # 14 bits for an attempt's number instead of 8, and counts of failures and lost workers
-        "ALTER TABLE rollouts ADD COLUMN failures INTEGER NOT NULL DEFAULT 0",
-        "ALTER TABLE rollouts ADD COLUMN losses INTEGER NOT NULL DEFAULT 0",
-        "UPDATE rollouts SET failures = (SELECT count(*) FROM attempts WHERE status IN ('failed', 'timeout') "
-        "AND id BETWEEN (seq << 8) AND (seq << 8) + 255), attempt = (attempt >> 8 << 14) + (attempt & 255) "
-        "WHERE attempts > 0",
-        "UPDATE changes SET attempt = (attempt >> 8 << 14) + (attempt & 255) WHERE attempt IS NOT NULL",
-        "ALTER TABLE attempts RENAME TO narrow_attempts",
-        """CREATE TABLE attempts (
-            id INTEGER PRIMARY KEY, status TEXT NOT NULL, claim_id TEXT NOT NULL, deadline REAL NOT NULL,
-            data BLOB NOT NULL)""",
-        "INSERT INTO attempts SELECT (id >> 8 << 14) + (id & 255), status, claim_id, deadline, data "
-        "FROM narrow_attempts ORDER BY id",
-        "DROP TABLE narrow_attempts",
-        "CREATE INDEX attempts_due ON attempts (deadline) WHERE status = 'running'",
-        "CREATE INDEX attempts_claimed ON attempts (claim_id) WHERE status = 'running' AND claim_id <> ''",
-        "ALTER TABLE spans RENAME TO narrow_spans",
-        "CREATE TABLE spans (key INTEGER PRIMARY KEY, span_id TEXT NOT NULL, data BLOB NOT NULL)",
-        "INSERT INTO spans SELECT (key >> 32 << 38) + (key & 4294967295), span_id, data FROM narrow_spans ORDER BY key",
-        "DROP TABLE narrow_spans",
-        "CREATE UNIQUE INDEX spans_by_id ON spans (key >> 24, span_id)",
-    ),
-    (  # lists in order of creation and of the end
-        "ALTER TABLE rollouts ADD COLUMN created_at REAL NOT NULL DEFAULT 0.0",
-        "UPDATE rollouts SET created_at = created_at(data)",
-        "CREATE INDEX rollouts_created ON rollouts (experiment, mode, stage, created_at, rollout_id)",
-        "CREATE INDEX rollouts_finished ON rollouts (experiment, mode, stage, finished_at, rollout_id)",
-    ),
-    (  # metrics of every run, with the steps of all algorithms
-        "ALTER TABLE metrics RENAME TO metrics_of_last_run",
+        "CREATE TABLE documents (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
         """CREATE TABLE metrics (
             experiment TEXT, run INTEGER, algorithm TEXT, step INTEGER, name TEXT, experiment_step INTEGER, value REAL,
             time REAL, PRIMARY KEY (experiment, run, algorithm, step, name)) WITHOUT ROWID""",
-        "INSERT INTO metrics SELECT experiment, run_of(record), algorithm, step, name, "
-        "CASE algorithm WHEN 'validate' THEN step END, value, time FROM metrics_of_last_run "
-        "LEFT JOIN (SELECT key, value AS record FROM documents) ON key = record_key(experiment)",
-        "DROP TABLE metrics_of_last_run",
-        "CREATE INDEX metrics_by_name ON metrics (experiment, name, run, algorithm, step)",
-    ),
-    (  # statistics, kept as rollouts finish
         """CREATE TABLE statistics (
             experiment TEXT, algorithm TEXT, step INTEGER, mode TEXT, succeeded INTEGER, failed INTEGER,
             cancelled INTEGER, seconds REAL, calls INTEGER, prompt_tokens INTEGER, response_tokens INTEGER,
             rewards INTEGER, mean REAL, squares REAL, PRIMARY KEY (experiment, algorithm, step, mode)) WITHOUT ROWID""",
+        "CREATE INDEX rollouts_queue ON rollouts (experiment, seq) WHERE status = 'queued'",
+        "CREATE INDEX rollouts_listed ON rollouts (experiment, mode, stage, rollout_id)",
+        "CREATE INDEX rollouts_created ON rollouts (experiment, mode, stage, created_at, rollout_id)",
+        "CREATE INDEX rollouts_finished ON rollouts (experiment, mode, stage, finished_at, rollout_id)",
+        "CREATE INDEX rollouts_grouped ON rollouts (group_id, rollout_id) WHERE group_id <> ''",
+        "CREATE INDEX attempts_due ON attempts (deadline) WHERE status = 'running'",
+        "CREATE INDEX attempts_claimed ON attempts (claim_id) WHERE status = 'running' AND claim_id <> ''",
+        "CREATE UNIQUE INDEX spans_by_id ON spans (key >> 24, span_id)",
+        "CREATE INDEX changes_by_attempt ON changes (attempt) WHERE attempt IS NOT NULL",
+        "CREATE INDEX versions_by_name ON versions (name, seq)",
+        "CREATE INDEX metrics_by_name ON metrics (experiment, name, run, algorithm, step)",
     ),
 )
 """Statements that bring a file of version N to N + 1; a new file runs them all."""
@@ -120,12 +72,6 @@ _LOG = logging.getLogger("agl_store_sqlite")
 
 _TAIL = re.compile(r"[?#][^/\\]*$|\?\w+=")
 """Options or a fragment, as other URLs have them; a folder may have both characters in its name."""
-
-_STATISTICS = 6
-"""The last version without statistics and without the tallies of attempts."""
-
-_STATES_MOVE = 2
-"""The last version that keeps labels, scores, experiments and ledgers among the states of algorithms."""
 
 
 def path_of(url: str) -> Path:
@@ -223,8 +169,6 @@ def _use_wal(connection: sqlite3.Connection, busy_s: float) -> None:
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     if _version(connection, path) == CURRENT:
         return
-    for name, function in {"created_at": _created_at, "record_key": record_key, "run_of": run_of}.items():
-        connection.create_function(name, 1, function)
     connection.execute("BEGIN IMMEDIATE")
     try:
         version = _version(connection, path)
@@ -233,10 +177,6 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         for number in range(version, CURRENT):
             for statement in MIGRATIONS[number]:
                 connection.execute(statement)
-            if number == _STATES_MOVE:
-                _move_states(connection)
-            if number == _STATISTICS:
-                _fill_statistics(connection)
         connection.execute("CREATE TABLE IF NOT EXISTS agl_schema (version INTEGER NOT NULL)")
         connection.execute("DELETE FROM agl_schema")
         connection.execute("INSERT INTO agl_schema VALUES (?)", (CURRENT,))
@@ -245,38 +185,6 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         if connection.in_transaction:  # a full disk ends it
             connection.execute("ROLLBACK")
         raise
-
-
-def _move_states(connection: sqlite3.Connection) -> None:
-    """Convert states of older layouts into documents."""
-    states = dict(connection.execute("SELECT key, value FROM states"))
-    found = older_documents(states, connection.execute("SELECT name, version FROM versions"))
-    connection.executemany("INSERT INTO documents VALUES (?, ?)", found.items())
-    connection.execute("DROP TABLE states")
-
-
-def _fill_statistics(connection: sqlite3.Connection) -> None:
-    """Count what attempts recorded and rollouts add up to."""
-    reads, query = SQLiteReads(connection), RolloutQuery(limit=500)
-    while page := reads.rollouts(query):
-        attempts, shares = recount(page, reads.attempts, partial(_all_spans, reads))
-        keys = [(encode(each), *_key_of(connection, each)) for each in attempts]
-        connection.executemany("UPDATE attempts SET data = ? WHERE id = ?", keys)
-        add_statistics(connection, shares)
-        query = query.next(page[-1])
-
-
-def _key_of(connection: sqlite3.Connection, attempt: Attempt) -> tuple[int]:
-    (seq,) = connection.execute("SELECT seq FROM rollouts WHERE rollout_id = ?", (attempt.rollout_id,)).fetchone()
-    return (seq << ATTEMPT_BITS | attempt.number,)
-
-
-def _all_spans(reads: SQLiteReads, rollout_id: str, attempt_id: str) -> list[Span]:
-    return reads.spans(rollout_id, attempt_id=attempt_id, limit=MAX_SEQUENCE)
-
-
-def _created_at(data: bytes) -> float:
-    return decode(data, Rollout).created_at
 
 
 def _version(connection: sqlite3.Connection, path: Path) -> int:

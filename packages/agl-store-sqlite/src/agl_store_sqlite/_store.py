@@ -10,7 +10,7 @@ from collections.abc import Callable
 from agl.stores import TableStore
 from agl_store_sqlite._backend import SQLiteBackend
 from agl_store_sqlite._schema import path_of
-from agl_store_sqlite.sql import Compaction
+from agl_store_sqlite.sql.compaction import Compaction
 
 
 class SQLiteStore(TableStore):

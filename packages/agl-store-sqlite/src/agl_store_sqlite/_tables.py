@@ -9,23 +9,18 @@ from msgspec.structs import replace
 from agl.contracts import Metric, Statistics
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, decode, encode, rollout_id_of, to_json
 from agl.stores import MAX_SEQUENCE, deadline
-from agl_store_sqlite.sql import (
+from agl_store_sqlite.sql.packing import AttemptSpans, Packer, place_spans
+from agl_store_sqlite.sql.rows import (
     ATTEMPT_BITS,
     NUMBER_MASK,
     ROLLOUT,
     SEQUENCE_BITS,
-    STATISTICS,
-    AttemptSpans,
-    Packer,
     Row,
-    additions,
-    merging,
     number_of,
-    place_spans,
     progress_row,
     read_rollout,
-    statistics_row,
 )
+from agl_store_sqlite.sql.statistics import STATISTICS, additions, merging, statistics_row
 
 _INSERT_CHANGES = "INSERT INTO changes (attempt, kind, status) VALUES (?, ?, ?)"
 _KEEP_LAST_CURSOR = (  # so that cursors never go back

@@ -104,7 +104,7 @@ def _check_attached(name: str, settings: VllmSettings, values: Mapping[str, Any]
         )
     for url in settings.urls:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"policy {name!r}: base_url {url!r} is no URL; write http://HOST:PORT/v1")
+            raise ConfigError(f"policy {name!r}: base_url {url!r} is not a URL; write http://HOST:PORT/v1")
 
 
 def _check_started(name: str, settings: VllmSettings) -> None:

@@ -131,7 +131,7 @@ async def _generated(
 
 
 def _finish_reason(choice: Mapping[str, Any], tool_choice: Any) -> str:
-    """Return the reason that the chat endpoint gives; vLLM 0.32's `derender` says `stop` beside tool calls."""
+    """Return the reason that the chat endpoint gives; vLLM 0.32's `derender` says `stop` next to tool calls."""
     called = bool(choice["message"].get("tool_calls"))
     is_auto = tool_choice in (None, "auto")
     if called and (is_auto or (tool_choice == "required" and choice["finish_reason"] == "stop")):

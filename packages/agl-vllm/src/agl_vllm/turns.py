@@ -5,7 +5,7 @@ answer that a client wrote back is rendered as a mark, and the mark is then repl
 A prompt continues a remembered turn when its text begins with that turn's prompt and answer; what follows is new text.
 
 Nothing is guessed: answers whose text is not what their message shows are not remembered, which are those with
-reasoning beside the content, those cut at a stop string, and plain ones that the server trimmed.
+reasoning next to the content, those cut at a stop string, and plain ones that the server trimmed.
 """
 
 import json

@@ -116,7 +116,7 @@ TOLERANCE = 0.05
 
 
 def probe_of(weights: Weights, *, name: str) -> WeightsProbe:
-    """Return the probe beside the weights; raises :class:`PolicyError` where there is none."""
+    """Return the probe that came with the weights; raises :class:`PolicyError` without one."""
     probe = read_probe(Path(weights.uri))
     if probe is None:
         raise PolicyError(

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from agl.schemas import Record
-from agl_algo_apo.acceptance.contest import contest, noted_race
-from agl_algo_apo.acceptance.race import Verdict
+from agl_algo_apo.acceptance.contest import Verdict, contest, race
 from agl_algo_apo.measurement.evaluation import MeasureJob
 from agl_algo_apo.search.tools import SearchTools
 from agl_algo_apo.texts.demonstrations import without_demonstrations
@@ -32,7 +31,7 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 def changes(first: str, text: str) -> list[Change]:
-    """Return the changes that ``text`` holds against the first text, in order; pure deletions are none."""
+    """Return the changes that ``text`` holds against the first text, in order, pure deletions left out."""
     pattern = r"(?<=\n)" if "\n" in text.strip() else r"(?<=[.!?]) +(?=\S)"
     base, parts = (_parts(pattern, whole) for whole in (first, text))
     found: list[Change] = []
@@ -139,13 +138,13 @@ class Deletion:
         await self._measure_once_more([best], step, "prune-best")
         if len(self._search.evaluator.scores) == before and not self._search.progress.is_steady:
             return {}
-        verdicts = await noted_race(
+        verdicts = await race(
             self._search, entrants, best, rungs=self._search.rungs, step=step, purpose="prune", may_tie=True
         )
         lost = [entrant for entrant in entrants if not verdicts[entrant.id].has_won]
         doubtful = [e for e in lost if e.status == "pool" or verdicts[e.id].n == len(self._search.order)]
         await self._measure_once_more(doubtful, step, "prune-again")
-        return verdicts | await noted_race(
+        return verdicts | await race(
             self._search, doubtful, best, rungs=self._search.rungs[-1:], step=step, purpose="doubtful", may_tie=True
         )
 

@@ -7,7 +7,7 @@ first slices of races have chosen the most, and texts that suit them got further
 
 The choice among the finalists uses all rewards, the first and the fresh ones, for more data choose better. To keep the
 fresh ones nearly unbiased all the same, the runner-up replaces the best one only where it leads by a standard error.
-A winner that does worse than the first prompt on the fresh rollouts is none: the first prompt stays.
+If the winner does worse than the first prompt on the fresh rollouts, the first prompt stays.
 
 Fresh rollouts do not show how far a text suits just these tasks. So where there are enough of them, some validation
 tasks take no part in the search at all (`test`), and the report is made of those.
@@ -124,7 +124,7 @@ async def measure_again(
 def _result(
     evaluator: Evaluator, winner: PromptCandidate, seed: PromptCandidate, *, how: How, is_beaten: bool = False
 ) -> Result | None:
-    """Return the result for the candidate that was chosen, which is none where the seed does better."""
+    """Return the result for the chosen candidate; the seed wins where it does better."""
     rewards = {c.id: rewards_by(evaluator, c.id, how) for c in (winner, seed)}
     # Only tasks that both were measured on: scores over different tasks would not add up to the gain.
     common = sorted(rewards[winner.id].keys() & rewards[seed.id].keys())

@@ -106,8 +106,23 @@ def violation(
     if moved:
         return moved
     if kept != had:
-        return _placeholder_difference(kept, had)
-    return _changed_json(resource, rules.seed) or _copied(text, rules, shown) or _named(text, rules, identifiers)
+        lost, new = sorted(had - kept), sorted(kept - had)
+        parts = [f"lost the placeholders {lost}"] if lost else []
+        if new:
+            parts.append(f"has {new}, which the first version lacks (literal braces are written twice)")
+        return "the text " + " and ".join(parts)
+    return _changed_json(resource, rules.seed) or _learnt_by_heart(text, rules, shown, identifiers)
+
+
+def _learnt_by_heart(text: str, rules: TextRules, shown: Sequence[str], identifiers: frozenset[str]) -> str:
+    """Return the reason where a text copies a shown task or names a training task, unlike the first version."""
+    first = text_of(rules.seed, name=rules.name)
+    ours = runs_of(text) - runs_of(first)
+    for task in shown:
+        if copied := ours & runs_of(task):
+            return f"the text copies a task that its author was shown: {' '.join(sorted(copied)[0])!r}"
+    named = sorted((words_of(text) - words_of(first)) & identifiers)
+    return f"the text names a single training task: {named[0]!r}" if named else ""
 
 
 def placeholders(resource: Resource, *, name: str) -> frozenset[str]:
@@ -185,14 +200,6 @@ def _jinja_placeholders(template: str, *, name: str) -> frozenset[str]:
     return frozenset({"{{ " + v + " }}" for v in variables} | {f"{{% {kind} %}}" for kind in reaching} | {*private})
 
 
-def _placeholder_difference(kept: frozenset[str], had: frozenset[str]) -> str:
-    lost, new = sorted(had - kept), sorted(kept - had)
-    parts = [f"lost the placeholders {lost}"] if lost else []
-    if new:
-        parts.append(f"has {new}, which the first version lacks (literal braces are written twice)")
-    return "the text " + " and ".join(parts)
-
-
 def _changed_json(resource: Resource, seed: Resource) -> str:
     if not isinstance(seed, JsonResource) or isinstance(seed.value, str) or messages_of(seed):
         return ""
@@ -214,31 +221,11 @@ def _json_difference(new: Any, old: Any, *, path: str, may_change: bool) -> str:
         pairs = [(f"{path}[{i}]", after[i], before[i], may_change) for i in range(len(before))]
     else:
         is_text = may_change and isinstance(old, str) and isinstance(new, str)
-        return "" if is_text or _is_same(cast("object", new), cast("object", old)) else path
+        # In Python True == 1, in JSON they differ.
+        is_same = type(cast("object", new)) is type(cast("object", old)) and new == old
+        return "" if is_text or is_same else path
     found = (_json_difference(n, o, path=p, may_change=free) for p, n, o, free in pairs)
     return next((where for where in found if where), "")
-
-
-def _is_same(new: object, old: object) -> bool:
-    """Return whether two JSON values are equal and of one type: in Python ``True == 1``, in JSON they differ."""
-    return type(new) is type(old) and new == old
-
-
-def _copied(text: str, rules: TextRules, shown: Sequence[str]) -> str:
-    """Return the reason where a run of words comes from a shown task and not from the first version, else ``""``."""
-    known = runs_of(text_of(rules.seed, name=rules.name))
-    ours = runs_of(text) - known
-    for task in shown:
-        copied = ours & runs_of(task)
-        if copied:
-            return f"the text copies a task that its author was shown: {' '.join(sorted(copied)[0])!r}"
-    return ""
-
-
-def _named(text: str, rules: TextRules, identifiers: frozenset[str]) -> str:
-    """Return the reason where a text names a single training task and the first version does not, else ``""``."""
-    named = sorted((words_of(text) - words_of(text_of(rules.seed, name=rules.name))) & identifiers)
-    return f"the text names a single training task: {named[0]!r}" if named else ""
 
 
 def identifiers_of(train: Sequence[Json], others: Sequence[Json], *, hidden: Iterable[str] = ()) -> frozenset[str]:
@@ -300,17 +287,15 @@ def text_rules(context: AlgorithmContext, settings: SearchSettings, *, algorithm
     if unknown:
         hint = did_you_mean(unknown[0], context.tunes, otherwise=f"this algorithm tunes {list(context.tunes)}")
         raise ConfigError(f"invariants or roles name {unknown}, which {algorithm} does not tune; {hint}")
-    return [_rules_of(name, context, settings) for name in context.tunes]
-
-
-def _rules_of(name: str, context: AlgorithmContext, settings: SearchSettings) -> TextRules:
-    resource = context.current(name).resource
-    text = text_of(resource, name=name)
-    longest = settings.texts.max_chars or max(4000, 4 * len(text))
-    rules = TextRules(name=name, seed=resource, invariants=settings.texts.invariants.get(name, ()), max_chars=longest)
-    check_seed(rules)
-    check_fields(name, resource, [*context.train, *context.val], filled=settings.texts.filled)
-    return rules
+    found: list[TextRules] = []
+    for name in context.tunes:
+        resource = context.current(name).resource
+        longest = settings.texts.max_chars or max(4000, 4 * len(text_of(resource, name=name)))
+        invariants = settings.texts.invariants.get(name, ())
+        found.append(TextRules(name=name, seed=resource, invariants=invariants, max_chars=longest))
+        check_seed(found[-1])
+        check_fields(name, resource, [*context.train, *context.val], filled=settings.texts.filled)
+    return found
 
 
 class ValidationMarks(Record, frozen=True, kw_only=True):
@@ -330,7 +315,9 @@ class ValidationMarks(Record, frozen=True, kw_only=True):
     def of(cls, held_out: Sequence[Json], train: Sequence[Json], *, hidden: Collection[str] = ()) -> "ValidationMarks":
         """Return the marks of tasks that are not trained on."""
         names = identifiers_of(held_out, train, hidden=hidden)
-        ours, theirs = ([_text(visible(task, hidden)) for task in tasks] for tasks in (held_out, train))
+        seen = ([visible(task, hidden) for task in tasks] for tasks in (held_out, train))
+        # All of a task as JSON where it holds no text.
+        ours, theirs = ([task_text(task) or as_text(task) for task in tasks] for tasks in seen)
         return cls(
             # A number alone may well be an answer in training too.
             names=frozenset(name for name in names if re.search(r"[^\W\d_]", name)),
@@ -349,8 +336,3 @@ class ValidationMarks(Record, frozen=True, kw_only=True):
                 what = named[0] if named else " ".join(copied[0]) if copied else demonstration.input[:80]
                 return f"{demonstration.key} holds a validation task: {what!r}"
         return ""
-
-
-def _text(task: Json) -> str:
-    """Return a task's texts, or all of it as JSON where it has none."""
-    return task_text(task) or as_text(task)

@@ -52,7 +52,7 @@ class Evaluator:
         environment: Versions of the resources that are not tuned here and on which rewards depend. Prompts and other
             texts among them are pinned; a policy always serves its newest weights. Where they change, the same
             request makes new rollouts.
-        journal: The costs of each candidate, beside what the search notes there.
+        journal: The costs of each candidate, and what the search notes there.
         broken: Count of the rollouts of this process that could not be scored, by status.
 
     Args:
@@ -131,7 +131,10 @@ class Evaluator:
         """
         for attempt in range(TRIES):
             # The first round runs everything; later ones only what infrastructure broke, paid once more.
-            missing = [job._replace(tasks=self._unknown(job)) for job in jobs]
+            missing: list[MeasureJob] = []
+            for job in jobs:
+                tasks = (t for t in job.tasks if self.scores.get(job.candidate.id, job.split, t, job.repeat) is None)
+                missing.append(job._replace(tasks=tuple(tasks)))
             missing = [job for job in missing if job.tasks]
             if not missing:
                 return
@@ -180,18 +183,22 @@ class Evaluator:
                 f"scoring.perfect = {_guessed_scale(best):g}, or correct the reward; then continue with --resume"
             )
 
-    def _unknown(self, job: MeasureJob) -> tuple[int, ...]:
-        known = self.scores
-        return tuple(t for t in job.tasks if known.get(job.candidate.id, job.split, t, job.repeat) is None)
-
     async def _run(self, job: MeasureJob, step: int, purpose: str) -> None:
-        tasks = self.tasks(job.split)
+        tasks, texts = self.tasks(job.split), (PromptTemplate, JsonResource)
+        pinned = {
+            name: version
+            for name, version in self.environment.items()
+            if isinstance(self._context.current(name).resource, texts)
+        }
+        # A step that is repeated after other resources have changed must not find the rollouts of before.
+        digest = hashlib.blake2b(to_json(self.environment), digest_size=4).hexdigest()
+        prefix = f"{digest}-" if self.environment else ""
         collected = await self._context.collect(
             [tasks[position] for position in job.tasks],
             step=step,
             mode="train" if job.split == "train" else "val",
-            resources={**self._pinned_versions(), **job.candidate.versions},
-            key=f"{self._environment_prefix()}{purpose}-{job.candidate.id}-{job.repeat}",
+            resources={**pinned, **job.candidate.versions},
+            key=f"{prefix}{purpose}-{job.candidate.id}-{job.repeat}",
             keeps_all=True,
         )
         for position, episode in zip(job.tasks, collected.episodes, strict=True):
@@ -204,19 +211,6 @@ class Evaluator:
         self._budget.take_rollouts(sum(counts.values()))
         for candidate, count in counts.items():
             self.journal.paid(candidate, Spent(rollouts=count, money=count * self._budget.prices.rollout))
-
-    def _pinned_versions(self) -> dict[str, str]:
-        texts = (PromptTemplate, JsonResource)
-        return {n: v for n, v in self.environment.items() if isinstance(self._context.current(n).resource, texts)}
-
-    def _environment_prefix(self) -> str:
-        """Return the part of rollout ids that depends on the environment.
-
-        A step that is repeated after other resources have changed must not find the rollouts of before.
-        """
-        if not self.environment:
-            return ""
-        return f"{hashlib.blake2b(to_json(self.environment), digest_size=4).hexdigest()}-"
 
     async def _measured(self, candidate: PromptCandidate, episode: Episode) -> Measured | None:
         rollout = episode.rollout.rollout_id

@@ -1,7 +1,8 @@
 """The proposed text in an answer of the optimiser's model: between the tags that were asked for, or in a code fence.
 
-Models mention the tags beside using them, wrap the text in a fence inside the tags, and write prompts that hold fences
-of their own. So pairs of tags that stand on lines of their own count first, and fences are matched like brackets.
+Models mention the tags as well as use them, wrap the text in a fence inside the tags, and write prompts that hold
+fences of their own. So pairs of tags that stand on lines of their own count first, and fences are matched like
+brackets.
 """
 
 import re

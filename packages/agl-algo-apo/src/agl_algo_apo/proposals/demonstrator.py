@@ -12,12 +12,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from agl import semconv
-from agl.contracts import AlgorithmContext, RolloutQuery
 from agl.dialects import call_messages
-from agl.errors import NotFoundError
 from agl.schemas import ModelCall, PromptTemplate, Resource, Rollout, Span
-from agl.stores import all_spans
 from agl_algo_apo.proposals.critics import SHOWN, Assignment
+from agl_algo_apo.proposals.evidence import recorded_run
 from agl_algo_apo.search.tools import Origin, SearchTools
 from agl_algo_apo.texts.demonstrations import Demonstration, as_text, is_escapable
 from agl_algo_apo.texts.filled_templates import FilledTemplate, filled_template
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Mapping, Sequence
 
+    from agl.contracts import AlgorithmContext
     from agl_algo_apo.measurement.scores import Measured, Scores
 
 DEMONSTRATE_EVERY = 3
@@ -55,35 +54,35 @@ class Demonstrator:
 
         These are failures of the parent, and no demonstration comes from one of them.
         """
-        tasks, names = tuple(failures[:SHOWN]), self._prompts()
-        pool = self._pool(parent, exclude=tasks)
+        tasks, search = tuple(failures[:SHOWN]), self._search
+        # Templates and messages can hold demonstrations; other JSON cannot.
+        names = [r.name for r in search.rules if isinstance(r.seed, PromptTemplate) or messages_of(r.seed)]
+        mean = search.evaluator.mean(parent.id, "train")
+        found = good_runs(search.lineage.all(), search.evaluator.scores, above=mean)
+        pool = [run for run in found if run.task not in tasks]
         children: dict[str, tuple[PromptCandidate, Assignment]] = {}
-        for k in range(self._search.settings.branch_factor if names and pool else 0):
+        for k in range(search.settings.branch_factor if names and pool else 0):
             name = names[(step // DEMONSTRATE_EVERY + k) % len(names)]
-            shown = await self._drawn(parent, name, pool, self._search.random(step, f"demonstrations {k}"))
-            child = await self._screened(parent, name, shown, step)
+            shown = await self._drawn(parent, name, pool, search.random(step, f"demonstrations {k}"))
+            proposal = search.proposal(
+                [parent],
+                parent.instructions,
+                step=step,
+                operator="demonstrate",
+                demonstrations={**parent.demonstrations, name: shown},
+            )
+            origin = Origin(evidence=tuple(each.rollout for each in shown))
+            child = await search.screen(proposal, parent, origin=origin)
             if child is not None:
                 children[child.id] = (child, Assignment(name, tasks))
         return list(children.values())
-
-    def _prompts(self) -> list[str]:
-        """Return the names of the resources that can hold demonstrations: templates and messages, no other JSON."""
-        return [
-            rules.name
-            for rules in self._search.rules
-            if isinstance(rules.seed, PromptTemplate) or messages_of(rules.seed)
-        ]
-
-    def _pool(self, parent: PromptCandidate, *, exclude: Sequence[int]) -> list[GoodRun]:
-        mean = self._search.evaluator.mean(parent.id, "train")
-        found = good_runs(self._search.lineage.all(), self._search.evaluator.scores, above=mean)
-        return [run for run in found if run.task not in exclude]
 
     async def _drawn(
         self, parent: PromptCandidate, name: str, pool: Sequence[GoodRun], draw: random.Random
     ) -> tuple[Demonstration, ...]:
         """Return a random part of the parent's demonstrations, filled up with others from the pool."""
         settings, had = self._search.settings, parent.demonstrations.get(name, ())
+        like = next(rules.seed for rules in self._search.rules if rules.name == name)
         shown = draw.sample(had, draw.randint(0, len(had)))
         left = settings.demonstrations.max_chars - sum(len(each.text) for each in shown)
         # At random, but runs with a better reward first: an answer that is right in part shows its mistakes as well.
@@ -92,30 +91,12 @@ class Demonstrator:
                 break
             if run.task in {each.task for each in shown}:
                 continue
-            found = await self._read(run, name)
-            if found is not None and len(found.text) <= left:
+            resource = resource_of(run.candidate.texts[name], like)
+            found = await read_demonstration(self._search.context, run, resource=resource)
+            if found is not None and is_escapable(found, like=like) and len(found.text) <= left:
                 shown.append(found)
                 left -= len(found.text)
         return tuple(shown)
-
-    async def _read(self, run: GoodRun, name: str) -> Demonstration | None:
-        like = next(rules.seed for rules in self._search.rules if rules.name == name)
-        resource = resource_of(run.candidate.texts[name], like)
-        found = await read_demonstration(self._search.context, run, resource=resource)
-        return found if found is not None and is_escapable(found, like=like) else None
-
-    async def _screened(
-        self, parent: PromptCandidate, name: str, shown: Sequence[Demonstration], step: int
-    ) -> PromptCandidate | None:
-        child = self._search.proposal(
-            [parent],
-            parent.instructions,
-            step=step,
-            operator="demonstrate",
-            demonstrations={**parent.demonstrations, name: tuple(shown)},
-        )
-        origin = Origin(evidence=tuple(each.rollout for each in shown))
-        return await self._search.screen(child, parent, origin=origin)
 
 
 class GoodRun(NamedTuple):
@@ -151,11 +132,9 @@ async def read_demonstration(context: AlgorithmContext, run: GoodRun, *, resourc
         resource: The prompt as it was in that run.
     """
     rollout_id = run.measured.rollout
-    try:
-        rollout = (await context.store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
-        spans = await all_spans(context.store, rollout_id)
-    except NotFoundError:
+    if (recorded := await recorded_run(context, rollout_id)) is None:
         return None
+    rollout, spans = recorded
     prompt, question = filled_template(resource), _question(resource)
     calls = [span.call for span in spans if span.call is not None and not span.call.error]
     read = [found for call in calls if prompt is not None and (found := _exchange(call, prompt, rollout, question))]

@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import msgspec
-
 from agl import semconv
 from agl.contracts import AlgorithmContext, RolloutQuery
 from agl.dialects import call_messages
@@ -22,6 +20,7 @@ from agl.stores import all_spans
 from agl_algo_apo.measurement.evaluation import feedback_of
 from agl_algo_apo.measurement.scores import Measured
 from agl_algo_apo.search.progress import SearchProgress
+from agl_algo_apo.texts.demonstrations import as_text
 from agl_algo_apo.texts.filled_templates import FilledTemplate, filled_template
 
 MESSAGE_CHARS = 600
@@ -76,17 +75,20 @@ async def read_run(
         agents: Regular expression over the names of the agents whose calls are shown; by default those whose messages
             hold the text, or all where none does.
     """
-    try:
-        rollout = (await context.store.rollouts(RolloutQuery(ids=(measured.rollout,))))[0]
-        spans = await all_spans(context.store, measured.rollout)
-    except NotFoundError:
+    if (recorded := await recorded_run(context, measured.rollout)) is None:
         return EvidenceRun(task="", measured=measured)
-    return EvidenceRun(task=_task(rollout), measured=measured, lines=tuple(_lines(spans, name, resource, agents)))
+    rollout, spans = recorded
+    lines = tuple(_lines(spans, name, resource, agents))
+    return EvidenceRun(task=as_text(rollout.visible_task), measured=measured, lines=lines)
 
 
-def _task(rollout: Rollout) -> str:
-    task = rollout.visible_task
-    return task if isinstance(task, str) else msgspec.json.encode(task).decode()
+async def recorded_run(context: AlgorithmContext, rollout_id: str) -> tuple[Rollout, Sequence[Span]] | None:
+    """Return a rollout with its spans, ``None`` where it is no longer in the store."""
+    try:
+        rollout = (await context.store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
+        return rollout, await all_spans(context.store, rollout_id)
+    except NotFoundError:
+        return None
 
 
 def _lines(spans: Sequence[Span], name: str, resource: Resource, agents: str) -> list[str]:
@@ -115,8 +117,7 @@ def _messages(span: Span, name: str, prompt: FilledTemplate | None) -> list[str]
     assert span.call is not None  # noqa: S101 - chosen by the caller
     lines: list[str] = []
     for message in call_messages(span.call):
-        content = message.get("content")
-        text = content if isinstance(content, str) else msgspec.json.encode(content).decode() if content else ""
+        text = as_text(message.get("content") or "")
         if prompt is not None:
             text = prompt.replace(text, lambda found: _reference(name, found.values))
         if text:
@@ -132,11 +133,11 @@ def _event(span: Span) -> list[str]:
     attributes = span.attributes
     lines: list[str] = []
     if semconv.TOOL_RESULT in attributes:
-        result = _cut(_as_text(attributes[semconv.TOOL_RESULT]), MESSAGE_CHARS)
+        result = _cut(as_text(attributes[semconv.TOOL_RESULT]), MESSAGE_CHARS)
         lines.append(f"tool {attributes.get(semconv.TOOL_NAME, '')} returned: {result}")
     for key, label in ((semconv.OBSERVATION_CONTENT, "observed"), (semconv.MESSAGE, "said"), (semconv.OBJECT, "made")):
         if key in attributes:
-            lines.append(f"{label}: {_cut(_as_text(attributes[key]), MESSAGE_CHARS)}")
+            lines.append(f"{label}: {_cut(as_text(attributes[key]), MESSAGE_CHARS)}")
     if span.status == "error" and span.status_message:
         lines.append(f"error in {span.name}: {_cut(span.status_message, MESSAGE_CHARS)}")
     return lines
@@ -144,17 +145,13 @@ def _event(span: Span) -> list[str]:
 
 def _reads(span: Span, prompt: FilledTemplate) -> bool:
     assert span.call is not None  # noqa: S101 - chosen by the caller
-    return any(prompt.search(_as_text(message.get("content"))) for message in call_messages(span.call))
+    return any(prompt.search(as_text(message.get("content"))) for message in call_messages(span.call))
 
 
 def _reference(name: str, filled: Mapping[str, str]) -> str:
     """Return what stands in a message in place of the text under review."""
     values = "".join(f"; {key} = {value}" for key, value in filled.items())
     return f"(the text {name}{values})"
-
-
-def _as_text(value: object) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _cut(text: str, limit: int) -> str:

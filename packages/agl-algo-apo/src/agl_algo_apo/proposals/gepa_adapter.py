@@ -12,19 +12,20 @@ between iterations.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from gepa.core.adapter import EvaluationBatch
 
 from agl.errors import RunError
 from agl_algo_apo.measurement.scores import Measured, Split
-from agl_algo_apo.proposals.evidence import EvidenceRun
 from agl_algo_apo.proposals.optimizer import OptimizerDownError
 from agl_algo_apo.search.budget import BudgetExhaustedError
 from agl_algo_apo.search.progress import StopReason
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from agl_algo_apo.gepa import GepaPhase
 
 T = TypeVar("T")
 Stopped = StopReason | Literal["", "share"]
@@ -36,38 +37,6 @@ TaskPlace = tuple[Split, int]
 
 MAX_IDLE = 20
 """After so many iterations in a row without a rollout nothing is left to learn."""
-
-
-class GepaHost(Protocol):
-    """The search as the adapter needs it; coroutines run on the event loop."""
-
-    async def refusal(self, texts: TextByName) -> str:
-        """Return the reason why these texts may not be tried, ``""`` if they may."""
-        ...
-
-    async def measure(self, texts: TextByName, places: Sequence[TaskPlace]) -> None:
-        """Run what is not known yet; raises :class:`BudgetExhaustedError`."""
-        ...
-
-    def known(self, texts: TextByName, place: TaskPlace) -> Measured | None:
-        """Return the outcome of these texts on a task, ``None`` if it is not known."""
-        ...
-
-    async def evidence(self, name: str, texts: TextByName, measured: Sequence[Measured]) -> list[EvidenceRun]:
-        """Return rollouts as evidence about one component."""
-        ...
-
-    async def ask(self, request: str, number: int) -> str:
-        """Return the optimiser's answer to the phase's ``number``-th request."""
-        ...
-
-    def spent_rollouts(self) -> int:
-        """Return the number of rollouts that were paid so far."""
-        ...
-
-    def stop_reason(self) -> "Stopped":
-        """Return the reason to stop now, ``""`` to go on."""
-        ...
 
 
 class PhaseCancelledError(BaseException):
@@ -83,14 +52,14 @@ class GepaAdapter:
         refused: Number of proposals in a row that the static gate refused.
 
     Args:
-        host: The search.
+        host: The phase, whose coroutines run on the event loop.
         loop: The event loop that the search lives on.
         patience: Refused proposals in a row that end the phase.
     """
 
     propose_new_texts = None
 
-    def __init__(self, host: GepaHost, loop: asyncio.AbstractEventLoop, *, patience: int) -> None:
+    def __init__(self, host: "GepaPhase", loop: asyncio.AbstractEventLoop, *, patience: int) -> None:
         self.stopped: Stopped = ""
         self.refused = 0
         self._host = host
@@ -116,10 +85,14 @@ class GepaAdapter:
         del capture_traces  # outcomes are returned as trajectories either way
         refusal = self._wait(lambda: self._host.refusal(candidate))
         if refusal:
-            self._count_refusal(refusal)
+            self.refused += 1
+            if self.refused >= self._patience:
+                self.stopped = "no_proposals"
             lowest, nothing = [float("-inf")] * len(batch), cast("list[Measured | None]", [None] * len(batch))
             return EvaluationBatch([refusal] * len(batch), lowest, nothing, num_metric_calls=0)
-        self._accept(candidate)
+        if (key := tuple(sorted(candidate.items()))) not in self._tried:
+            self._tried.add(key)
+            self.refused = 0
         before = self._host.spent_rollouts()
         try:
             self._wait(lambda: self._host.measure(candidate, batch))
@@ -180,17 +153,6 @@ class GepaAdapter:
             }
             for run in runs
         ]
-
-    def _accept(self, candidate: dict[str, str]) -> None:
-        key = tuple(sorted(candidate.items()))
-        if key not in self._tried:
-            self._tried.add(key)
-            self.refused = 0
-
-    def _count_refusal(self, why: str) -> None:
-        self.refused += 1
-        if self.refused >= self._patience:
-            self.stopped = "no_proposals"
 
     def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run a coroutine on the event loop, block this thread until it is done, and return its result."""

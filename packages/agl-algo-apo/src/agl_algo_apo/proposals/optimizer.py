@@ -2,6 +2,9 @@
 
 An answer is kept on disk by the content of its request, so that a step which is repeated after a crash asks the same
 questions, gets the same answers, and pays nothing twice.
+
+An outage of the endpoint is waited for: each question waits on its own, longer from try to try, or as long as the
+endpoint asks for in ``Retry-After`` (RFC 9110, section 10.2.3: seconds, or a date).
 """
 
 import asyncio
@@ -9,8 +12,10 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, cast
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, cast
 
 import httpx
 import msgspec
@@ -19,11 +24,13 @@ from msgspec import Meta
 from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError
 from agl.schemas import Json, Record, to_json
-from agl_algo_apo.proposals.outage import NoAnswer, Outages, requested_pause
 from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, Settings, Spent
 
 TRIES = 4
-"""Most times that a request is sent where the answer is none that an API gives."""
+"""Most times that a request is sent where the answer is not one of the API."""
+
+LONGEST_PAUSE_S = 30.0
+"""Most seconds between two tries where the endpoint asks for no pause of its own."""
 
 _OPTIONAL = ("seed", "temperature", "max_tokens")
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -59,15 +66,7 @@ class OptimizerSettings(Settings, frozen=True, kw_only=True):
 
 
 class OptimizerDownError(Exception):
-    """The optimiser's model does not answer; caught within this package, it ends the search.
-
-    Attributes:
-        may_cost: Whether it may have made an answer that did not arrive, and that may have to be paid for.
-    """
-
-    def __init__(self, text: str, *, may_cost: bool = True) -> None:
-        super().__init__(text)
-        self.may_cost = may_cost
+    """The optimiser's model does not answer; caught within this package, it ends the search."""
 
 
 class OptimizerAnswer(Record, frozen=True, kw_only=True):
@@ -89,6 +88,23 @@ class PaidAnswer(NamedTuple):
 
     text: str
     spent: Spent
+
+
+class NoAnswer(NamedTuple):
+    """A try that brought no answer.
+
+    Attributes:
+        why: The reason in words.
+        kind: ``passing`` for an outage, ``spoilt`` for an answer that no API gives, ``refused`` where waiting is of no
+            use.
+        pause_s: Seconds that the endpoint asks to wait, ``None`` if it does not say.
+        may_cost: Whether the model may have answered all the same, and that answer may have to be paid for.
+    """
+
+    why: str
+    kind: Literal["passing", "spoilt", "refused"]
+    pause_s: float | None = None
+    may_cost: bool = False
 
 
 def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -> OptimizerSettings:
@@ -127,7 +143,7 @@ class Optimizer:
         self._dropped: set[str] = set()
         self._say = say
         self.hint = ""
-        self._outages = Outages(address=settings.base_url, wait_s=settings.wait_s, retry_s=settings.retry_s, say=say)
+        self._waiting = 0  # questions that wait for the end of an outage
         self._client = httpx.AsyncClient(
             base_url=settings.base_url.rstrip("/") + "/", timeout=settings.timeout_s, headers=_headers(settings)
         )
@@ -195,7 +211,7 @@ class Optimizer:
         key = hashlib.blake2b(to_json(body), digest_size=16).hexdigest()
         answer = self._answers.get(key)
         if answer is None:
-            answer = await self._post_paid(body, reserved)
+            answer = await self._post(body, reserved)
             self._remember(key, answer)
         # A remembered answer costs what it cost before: the step that is repeated pays it into a restored budget.
         read, written = answer.tokens
@@ -227,29 +243,34 @@ class Optimizer:
             body["temperature"] = settings.temperature
         return {**body, **settings.extra}
 
-    async def _post_paid(self, body: Mapping[str, Json], reserved: Spent) -> OptimizerAnswer:
+    async def _post(self, body: Mapping[str, Json], reserved: Spent) -> OptimizerAnswer:
         """Send a request until it is answered, and give its reservation back where no answer was made."""
+        settings, clock = self._settings, asyncio.get_running_loop().time
+        spoilt, may_cost, pause_s, ends, is_waiting = 0, False, settings.retry_s, 0.0, False
         try:
-            return await self._post(body)
-        except OptimizerDownError as error:
-            if not error.may_cost:
-                self._budget.cancel_call(reserved)
-            raise
-
-    async def _post(self, body: Mapping[str, Json]) -> OptimizerAnswer:
-        spoilt, may_cost = 0, False
-        with self._outages.waiting() as wait:
-            while True:
-                found = await self._try(body)
-                if isinstance(found, OptimizerAnswer):
-                    return found
+            while isinstance(found := await self._try(body), NoAnswer):
+                ends = ends or clock() + settings.wait_s  # from the first failure on
                 spoilt += found.kind == "spoilt"
                 may_cost = may_cost or found.may_cost
-                if found.kind == "refused" or spoilt == TRIES or not await wait.pause(found):
+                asked_s = pause_s if found.pause_s is None else found.pause_s
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                if found.kind == "refused" or spoilt == TRIES or clock() + asked_s > ends:
+                    if not may_cost:
+                        self._budget.cancel_call(reserved)
                     raise OptimizerDownError(
-                        f"the optimiser's model at {self._settings.base_url} did not answer: {found.why}",
-                        may_cost=may_cost,
+                        f"the optimiser's model at {settings.base_url} did not answer: {found.why}"
                     )
+                if not self._waiting:  # the user hears once of all questions that wait at the same time
+                    self._say(
+                        f"the optimiser's model at {settings.base_url} does not answer ({found.why}); the search waits "
+                        f"for it, for {settings.wait_s:g} s at most"
+                    )
+                self._waiting += not is_waiting
+                is_waiting = True
+                await asyncio.sleep(asked_s)
+            return found
+        finally:
+            self._waiting -= is_waiting
 
     async def _try(self, body: Mapping[str, Json]) -> OptimizerAnswer | NoAnswer:
         try:
@@ -369,3 +390,19 @@ def _read_answers(memory: Path) -> dict[str, OptimizerAnswer]:
             continue
         answers[key] = answer
     return answers
+
+
+def requested_pause(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that a ``Retry-After`` header asks for, ``None`` without one that can be read."""
+    value = headers.get("retry-after", "").strip()
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        date = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    if date.tzinfo is None:  # "-0000": a date in UTC that names no zone
+        date = date.replace(tzinfo=UTC)
+    return max(0.0, (date - datetime.now(UTC)).total_seconds())

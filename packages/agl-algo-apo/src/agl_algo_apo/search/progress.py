@@ -83,8 +83,3 @@ class SearchProgress(msgspec.Struct, kw_only=True):
         """End the search; only the first reason is kept."""
         if self.stop_reason is None:
             self.stop_reason, self.stop_detail = reason, detail
-
-    def reopen(self) -> None:
-        """Let a search go on that had ended."""
-        self.stop_reason, self.stop_detail = None, ""
-        self.barren = self.idle = 0

@@ -16,18 +16,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agl.contracts import VersionScore
-from agl.schemas import Json, Record, to_json
+from agl.schemas import Json, to_json
+from agl_algo_apo.measurement.estimates import Estimate
 from agl_algo_apo.search.progress import STOP_WORDS, StopReason
-from agl_algo_apo.texts.lineage import Lineage, resource_of
+from agl_algo_apo.texts.lineage import resource_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from agl.schemas import Json
-    from agl_algo_apo.acceptance.final_measurement import How, Result
-    from agl_algo_apo.measurement.estimates import Estimate
-    from agl_algo_apo.measurement.evaluation import Evaluator
+    from agl_algo_apo.acceptance.final_measurement import How
     from agl_algo_apo.search.tools import SearchTools
 
 
@@ -49,11 +47,6 @@ async def publish_best(search: SearchTools, step: int, *, is_final: bool) -> tup
     return tuple(published)
 
 
-def current_scores(search: SearchTools) -> dict[str, CandidateScore]:
-    """Return the score of every candidate that was measured, by id."""
-    return candidate_scores(search.lineage, search.evaluator, seed=search.progress.seed, result=search.result)
-
-
 def write_files(search: SearchTools, *, is_improved: bool) -> None:
     """Write the best texts where they are better, the lineage, and the result at the end."""
     workdir = search.context.workdir
@@ -65,11 +58,12 @@ def write_files(search: SearchTools, *, is_improved: bool) -> None:
         {**msgspec.structs.asdict(c), "score": msgspec.to_builtins(scores.get(c.id)), "journal": journal.get(c.id)}
         for c in search.lineage.all()
     ]
-    write_lineage(workdir, rows)
+    _write(workdir / "lineage.jsonl", b"".join(to_json(row) + b"\n" for row in rows))
     if search.result is not None:
         reason = {"stop_reason": search.progress.stop_reason, "stop_detail": search.progress.stop_detail}
         spent = {"spent": msgspec.structs.asdict(search.budget.spent), "texts": search.best.texts}
-        write_result(workdir, {**msgspec.structs.asdict(search.result), **reason, **spent})
+        result = to_json({**msgspec.structs.asdict(search.result), **reason, **spent})
+        _write(workdir / "result.json", msgspec.json.format(result, indent=2) + b"\n")
 
 
 def metrics_of(search: SearchTools) -> dict[str, float]:
@@ -117,16 +111,6 @@ def write_best(workdir: Path, texts: Mapping[str, str]) -> None:
         _write(workdir / "best" / f"{name}.txt", text.encode())
 
 
-def write_lineage(workdir: Path, rows: Iterable[Json]) -> None:
-    """Write ``lineage.jsonl``: one candidate a line, in the order in which they were made."""
-    _write(workdir / "lineage.jsonl", b"".join(to_json(row) + b"\n" for row in rows))
-
-
-def write_result(workdir: Path, result: Json) -> None:
-    """Write ``result.json``."""
-    _write(workdir / "result.json", msgspec.json.format(to_json(result), indent=2) + b"\n")
-
-
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
@@ -134,70 +118,42 @@ def _write(path: Path, data: bytes) -> None:
     os.replace(partial, path)
 
 
-class CandidateScore(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The score of a candidate with its 95 % interval over ``n`` tasks, and the rewards that it is made of."""
+class CandidateScore(Estimate, frozen=True, kw_only=True, omit_defaults=False):
+    """The score of a candidate, and the rewards that it is made of."""
 
-    mean: float
-    low: float
-    high: float
-    n: int
     how: How
 
 
-def candidate_scores(
-    lineage: Lineage, evaluator: Evaluator, *, seed: str, result: Result | None
-) -> dict[str, CandidateScore]:
-    """Return the score of every candidate that was measured on validation tasks, by id.
-
-    Args:
-        lineage: All candidates.
-        evaluator: Has their rewards.
-        seed: Id of the first candidate.
-        result: Result of the final measurement, ``None`` before it.
-    """
+def current_scores(search: SearchTools) -> dict[str, CandidateScore]:
+    """Return the score of every candidate that was measured on validation tasks, by id."""
     scores: dict[str, CandidateScore] = {}
-    for candidate in lineage.all():
-        rewards = evaluator.scores.rewards(candidate.id, "val")
-        if rewards:
-            how: How = "first measurement" if candidate.id == seed else "selection"
-            scores[candidate.id] = _score(evaluator.estimate(rewards), how)
-    if result is not None:
-        scores[seed] = _score(result.seed_score, result.how)
-        scores[result.winner] = _score(result.score, result.how)
+
+    def put(candidate: str, value: Estimate, how: How) -> None:
+        scores[candidate] = CandidateScore(**msgspec.structs.asdict(value), how=how)
+
+    for candidate in search.lineage.all():
+        if rewards := search.evaluator.scores.rewards(candidate.id, "val"):
+            how: How = "first measurement" if candidate.id == search.progress.seed else "selection"
+            put(candidate.id, search.evaluator.estimate(rewards), how)
+    if (result := search.result) is not None:
+        put(search.progress.seed, result.seed_score, result.how)
+        put(result.winner, result.score, result.how)
         if result.beaten_score is not None:
-            scores[result.beaten] = _score(result.beaten_score, result.how)
+            put(result.beaten, result.beaten_score, result.how)
     return scores
 
 
-def version_scores(
-    lineage: Lineage,
-    scores: Mapping[str, CandidateScore],
-    *,
-    seed: str,
-    published: str,
-    live: Mapping[str, str],
-) -> list[VersionScore]:
-    """Return the scores of all versions whose candidates were measured.
-
-    Args:
-        lineage: All candidates.
-        scores: The score of each, by id.
-        seed: Id of the first candidate.
-        published: Id of the candidate whose texts are live.
-        live: The live version of every tuned resource.
-    """
+def version_scores(search: SearchTools) -> list[VersionScore]:
+    """Return the scores of all versions whose candidates were measured."""
+    progress, context, scores = search.progress, search.context, current_scores(search)
     owners: dict[tuple[str, str], str] = {}
-    for candidate in lineage.all():
+    for candidate in search.lineage.all():
         for version in candidate.versions.items():
             owners.setdefault(version, candidate.id)  # children share unchanged versions; the first one owns them
-    if published != seed:
-        owners |= dict.fromkeys(live.items(), published)
+    if progress.published != progress.seed:
+        owners |= {(name, context.current(name).version): progress.published for name in context.tunes}
     return [
         VersionScore(name=name, version=version, **msgspec.structs.asdict(scores[owner]))
         for (name, version), owner in owners.items()
         if owner in scores
     ]
-
-
-def _score(value: Estimate, how: How) -> CandidateScore:
-    return CandidateScore(**msgspec.structs.asdict(value), how=how)

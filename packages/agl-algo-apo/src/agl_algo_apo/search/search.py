@@ -14,8 +14,8 @@ import msgspec
 from agl.contracts import AlgorithmContext, StepReport, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Json
+from agl_algo_apo.acceptance.contest import slices
 from agl_algo_apo.acceptance.final_measurement import FinalTasks, Result, measure_again, rewards_by
-from agl_algo_apo.acceptance.race import slices
 from agl_algo_apo.acceptance.static_gate import text_rules
 from agl_algo_apo.measurement.evaluation import Evaluator, check_splits, dataset_digest, environment_of
 from agl_algo_apo.measurement.journal import GateReport, compared
@@ -25,7 +25,6 @@ from agl_algo_apo.proposals.requests import Requests
 from agl_algo_apo.search.budget import CURRENCIES, Budget, BudgetExhaustedError, BudgetLimits, Spent
 from agl_algo_apo.search.progress import SearchProgress
 from agl_algo_apo.search.report import (
-    current_scores,
     metrics_of,
     note_scores,
     publish_best,
@@ -39,6 +38,9 @@ from agl_algo_apo.texts.lineage import Lineage, PromptCandidate, candidate_id, r
 
 MAX_BARREN = 6
 """The search ends after so many answers in a row without a usable text."""
+
+
+_OUTAGES = ("optimizer_unreachable", "optimizer_garbage", "infrastructure")
 
 
 class PromptSearch(SearchTools):
@@ -75,6 +77,7 @@ class PromptSearch(SearchTools):
         self.context = context
         check_splits(context)
         self.rules = text_rules(context, self.settings, algorithm=self._algorithm)
+        # Refused here, before a rollout is paid: a budget that ends before the method can tell anything.
         self.plan: SpendingPlan = spending_plan(
             self.settings,
             tasks=len(context.train),
@@ -87,7 +90,13 @@ class PromptSearch(SearchTools):
         self.requests = Requests(self.settings.requests, folder=context.folder)
         self.editor = self._open_optimizer(self.settings.optimizer)
         self.critic = self.editor if self.settings.critic is None else self._open_optimizer(self.settings.critic)
-        self._check_question()
+        texts = [text_of(rules.seed, name=rules.name) for rules in self.rules]
+        check_question(
+            self.plan,
+            max_input=max(most_tokens(text) for text in texts),
+            max_output=max(optimizer.max_tokens for optimizer in self._optimizers),
+            algorithm=self._algorithm,
+        )
         for optimizer in self._optimizers:
             await optimizer.check()
 
@@ -172,6 +181,7 @@ class PromptSearch(SearchTools):
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from :meth:`state`; raises :class:`ConfigError` for a state that belongs to other tasks."""
+        # Rewards are remembered by the positions of tasks.
         if state["dataset"] != dataset_digest(self.context):
             raise ConfigError(
                 f"{self._algorithm} cannot continue: the training or validation tasks have changed since it started, "
@@ -182,6 +192,7 @@ class PromptSearch(SearchTools):
         self.journal.load(state["journal"])
         self.evaluator.scores.load(state["scores"])
         self.budget.load(state["spent"])
+        # What the rewards depend on besides the texts; `_refresh` notices what has changed meanwhile.
         self.evaluator.environment = dict(state["environment"])
         self.result = None if state["result"] is None else msgspec.convert(state["result"], Result)
         # The first texts of the run and not today's, which may be a winner that was published since.
@@ -190,7 +201,11 @@ class PromptSearch(SearchTools):
             msgspec.structs.replace(rules, seed=resource_of(seed[rules.name], rules.seed)) for rules in self.rules
         ]
         if self.has_more(state, tasks=len(self.context.train), sources_go_on=False):
-            self._reopen()
+            self.progress.stop_reason, self.progress.stop_detail = None, ""
+            self.progress.barren = self.progress.idle = 0
+            # The fresh rewards have been looked at now, so they may choose from here on.
+            self.evaluator.scores.keep_fresh()
+            self.result = None
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """Return whether the reason for which the search ended is gone: an outage, or a limit that was raised.
@@ -199,13 +214,33 @@ class PromptSearch(SearchTools):
         count as further measurements from then on.
         """
         del sources_go_on
-        return has_more(self.settings, state, tasks=tasks, calls=self._calls, algorithm=self._algorithm)
-
-    def _reopen(self) -> None:
-        self.progress.reopen()
-        # Its fresh rewards have been looked at now, so they may choose from here on.
-        self.evaluator.scores.keep_fresh()
-        self.result = None
+        progress = SearchProgress.load(state["progress"])
+        plan = spending_plan(
+            self.settings,
+            tasks=tasks,
+            val=state["val"],
+            after=state["validation"],
+            calls=self._calls,
+            algorithm=self._algorithm,
+        )
+        match progress.stop_reason:
+            case "budget":
+                before = msgspec.convert(state["limits"], BudgetLimits)
+                pairs = [(getattr(plan.limits, name), getattr(before, name)) for name in CURRENCIES]
+                is_over = not any(old is not None and (new is None or new > old) for new, old in pairs)
+            case "rounds":
+                is_over = 0 < self.settings.beam_rounds <= progress.rounds
+            case "patience":
+                is_over = self.settings.patience <= progress.stale
+            case reason:
+                is_over = reason not in _OUTAGES
+        # Room for a step and another final measurement; the first prompt is measured already.
+        spent, needed = msgspec.convert(state["spent"], Spent), plan.fewest - plan.seed
+        has_room = plan.limits.rollouts is None or plan.limits.rollouts - spent.rollouts >= needed
+        for name in ("calls", "tokens", "money"):
+            limit = getattr(plan.limits, name)
+            has_room = has_room and (limit is None or limit > getattr(spent, name))
+        return has_room and not is_over
 
     async def close(self) -> None:
         """Close the connections to the optimiser's model."""
@@ -252,21 +287,19 @@ class PromptSearch(SearchTools):
         # A bool counts as 0 or 1: one more stale step where rollouts were paid for no improvement.
         progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + is_paid
         # The order is that of the reasons' weight; only the first one is kept.
-        if self.is_perfect:
+        if self.is_perfect:  # on all validation tasks: nothing could be better
             progress.stop("perfect")
-        if progress.barren >= MAX_BARREN:
-            progress.stop("optimizer_garbage", self._garbage_words())
+        if progress.barren >= MAX_BARREN:  # the model does not do what it is asked for
+            words = f"{progress.barren} answers in a row held no usable text"
+            progress.stop("optimizer_garbage", f"{words}; {self.editor.hint}" if self.editor.hint else words)
         if 0 < self.settings.beam_rounds <= progress.rounds:
             progress.stop("rounds")
-        if progress.stale >= self.settings.patience:
+        if progress.stale >= self.settings.patience:  # only steps that paid rollouts count
             progress.stop("patience")
-
-    def _garbage_words(self) -> str:
-        words = f"{self.progress.barren} answers in a row held no usable text"
-        return f"{words}; {self.editor.hint}" if self.editor.hint else words
 
     async def _finish(self, step: int) -> None:
         """Measure the two best candidates and the first prompt on fresh rollouts, and keep the winner."""
+        # Scores of before other algorithms' turns must choose nothing.
         await self._refresh(step)
         with suppress(BudgetExhaustedError):  # it goes as far as the search's own part of the budget
             await self.tidy(step)
@@ -309,26 +342,12 @@ class PromptSearch(SearchTools):
 
     async def _save_new_scores(self) -> None:
         """Save the score of each version in the store, where it is new."""
-        scores = version_scores(
-            self.lineage,
-            current_scores(self),
-            seed=self.progress.seed,
-            published=self.progress.published,
-            live={name: self.context.current(name).version for name in self.context.tunes},
-        )
+        scores = version_scores(self)
+        # Each is saved once: a score changes with every further measurement, and most do not.
         new = {(s.name, s.version): s for s in scores if self._told.get((s.name, s.version)) != s}
         if new:
             await self.context.store.save_scores(list(new.values()))
         self._told |= new
-
-    def _check_question(self) -> None:
-        texts = [text_of(rules.seed, name=rules.name) for rules in self.rules]
-        check_question(
-            self.plan,
-            max_input=max(most_tokens(text) for text in texts),
-            max_output=max(optimizer.max_tokens for optimizer in self._optimizers),
-            algorithm=self._algorithm,
-        )
 
     def _open_optimizer(self, optimizer: Any) -> Optimizer:
         memory = self.context.workdir / f"answers-{len(self._optimizers)}.jsonl"
@@ -337,53 +356,3 @@ class PromptSearch(SearchTools):
         )
         self._optimizers.append(opened)
         return opened
-
-
-_OUTAGES = ("optimizer_unreachable", "optimizer_garbage", "infrastructure")
-
-
-def has_more(settings: SearchSettings, state: Mapping[str, Json], *, tasks: int, calls: int, algorithm: str) -> bool:
-    """Return whether an ended search can take further steps.
-
-    It can after an outage, with a raised budget, with more rounds and with more patience, each as far as the budget
-    has room for a step and another final measurement.
-
-    Args:
-        settings: The parameters that it has now.
-        state: Its last state.
-        tasks: Number of training tasks.
-        calls: Questions to the optimiser's model per proposal.
-        algorithm: The algorithm's name, for errors.
-
-    Raises:
-        ConfigError: The budget is less than the method needs at all.
-    """
-    progress = SearchProgress.load(state["progress"])
-    plan = spending_plan(
-        settings, tasks=tasks, val=state["val"], after=state["validation"], calls=calls, algorithm=algorithm
-    )
-    match progress.stop_reason:
-        case "budget":
-            is_over = not _is_raised(plan.limits, msgspec.convert(state["limits"], BudgetLimits))
-        case "rounds":
-            is_over = 0 < settings.beam_rounds <= progress.rounds
-        case "patience":
-            is_over = settings.patience <= progress.stale
-        case reason:
-            is_over = reason not in _OUTAGES
-    return not is_over and _has_room(plan, msgspec.convert(state["spent"], Spent))
-
-
-def _is_raised(now: BudgetLimits, before: BudgetLimits) -> bool:
-    """Return whether any limit is higher than before, or gone."""
-    pairs = [(getattr(now, name), getattr(before, name)) for name in CURRENCIES]
-    return any(old is not None and (new is None or new > old) for new, old in pairs)
-
-
-def _has_room(plan: SpendingPlan, spent: Spent) -> bool:
-    """Return whether a step and another final measurement can be paid."""
-    limits, needed = plan.limits, plan.fewest - plan.seed  # the first prompt is measured already
-    if limits.rollouts is not None and limits.rollouts - spent.rollouts < needed:
-        return False
-    pairs = [(getattr(limits, name), getattr(spent, name)) for name in ("calls", "tokens", "money")]
-    return all(limit is None or limit > paid for limit, paid in pairs)

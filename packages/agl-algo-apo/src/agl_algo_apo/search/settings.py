@@ -226,7 +226,7 @@ def check_question(plan: SpendingPlan, *, max_input: int, max_output: int, algor
     """Check that the budget has room for one question to the optimiser's model; raises :class:`ConfigError`.
 
     Args:
-        plan: The limits, and the rollouts that have to be paid beside the question.
+        plan: The limits, and the rollouts that have to be paid besides the question.
         max_input: The most tokens that the shortest question can have.
         max_output: The most tokens that its answer can have.
         algorithm: The algorithm's name, for the error.

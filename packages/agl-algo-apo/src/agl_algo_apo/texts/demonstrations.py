@@ -1,4 +1,4 @@
-"""Demonstrations: recorded inputs with good outputs, which stand in a prompt beside its instructions.
+"""Demonstrations: recorded inputs with good outputs, which stand in a prompt with its instructions.
 
 Choosing them for a prompt follows Opsahl-Ong et al. 2024, "Optimizing Instructions and Demonstrations for Multi-Stage
 Language Model Programs" (MIPROv2, arXiv 2406.11695), section 4. They are rendered in one form, before the line with the

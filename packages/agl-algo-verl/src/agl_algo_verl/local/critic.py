@@ -27,7 +27,7 @@ from agl_algo_verl.losses.metrics import plain_metrics
 from agl_algo_verl.privates import with_own_settings
 from agl_algo_verl.rows.batches import micro_batched, responses
 from agl_algo_verl.typed import verl_part
-from agl_algo_verl.weights.directories import prune, step_directory, write_directory
+from agl_objectives.directories import prune, step_directory, write_directory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence
@@ -76,7 +76,7 @@ class VerlCritic:
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a checkpoint beside the policy's and remove old ones, except the last `keep`, two and `kept`."""
+        """Write a checkpoint next to the policy's and remove old ones, except the last `keep`, two and `kept`."""
 
         def fill(directory: Path) -> None:
             self._worker.save_checkpoint(str(directory), global_step=step)

@@ -28,7 +28,7 @@ from agl_algo_verl.losses.correction import corrected, correction_metrics
 from agl_algo_verl.losses.metrics import finite
 from agl_algo_verl.rows.replay import beside
 from agl_algo_verl.rows.token_numbers import mean_entropy
-from agl_algo_verl.weights.directories import step_directory
+from agl_objectives.directories import step_directory
 from agl_objectives.reports import Skipped, averaged
 
 if TYPE_CHECKING:
@@ -202,8 +202,8 @@ class VerlLearner:
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from `state`: weights, optimizer moments, schedules, random state and critic."""
         self._opened, self._kl.value = str(state["opened"]), float(state["kl_coef"])
-        self._rate = float(state.get("rate", 1.0))
-        checkpoint, place = str(state["checkpoint"]), state.get("place")
+        self._rate = float(state["rate"])
+        checkpoint, place = str(state["checkpoint"]), state["place"]
         self._behind = None if place is None else Behind(checkpoint=checkpoint, place=int(place))
         if checkpoint:
             await asyncio.to_thread(self._resume, Path(checkpoint))

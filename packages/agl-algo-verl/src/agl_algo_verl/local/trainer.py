@@ -7,7 +7,7 @@ One step:
     3. log pi_old of every row, recomputed by VERL's engine; its largest distance from what the server recorded is
        `logprob_gap`. Where they are needed, log pi_ref of the reference and the values of the critic (`learner.py`)
     4. advantages once more where these change them: less a KL penalty, or by VERL's GAE (`losses/shaping.py`)
-    5. some rollouts of earlier steps beside them, where asked for (`rows/replay.py`)
+    5. some rollouts of earlier steps with them, where asked for (`rows/replay.py`)
     6. updates by the loss (`models.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times;
        agents that share the weights and are not trained are held near the start (`losses/anchor.py`)
     7. publish the weights, which the policy then serves, and save them with a checkpoint unless that may wait; a step
@@ -27,48 +27,38 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from agl.contracts import StepReport
 from agl_algo_verl.local.learner import VerlLearner
 from agl_algo_verl.losses.anchor import held_rows
-from agl_algo_verl.losses.choice import unused_estimator
-from agl_algo_verl.rows.replay import VerlReplay
-from agl_algo_verl.rows.supply import VerlSupply
 from agl_algo_verl.rows.token_numbers import with_tokens
-from agl_algo_verl.runtime import check_attention, check_version, own_device
+from agl_algo_verl.rows.training import VerlTraining
+from agl_algo_verl.runtime import check_attention, own_device
 from agl_algo_verl.settings.packing import with_packing
 from agl_algo_verl.settings.settings import read_settings
 from agl_algo_verl.weights.adapters import own_weights, prune_merged, tuned_policy, whole_weights
 from agl_objectives.replay import Replayed
-from agl_objectives.saving import LiveAtSaves, SaveInterval, begin_saving, offer_of
+from agl_objectives.saving import LiveAtSaves, offer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agl.contracts import AlgorithmContext
+    from agl.contracts import AlgorithmContext, StepReport
     from agl.schemas import Json
-    from agl_algo_verl.rows.rows import PreparedStep, RowSample
-    from agl_algo_verl.rows.supply import StepGroups
     from agl_algo_verl.settings.settings import VerlSettings
 
 
-class VERL:
+class VERL(VerlTraining):
     """Trains the weights of one policy on groups of rollouts that share a task.
 
     Args:
-        config: VERL's configuration, by its groups, and the parameters next to it (`settings/own.py`).
+        config: VERL's configuration, by its groups, and the parameters next to it (`algorithm.py`).
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
     """
 
     def __init__(self, **config: Any) -> None:
-        check_version()
-        self.settings, self.notes = read_settings(config)
-        self._interval = SaveInterval("verl", self.settings.saving.save_every)
-        self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
+        super().__init__(*read_settings(config))
         self._unwritten: int | None = None  # the step whose published weights are in memory only
-        # Steps done; the state counts them.
-        self._step = 0
         self._live = ""  # the version whose weights a step began to train
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -80,19 +70,11 @@ class VERL:
         self._tuned, _ = tuned_policy(context)
         self._context = context
         self._live_at_saves = LiveAtSaves(context, self._tuned)
+        # Packed rows need a GPU and flash-attn; the settings are final from here on.
         self.settings, told = with_packing(self.settings, has_gpu=own_device().type == "cuda")
         await asyncio.to_thread(check_machine, self.settings)
-        self._steps = self.settings.steps(len(context.train))
+        self._begin(context, extra=told, serves=self._tuned)
         self._learner = VerlLearner(self.settings, workdir=context.workdir, steps=self._steps)
-        # 1: the groups of every step, for this step or ahead of it.
-        self._supply = VerlSupply(context, self.settings, steps=self._steps)
-        self._unused = unused_estimator(self.settings)
-        self._replay = VerlReplay(self.settings, workdir=context.workdir)
-        begin_saving(
-            context, self.save, algorithm="verl", save_every=self.settings.saving.save_every, serves=self._tuned
-        )
-        for note in (*self.notes, *told, *advice(self.settings)):
-            context.say(note)
 
     async def step(self) -> StepReport:
         """Take one batch of groups, update, publish, and save unless that may wait."""
@@ -103,27 +85,27 @@ class VERL:
         # 1. groups: every task G = rollout.n times
         supplied = await self._supply.take(step)
         collect_s = time.perf_counter() - started
-        # In a thread: while groups are collected ahead, agents go on in this event loop.
         # 2. rows with advantages A from credit and the estimator
-        prepared = await asyncio.to_thread(self._prepare, supplied)
-        if notice := self._unused.news(**prepared.finished):
-            self._context.say(f"{self._context.name}: {notice}")
+        prepared = await self._prepare(supplied, context)
         # Rows of agents that are not trained, for the anchor's term alone.
         held, unheld = held_rows(supplied.groups, policy=self._tuned, settings=self.settings)
         metrics = prepared.metrics | supplied.metrics | unheld | {"collect_s": collect_s}
 
+        # pi moves from here on: a checkpoint in between would belong to no step.
         self._is_moving = True
         started, updates = time.perf_counter(), self._learner.updates
         self._live = context.current(self._tuned).version
         # 5. rollouts of earlier steps, which the correction weighs against today's policy
-        replayed = self._replayed(prepared, step=step)
+        is_training = self._learner.trains_policy(step)  # before `critic_warmup` the critic learns alone
+        replayed = self._replay.take(prepared, version=self._live) if is_training else Replayed()
         # 3, 4 and 6. log pi_old, log pi_ref and V, then A once more where these change it, then the updates
         trained = await self._learner.train(
             prepared, step=step, progress=context.progress, replayed=replayed, held=held
         )
         # Means over the updates of the step.
         metrics |= trained.metrics | self._replay.metrics(replayed) | self._replay.weights(trained.replayed)
-        if self._learner.trains_policy(step):
+        if is_training:
+            # With the A that they were trained with: the group they were compared with is gone later.
             self._replay.add(trained.own, version=self._live, uses=prepared.uses)
         if notice := self._learner.notice():
             context.say(f"{context.name}: {notice}")
@@ -138,22 +120,8 @@ class VERL:
         # Without a deferring trainer every step is saved before it counts as done.
         if context.defer is None:
             await self.save(True)
-        is_finished = step >= self._steps
-        return StepReport(
-            step=step,
-            is_finished=is_finished,
-            metrics=metrics,
-            trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),  # each once, in order
-            published=published,
-            stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=with_tokens(prepared, trained.own) | supplied.uses | self._replay.uses(replayed),
-        )
-
-    def _replayed(self, prepared: PreparedStep, *, step: int) -> Replayed[RowSample]:
-        """Return the rollouts of earlier steps that a step trains once more; none while a critic learns alone."""
-        if not self._learner.trains_policy(step):
-            return Replayed()
-        return self._replay.take(prepared, version=self._live)
+        uses = with_tokens(prepared, trained.own) | supplied.uses | self._replay.uses(replayed)
+        return self._report(prepared, metrics=metrics, published=published, uses=uses)
 
     async def save(self, must: bool) -> bool:
         """Write what training continues from and the weights that are live; see `defer` of the context."""
@@ -165,6 +133,7 @@ class VERL:
         # Replay is saved with the same step, or a resumed run would train other rollouts.
         await asyncio.to_thread(self._replay.save, step=self._step, kept=kept)
         self._live_at_saves.note()
+        # Weights that were served from memory are written now, for a resumed run serves them from disk.
         if self._unwritten is not None:
             await self._learner.export(step=self._unwritten, kept=self._live_at_saves.beside(kept))
         self._unwritten = None
@@ -197,11 +166,6 @@ class VERL:
                 + (", and the KL is one to the live weights" if self.settings.has_reference else "")
             )
 
-    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return whether VERL's configuration asks for more steps than were done."""
-        del sources_go_on
-        return int(state["step"]) < self.settings.steps(tasks)
-
     async def close(self) -> None:
         """Drop the models, and stop waiting for rollouts."""
         if hasattr(self, "_learner"):
@@ -222,17 +186,6 @@ class VERL:
         version = await context.publish(self._tuned, resource, step=step)
         return f"{self._tuned}@{version.version}"
 
-    def _prepare(self, supplied: StepGroups) -> PreparedStep:
-        from agl_algo_verl.rows.rows import prepare
-
-        return prepare(
-            supplied.groups,
-            credit=self._context.credit,
-            settings=self.settings,
-            dropped=supplied.dropped,
-            baselines=supplied.baselines,
-        )
-
     async def _open(self) -> None:
         """Open the policy, and open it anew when another algorithm has published weights since."""
         version = self._context.current(self._tuned)
@@ -242,24 +195,6 @@ class VERL:
             weights = own_weights(version.resource, name=self._tuned)
             origin = await asyncio.to_thread(whole_weights, weights, workdir=self._context.workdir)
             await self._learner.open(origin, version=version.version)
-
-
-def advice(settings: VerlSettings) -> list[str]:
-    """Return what to tell the person about settings that work and have a better alternative."""
-    notes: list[str] = []
-    # Old rollouts without a weight bias the gradient towards what older weights did.
-    is_corrected = settings.correction.is_on or settings.algorithm.rollout_correction.bypass_mode
-    if settings.trainer.v1.is_async and not is_corrected:
-        notes.append(
-            "old rollouts are trained as if they were new; correct them with "
-            'algorithm.rollout_correction.rollout_is = "token"'
-        )
-    if settings.actor.fsdp_config.model_dtype == "bf16" and not settings.is_lora:
-        notes.append(
-            "the optimizer updates weights in bfloat16, whose rounding swallows small steps; leave "
-            'actor_rollout_ref.actor.fsdp_config.model_dtype at "fp32", and passes still compute in bfloat16 on a GPU'
-        )
-    return notes
 
 
 def check_machine(settings: VerlSettings) -> None:

@@ -30,8 +30,8 @@ from agl_algo_verl.rows.batches import micro_batched, per_rollout, responses, we
 from agl_algo_verl.rows.rows import RowSample
 from agl_algo_verl.runtime import prepare
 from agl_algo_verl.weights.adapters import adapter_of, write_adapter
-from agl_algo_verl.weights.directories import prune, step_directory, write_directory
 from agl_algo_verl.weights.probe import put_probe
+from agl_objectives.directories import prune, step_directory, write_directory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence
@@ -171,7 +171,7 @@ class VerlWorker:
     def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
         """Write the weights to serve, or the adapter, and return the resource that names them.
 
-        A probe beside them (`weights/probe.py`) lets a policy check that it serves these weights.
+        A probe next to them (`weights/probe.py`) lets a policy check that it serves these weights.
         """
         weights = self.served(workdir, step=step)
         write_directory(Path(weights.uri), self._write_weights)

@@ -31,7 +31,7 @@ def held_rows(
 ) -> tuple[list[RowSample], dict[str, float]]:
     """Return a row for each call that the policy answered for an agent that is not trained, and what to log.
 
-    There are none where `anchor_coef` is 0. Calls beyond the lengths of the configuration are left out and counted.
+    With `anchor_coef` 0 no call is held. Calls beyond the lengths of the configuration are left out and counted.
     """
     if not settings.anchor_coef:
         return [], {}

@@ -21,7 +21,7 @@ def plain_metrics(metrics: Any) -> dict[str, float]:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers of updates of which one was not made, without those that are none."""
+    """Return the finite numbers among averages over updates, one of which was skipped."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

@@ -200,7 +200,7 @@ def value_fit(samples: Sequence[RowSample]) -> dict[str, float]:
 def logprob_gaps(samples: Sequence[RowSample]) -> dict[str, float]:
     """Return the largest and the mean distance of the engine's log-probabilities from the recorded ones, in nats.
 
-    Over trained tokens, in absolute values; both are 0 where there is none.
+    Over trained tokens, in absolute values; both are 0 without trained tokens.
     """
     found = [abs(x) for s in samples if s.old is not None for x in floats((s.old - s.behaviour)[s.mask])]
     return {"logprob_gap": max(found, default=0.0), "logprob_gap_mean": sum(found) / max(1, len(found))}

@@ -11,7 +11,7 @@ LoRA it saves base and adapters apart, under names of peft that nothing loads; h
     W = W_0 + (alpha / r) * B @ A        (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1)
 
 Both repairs are made in place before the weights are published, and may be repeated where one was interrupted. Training
-continues from VERL's own shards beside them, which stay as they are.
+continues from VERL's own shards next to them, which stay as they are.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def weights_in(folder: Path, read: RaySettings) -> Path:
 
 
 def complete(weights: Weights, folder: Path, *, read: RaySettings, probes: bool) -> None:
-    """Make what VERL wrote load as what was trained, and put a probe beside it; may be repeated after a failure.
+    """Make what VERL wrote load as what was trained, and put a probe next to it; may be repeated after a failure.
 
     Raises AglError where VERL wrote nothing.
     """
@@ -86,7 +86,7 @@ def complete(weights: Weights, folder: Path, *, read: RaySettings, probes: bool)
         probe_files(weights)
 
 
-def count(folder: Path, *, step: int, origin: str = "") -> None:
+def count(folder: Path, *, step: int, origin: str) -> None:
     """Note that a step of the algorithm continues from a checkpoint of training that began on `origin`."""
     known = steps_of(folder)
     for name, content in ((ORIGIN, {"uri": origin}), (STEPS, [*known, *([] if step in known else [step])])):
@@ -101,12 +101,10 @@ def steps_of(folder: Path) -> list[int]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
 
 
-def origins(workdir: Path) -> list[str] | None:
-    """Return the weights on which VERL was started, of all checkpoints that count; None where one does not say."""
-    files = [path / ORIGIN for path in workdir.glob(f"verl-*/{CHECKPOINTS.format('*')}") if steps_of(path)]
-    if not all(file.is_file() for file in files):
-        return None
-    return [json.loads(file.read_text(encoding="utf-8"))["uri"] for file in files]
+def origins(workdir: Path) -> list[str]:
+    """Return the weights on which VERL was started, of all checkpoints that count."""
+    counted = [path for path in workdir.glob(f"verl-*/{CHECKPOINTS.format('*')}") if steps_of(path)]
+    return [json.loads((path / ORIGIN).read_text(encoding="utf-8"))["uri"] for path in counted]
 
 
 def number(folder: Path) -> int:

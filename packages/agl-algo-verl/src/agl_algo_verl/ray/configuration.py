@@ -12,10 +12,10 @@ from agl.contracts import POLICY_KEY_ENV
 from agl_algo_verl.losses.choice import chosen_loss, loss_mode, needs_entropies
 from agl_algo_verl.runtime import attention
 from agl_algo_verl.serving.policy import policy_key
+from agl_algo_verl.settings.keys import verl_content
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from agl_algo_verl.ray.schedule import Schedule
@@ -62,21 +62,18 @@ def compose(
         before: Steps that were done before VERL's count began.
         rate: Factor of the configured learning rate of the policy.
     """
-    initialize, compose_file = verl_part("hydra:initialize_config_module"), verl_part("hydra:compose")
-    omega, open_dict = verl_part("omegaconf:OmegaConf"), verl_part("omegaconf:open_dict")
-    engine = ["model_engine=megatron"] if read.strategy == "megatron" else []
-    with initialize(config_module="verl.trainer.config", version_base=None):
-        config = compose_file("ppo_trainer", overrides=engine)
+    omega: Any = verl_part("omegaconf:OmegaConf")
+    config = omega.create(verl_content(read.strategy))
     needed = _needed(read, model=model, folder=folder, steps=steps, tasks=tasks, checkpoint=checkpoint)
     needed |= _critic(read, model=model, before=before) if read.settings.has_critic else {}
     if read.settings.is_lora and not read.is_cpu:
         # A replica with adapters serves them to VERL's own client only; others would get the weights without them.
         needed["actor_rollout_ref.model.lora.merge"] = True
     here = _on_cpu(threads) if read.is_cpu else {}
-    needed |= _worker(read, here=here, rate=rate)
-    with open_dict(config):
-        for name, value in {**_defaults(read), **here, **read.given, **needed}.items():
-            omega.update(config, name, value, force_add=True)
+    needed |= _worker(read, rate=rate)
+    for name, value in {**_defaults(read), **here, **read.given, **needed}.items():
+        omega.update(config, name, value, force_add=True)
+    omega.set_struct(config, True)  # a key that VERL asks for and nobody has is an error, as with VERL's own programs
     return config
 
 
@@ -99,10 +96,12 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
     }
 
 
-def _worker(read: RaySettings, *, here: Mapping[str, Any], rate: float) -> dict[str, Any]:
+def _worker(read: RaySettings, *, rate: float) -> dict[str, Any]:
     """Return the keys of this package's training worker, of its loss, of a smaller rate and of an anchor."""
     choice = chosen_loss(read.settings)
-    worker: dict[str, Any] = {LIBRARIES: [*_libraries(here), *_libraries(read.given), "agl_algo_verl.ray.losses"]}
+    named = read.given.get(LIBRARIES)
+    theirs = cast("list[str]", named if isinstance(named, list) else [named] if named else [])
+    worker: dict[str, Any] = {LIBRARIES: [*theirs, "agl_algo_verl.ray.preparation"]}
     if read.holds and not read.settings.actor.use_kl_loss:
         # The anchor reads what VERL's reference says, which VERL has for a KL term alone; that one weighs nothing.
         worker |= {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": 0.0}
@@ -116,12 +115,6 @@ def _worker(read: RaySettings, *, here: Mapping[str, Any], rate: float) -> dict[
         "actor_rollout_ref.actor.policy_loss.loss_mode": loss_mode(read.settings),
         "actor_rollout_ref.actor.loss_agg_mode": read.settings.actor.loss_agg_mode,
     }
-
-
-def _libraries(keys: Mapping[str, Any]) -> list[str]:
-    """Return the modules that keys ask VERL to import."""
-    named = keys.get(LIBRARIES)
-    return cast("list[str]", named if isinstance(named, list) else [named] if named else [])
 
 
 def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
@@ -151,7 +144,6 @@ def _on_cpu(threads: int) -> dict[str, Any]:
     """Return the keys that have one possible value on the CPU, or one that is not slow."""
     return {
         "trainer.device": "cpu",
-        LIBRARIES: "agl_algo_verl.ray.model",
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.mixed_precision": FLOAT32,
@@ -227,7 +219,7 @@ def environment(read: RaySettings, *, folder: Path, threads: int, schedule: Sche
 
 
 def module_path(folder: Path) -> dict[str, str]:
-    """Return the variable by which every process of the cluster finds the modules beside an experiment, as this one.
+    """Return the variable by which every process of the cluster finds the modules in an experiment's folder.
 
     A loss may be one of them. On several machines the folder must be there, or the module be installed.
     """

@@ -146,7 +146,7 @@ class AgentLoops:
         self._completion = completion
 
     def _complete(self, batch: Any, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Complete a batch in VERL's queue before its advantages; returns what its workers get beside it."""
+        """Complete a batch in VERL's queue before its advantages; returns the options that its workers get with it."""
         completion = self._completion
         if completion is None:
             return {}

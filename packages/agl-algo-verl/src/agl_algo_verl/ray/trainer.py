@@ -38,13 +38,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agl.contracts import StepReport
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.local.critic import check_model
-from agl_algo_verl.local.trainer import advice
 from agl_algo_verl.losses.anchor import held_rows
-from agl_algo_verl.losses.choice import chosen_loss, unused_estimator
+from agl_algo_verl.losses.choice import chosen_loss
 from agl_algo_verl.losses.metrics import COUNTS, finite
 from agl_algo_verl.ray.bridge import StepRequest
 from agl_algo_verl.ray.checkpoints import (
@@ -61,25 +59,22 @@ from agl_algo_verl.ray.checkpoints import (
 from agl_algo_verl.ray.configuration import CHECKPOINTS, METRICS, compose, environment, module_path
 from agl_algo_verl.ray.schedule import schedule_after
 from agl_algo_verl.ray.validation import check_composed
-from agl_algo_verl.rows.replay import VerlReplay, beside
-from agl_algo_verl.rows.supply import VerlSupply
-from agl_algo_verl.runtime import check_version
+from agl_algo_verl.rows.replay import beside
+from agl_algo_verl.rows.training import VerlTraining
 from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.settings.packing import with_packing
 from agl_algo_verl.settings.ray import check_machine, read_ray_settings
 from agl_algo_verl.weights.adapters import own_weights, prune_merged, tuned_policy, whole_weights
 from agl_objectives.reports import Skipped
-from agl_objectives.saving import SaveInterval, begin_saving
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Mapping, Sequence
 
-    from agl.contracts import AlgorithmContext
+    from agl.contracts import AlgorithmContext, StepReport
     from agl.schemas import Json
     from agl_algo_verl.ray.bridge import StepRows
     from agl_algo_verl.ray.cluster import Cluster
     from agl_algo_verl.rows.rows import PreparedStep, RowSample
-    from agl_algo_verl.rows.supply import StepGroups
 
 T = TypeVar("T")
 
@@ -108,33 +103,30 @@ REPORTED = {
 """VERL's metrics that are logged, and the names that they get; the same numbers have the same names in one process."""
 
 
-class RayVERL:
+class RayVERL(VerlTraining):
     """Trains the weights of one policy with VERL's trainer on Ray.
 
     Args:
-        config: VERL's configuration, by its groups, and the parameters next to it (`settings/own.py`).
+        config: VERL's configuration, by its groups, and the parameters next to it (`algorithm.py`).
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
     """
 
     def __init__(self, **config: Any) -> None:
-        check_version()
         self.read = read_ray_settings(config)
-        self.settings, self.notes = self.read.settings, self.read.notes
-        self._interval = SaveInterval("verl", self.settings.saving.save_every)
+        super().__init__(self.read.settings, self.read.notes)
         self._nonfinite = Skipped(self.settings.max_nonfinite)
         self._cluster: Cluster | None = None
         self._request: StepRequest | None = None
         # `_base` steps were done before VERL's count began, and `_skipped` ones since then never reached VERL.
-        self._step = self._base = self._skipped = 0
+        self._base = self._skipped = 0
         self._opened: str = ""
         self._origin: str = ""
         self._start: str = ""  # name of the directory that VERL writes to
         self._checkpoint: str = ""
         self._rate = 1.0  # factor of the configured learning rate
         self._unsaved: Unsaved | None = None
-        self._is_moving = False  # while VERL trains, when its weights belong to no step
 
     async def check(self, context: AlgorithmContext) -> None:
         """Check the machine, and let VERL check its whole configuration; starts nothing.
@@ -172,14 +164,8 @@ class RayVERL:
                 f'{type(policy).__name__}. Write [policy.{self._tuned}] use = "verl".'
             )
         self._policy = policy
-        self._steps = self.settings.steps(len(context.train))
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
-        self._supply = VerlSupply(context, self.settings, steps=self._steps)
-        self._unused = unused_estimator(self.settings)
-        self._replay = VerlReplay(self.settings, workdir=context.workdir)
-        begin_saving(context, self.save, algorithm="verl", save_every=self.settings.saving.save_every)
-        for note in (*self.notes, *told, *told_of_agents, *advice(self.settings)):
-            context.say(note)
+        self._begin(context, extra=[*told, *told_of_agents])
 
     async def step(self) -> StepReport:
         """Answer VERL's request with a step's rows, wait until it has trained them, and publish the new weights.
@@ -197,9 +183,7 @@ class RayVERL:
         started = time.perf_counter()
         supplied = await self._while_served(cluster, self._supply.take(step))
         metrics = {"collect_s": time.perf_counter() - started, **await self._policy.counts()}
-        prepared = await asyncio.to_thread(self._prepare, supplied)
-        if notice := self._unused.news(**prepared.finished):
-            self._context.say(f"{self._context.name}: {notice}")
+        prepared = await self._prepare(supplied, self._context)
         metrics |= prepared.metrics | supplied.metrics
         version = self._context.current(self._tuned).version
         replayed = self._replay.take(prepared, version=version)
@@ -221,16 +205,8 @@ class RayVERL:
         if self._context.defer is None:
             await self.save(True)
         published = (await self._publish(step),) if is_trained else ()
-        is_finished = step >= self._steps
-        return StepReport(
-            step=step,
-            is_finished=is_finished,
-            metrics=metrics,
-            trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),
-            published=published,
-            stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=prepared.uses | supplied.uses | self._replay.uses(replayed),
-        )
+        uses = prepared.uses | supplied.uses | self._replay.uses(replayed)
+        return self._report(prepared, metrics=metrics, published=published, uses=uses)
 
     async def save(self, must: bool) -> bool:
         """Let VERL save a checkpoint unless it has, and complete it; see `defer` of the context."""
@@ -251,8 +227,7 @@ class RayVERL:
             await asyncio.to_thread(count, Path(self._checkpoint), step=self._step, origin=self._origin)
         used = (self._checkpoint, self._origin)
         await asyncio.to_thread(prune, self._workdir, keep=max(2, self.settings.saving.keep), kept=kept, used=used)
-        if (named := origins(self._workdir)) is not None:
-            await prune_merged(self._context, name=self._tuned, used=[self._origin, *named])
+        await prune_merged(self._context, name=self._tuned, used=[self._origin, *origins(self._workdir)])
         self._interval.saved(time.perf_counter() - started + (0.0 if waiting is None else waiting.seconds))
         return True
 
@@ -265,10 +240,10 @@ class RayVERL:
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from VERL's checkpoint when the next step begins."""
         self._step, self._base = int(state["step"]), int(state["base"])
-        self._skipped = int(state.get("skipped", 0))
+        self._skipped = int(state["skipped"])
         self._opened, self._origin = str(state["opened"]), str(state["origin"])
         self._checkpoint = str(state["checkpoint"])
-        self._start, self._rate = str(state.get("start") or STARTS.format(self._base)), float(state.get("rate", 1.0))
+        self._start, self._rate = str(state["start"]), float(state["rate"])
         self._supply.restore(state["supply"])
         self._replay.load(step=self._step)
         if self._checkpoint and not Path(self._checkpoint).is_dir():
@@ -296,11 +271,6 @@ class RayVERL:
                 f"the saved state {checkpoint} is gone or of Megatron; training goes on with new moments of AdamW"
                 + (", and the KL is one to the live weights" if self.settings.actor.use_kl_loss else "")
             )
-
-    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return whether VERL's configuration asks for more steps than were done."""
-        del sources_go_on
-        return int(state["step"]) < self.settings.steps(tasks)
 
     async def close(self) -> None:
         """Stop the cluster and stop waiting for rollouts; the policy serves at home again."""
@@ -333,7 +303,7 @@ class RayVERL:
         return Weights(uri=str(weights_in(folder, self.read)), format="hf")
 
     def _running(self) -> Cluster:
-        """Return the cluster, whose trainer waits for rows; raises AglError when there is none."""
+        """Return the cluster, whose trainer waits for rows; raises AglError when it has stopped."""
         if self._cluster is None:
             raise AglError("VERL's trainer has stopped before it saved its last steps")
         return self._cluster
@@ -461,17 +431,6 @@ class RayVERL:
             ]
         return [self.read.unheld] if agents and self.read.unheld else []
 
-    def _prepare(self, supplied: StepGroups) -> PreparedStep:
-        from agl_algo_verl.rows.rows import prepare
-
-        return prepare(
-            supplied.groups,
-            credit=self._context.credit,
-            settings=self.settings,
-            dropped=supplied.dropped,
-            baselines=supplied.baselines,
-        )
-
     def _answer(
         self, prepared: PreparedStep, held: Sequence[RowSample], *, step: int, replayed: Collection[str]
     ) -> StepRows:
@@ -515,9 +474,9 @@ class RayVERL:
         return {}
 
     def _noted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return VERL's numbers of a step; one with an update that VERL skipped is counted and told.
+        """Return VERL's numbers of a step; counts an update that VERL skipped, and says so.
 
-        VERL reports the mean of its updates, which is not a number where one of them is none.
+        VERL reports the mean over its updates, which is not a number where one of theirs is not.
         """
         if not self._nonfinite.note(metrics.get("grad_norm", 0.0), update=self._step + 1):
             return metrics

@@ -59,7 +59,7 @@ def checked(config: Any, read: RaySettings) -> Any:
     errors: tuple[type[Exception], ...] = (
         *(AssertionError, AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError),
         verl_part("omegaconf.errors:OmegaConfBaseException"),
-        verl_part("hydra.errors:HydraException"),
+        verl_part("hydra.errors:HydraException"),  # around what VERL's dataclasses refuse
     )
     try:
         # VERL prints that all is well, and warns of every engine that is not installed.

@@ -18,7 +18,7 @@ import torch
 from safetensors import torch as safetensors
 
 from agl_algo_verl.rows.rows import RowSample
-from agl_algo_verl.weights.directories import prune, step_directory, write_directory
+from agl_objectives.directories import prune, step_directory, write_directory
 from agl_objectives.replay import Replayed, ReplayPool
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class VerlReplay:
         return self._pool.share > 0
 
     def take(self, prepared: PreparedStep, *, version: str) -> Replayed[RowSample]:
-        """Return what is replayed beside a step's own rollouts while `version` is live."""
+        """Return the rollouts to replay with a step's own while `version` is live."""
         return self._pool.take(version, own=len({sample.rollout for sample in prepared.samples}))
 
     def add(self, samples: Sequence[RowSample], *, version: str, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
@@ -82,7 +82,7 @@ class VerlReplay:
         self.save(step=step)
 
     def save(self, *, step: int, kept: Collection[int] = ()) -> None:
-        """Write the rows beside the checkpoint of a step, and remove old ones as a checkpoint does."""
+        """Write the rows next to the checkpoint of a step, and remove old ones as a checkpoint does."""
         if not self.is_on:
             return
 

@@ -127,7 +127,9 @@ class VerlSupply:
                 uses=found.uses,
                 baselines=found.baselines,
             )
-        self._restore()
+        for request in self._saved:
+            self._start(request)
+        self._saved = []
         self._ask(step)
         taken: list[tuple[GroupRequest, Collected]] = []
         unusable, stale = Counter[str](), 0  # of this step: errors by their text, and groups that came too late
@@ -177,8 +179,8 @@ class VerlSupply:
     def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from `state`; the next step asks again for what was under way."""
         self._asked, self._dropped = int(state["asked"]), int(state["dropped"])
-        self._left = int(state.get("left", 0))
-        self._sampler.restore(state.get("groups", {}))
+        self._left = int(state["left"])
+        self._sampler.restore(state["groups"])
         self._saved = [
             GroupRequest(number=int(entry["number"]), step=int(entry["step"]), live=dict(entry["live"]))
             for entry in state["pending"]
@@ -191,11 +193,6 @@ class VerlSupply:
         for answer in answers:
             answer.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
-
-    def _restore(self) -> None:
-        for request in self._saved:
-            self._start(request)
-        self._saved = []
 
     def _ask(self, step: int) -> None:
         """Ask for the batches ahead, but never for more than the steps to come will train."""

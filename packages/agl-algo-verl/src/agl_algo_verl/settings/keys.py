@@ -116,16 +116,19 @@ def read_keys(
 
 
 @cache
-def verl_keys(engine: Engine = "fsdp2") -> frozenset[str]:
-    """Return the dotted names of all keys in the configuration that VERL ships, groups included; imports nothing."""
+def verl_content(engine: Engine = "fsdp2") -> dict[str, Any]:
+    """Return the whole configuration that VERL ships, as it is written; imports nothing of VERL."""
     spec = find_spec("verl")
     folder = Path(next(iter(spec.submodule_search_locations or ["."]))) if spec else Path()
     name = "ppo_megatron_trainer" if engine == "megatron" else "ppo_trainer"
     file = folder / "trainer" / "config" / f"_generated_{name}.yaml"
-    if not file.is_file():
-        return frozenset()
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return frozenset(".".join(path) for path in _every(content, ()) if not path[-1].startswith("_"))
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+@cache
+def verl_keys(engine: Engine = "fsdp2") -> frozenset[str]:
+    """Return the dotted names of all keys in the configuration that VERL ships, groups included."""
+    return frozenset(".".join(path) for path in _every(verl_content(engine), ()) if not path[-1].startswith("_"))
 
 
 def is_verl_key(name: str, engine: Engine = "fsdp2") -> bool:

@@ -40,7 +40,7 @@ STRATEGIES = ("fsdp2", "megatron")
 
 UNHELD = (
     "agents that share the weights and are not trained are not held near the start, because VERL 0.9.1 cannot make the "
-    'reference\'s log-probabilities beside a critic and adapters; engine = "inproc" can'
+    'reference\'s log-probabilities with both a critic and adapters; engine = "inproc" can'
 )
 
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"

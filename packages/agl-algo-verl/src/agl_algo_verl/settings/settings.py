@@ -10,18 +10,18 @@ Symbols in comments are those of `models.py` (losses), `shaping.py` (KL penalty,
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from agl.errors import ConfigError
+from agl_algo_verl.algorithm import Replay, Sampling
 from agl_algo_verl.losses.choice import with_aggregation
 from agl_algo_verl.losses.correction import correction_of
 from agl_algo_verl.settings.checks import check_settings
 from agl_algo_verl.settings.keys import leaves, nested, read_keys
-from agl_algo_verl.settings.own import Keys, Replay, Sampling, Saving
 from agl_objectives.reports import MAX_NONFINITE
+from agl_objectives.settings import Count, NotNegative, Positive, Saving, Settings, Share, Whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,13 +44,10 @@ Estimator = Literal[
 Loss = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "gpg", "dro"]
 KlEstimate = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 KlLoss = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
-Count = Annotated[int, Meta(ge=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Positive = Annotated[float, Meta(gt=0)]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-class RolloutCorrectionKeys(Keys, frozen=True, kw_only=True):
+class RolloutCorrectionKeys(Settings, frozen=True, kw_only=True):
     """Correction of the loss for tokens that another policy drew (`correction.py`). Off by default, as in VERL."""
 
     rollout_is: Literal["token", "sequence"] | None = None
@@ -62,7 +59,7 @@ class RolloutCorrectionKeys(Keys, frozen=True, kw_only=True):
     loss_type: Literal["ppo_clip"] = "ppo_clip"  # of VERL's bypass_mode
 
 
-class KlControlKeys(Keys, frozen=True, kw_only=True):
+class KlControlKeys(Settings, frozen=True, kw_only=True):
     """The weight of the KL penalty in the reward; `adaptive` moves it until the KL is `target_kl` (`learner.py`)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
@@ -71,7 +68,7 @@ class KlControlKeys(Keys, frozen=True, kw_only=True):
     target_kl: float = 0.1  # nats per token
 
 
-class AlgorithmKeys(Keys, frozen=True, kw_only=True):
+class AlgorithmKeys(Settings, frozen=True, kw_only=True):
     """Advantages and what changes them. Differs: `adv_estimator` is `grpo`, which needs no critic."""
 
     adv_estimator: Estimator = "grpo"
@@ -84,7 +81,7 @@ class AlgorithmKeys(Keys, frozen=True, kw_only=True):
     rollout_correction: RolloutCorrectionKeys = RolloutCorrectionKeys()
 
 
-class DataKeys(Keys, frozen=True, kw_only=True):
+class DataKeys(Settings, frozen=True, kw_only=True):
     """Lengths in tokens. Differs: `filter_overlong_prompts` is on; rows beyond a length are left out and counted.
 
     Off, a prompt that is too long stops the run, as VERL's `truncation = "error"` does.
@@ -96,7 +93,7 @@ class DataKeys(Keys, frozen=True, kw_only=True):
     filter_overlong_prompts: bool = True
 
 
-class OptimKeys(Keys, frozen=True, kw_only=True):
+class OptimKeys(Settings, frozen=True, kw_only=True):
     """AdamW of the policy; warm-up and decay count steps of the experiment."""
 
     lr: float = 1e-6
@@ -116,7 +113,7 @@ class CriticOptimKeys(OptimKeys, frozen=True, kw_only=True):
     lr: float = 1e-5
 
 
-class MixedPrecisionKeys(Keys, frozen=True, kw_only=True):
+class MixedPrecisionKeys(Settings, frozen=True, kw_only=True):
     """Precisions of the engine. Differs: by default `param_dtype` is `fp32` on the CPU, where VERL's `bf16` is slow."""
 
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -124,7 +121,7 @@ class MixedPrecisionKeys(Keys, frozen=True, kw_only=True):
     buffer_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
 
-class FsdpKeys(Keys, frozen=True, kw_only=True):
+class FsdpKeys(Settings, frozen=True, kw_only=True):
     """VERL's FSDP2 engine: precision, and what it keeps in the CPU's memory."""
 
     model_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -133,7 +130,7 @@ class FsdpKeys(Keys, frozen=True, kw_only=True):
     optimizer_offload: bool = False
 
 
-class PolicyLossKeys(Keys, frozen=True, kw_only=True):
+class PolicyLossKeys(Settings, frozen=True, kw_only=True):
     """The choice among VERL's policy losses."""
 
     loss_mode: Loss = "vanilla"
@@ -145,7 +142,7 @@ class PolicyLossKeys(Keys, frozen=True, kw_only=True):
     dro_beta: float | None = None  # weight of dro's quadratic bound
 
 
-class ActorKeys(Keys, frozen=True, kw_only=True):
+class ActorKeys(Settings, frozen=True, kw_only=True):
     """Updates and loss of the policy.
 
     Differs: by default a mini-batch is the whole step, and micro-batches are cut by tokens.
@@ -180,24 +177,24 @@ class ActorKeys(Keys, frozen=True, kw_only=True):
         return self.clip_ratio if value is None and name.startswith("clip_ratio_") else value
 
 
-class ModelKeys(Keys, frozen=True, kw_only=True):
+class ModelKeys(Settings, frozen=True, kw_only=True):
     """The network and its adapters. Differs: by default `use_remove_padding` is on where it can be (`packing.py`)."""
 
     use_remove_padding: bool | None = None  # rows packed one behind the other
     enable_gradient_checkpointing: bool = False  # less memory for a second forward pass
-    lora_rank: Annotated[int, Meta(ge=0)] = 0  # r; 0 trains all weights
+    lora_rank: Whole = 0  # r; 0 trains all weights
     lora_alpha: int = 16  # adapters are scaled by alpha / r
     target_modules: str | tuple[str, ...] = "all-linear"
     exclude_modules: str | None = None
 
 
-class RolloutKeys(Keys, frozen=True, kw_only=True):
+class RolloutKeys(Settings, frozen=True, kw_only=True):
     """Collecting. Differs: `n` is 8; with VERL's 1 nothing could be compared."""
 
     n: Count = 8  # rollouts of a task, which are a group
 
 
-class ActorRolloutRefKeys(Keys, frozen=True, kw_only=True):
+class ActorRolloutRefKeys(Settings, frozen=True, kw_only=True):
     """Everything about the policy: its training, its network, its rollouts."""
 
     actor: ActorKeys = ActorKeys()
@@ -205,13 +202,13 @@ class ActorRolloutRefKeys(Keys, frozen=True, kw_only=True):
     rollout: RolloutKeys = RolloutKeys()
 
 
-class CriticModelKeys(Keys, frozen=True, kw_only=True):
+class CriticModelKeys(Settings, frozen=True, kw_only=True):
     """The critic's network. Differs: the switch is off by default."""
 
     enable_gradient_checkpointing: bool = False
 
 
-class CriticKeys(Keys, frozen=True, kw_only=True):
+class CriticKeys(Settings, frozen=True, kw_only=True):
     """The value model of `adv_estimator = "gae"`; its mini-batches and epochs are the actor's where none are given."""
 
     optim: CriticOptimKeys = CriticOptimKeys()
@@ -225,20 +222,20 @@ class CriticKeys(Keys, frozen=True, kw_only=True):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum"] = "token-mean"
 
 
-class ColocateAsyncKeys(Keys, frozen=True, kw_only=True):
+class ColocateAsyncKeys(Settings, frozen=True, kw_only=True):
     """Collecting ahead."""
 
     num_warmup_batches: Count = 1  # batches of groups asked for ahead of the step that trains them
 
 
-class SamplerKeys(Keys, frozen=True, kw_only=True):
+class SamplerKeys(Settings, frozen=True, kw_only=True):
     """The age of groups, in versions of the policy."""
 
     max_off_policy_threshold: int = 8  # versions that a group may span
     max_off_policy_strategy: Literal["drop", "wait"] = "drop"  # instead of a group that would span more
 
 
-class V1Keys(Keys, frozen=True, kw_only=True):
+class V1Keys(Settings, frozen=True, kw_only=True):
     """Synchronous training, or rollouts that go on while the models learn (`rows/supply.py`)."""
 
     trainer_mode: Literal["sync", "colocate_async"] = "sync"
@@ -251,7 +248,7 @@ class V1Keys(Keys, frozen=True, kw_only=True):
         return self.trainer_mode != "sync"
 
 
-class OverlongBufferKeys(Keys, frozen=True, kw_only=True):
+class OverlongBufferKeys(Settings, frozen=True, kw_only=True):
     """DAPO's punishment of long answers, off by default (`rows.soft_overlong`). `log` must stay false."""
 
     enable: bool = False
@@ -260,20 +257,20 @@ class OverlongBufferKeys(Keys, frozen=True, kw_only=True):
     log: bool = False
 
 
-class RewardKwargsKeys(Keys, frozen=True, kw_only=True):
+class RewardKwargsKeys(Settings, frozen=True, kw_only=True):
     """The arguments of VERL's reward manager `dapo`; the punishment counts the tokens of a call, not of a rollout."""
 
     overlong_buffer_cfg: OverlongBufferKeys = OverlongBufferKeys()
     max_resp_len: int | None = None  # L_max
 
 
-class RewardKeys(Keys, frozen=True, kw_only=True):
+class RewardKeys(Settings, frozen=True, kw_only=True):
     """Punishments; rewards themselves are the experiment's."""
 
     reward_kwargs: RewardKwargsKeys = RewardKwargsKeys()
 
 
-class TrainerKeys(Keys, frozen=True, kw_only=True):
+class TrainerKeys(Settings, frozen=True, kw_only=True):
     """The length of the training: `total_training_steps`, or else `total_epochs` over the tasks."""
 
     critic_warmup: int = 0  # before this step the critic alone learns
@@ -287,11 +284,11 @@ OWN = (
     *("loss", "loss_params", "estimator", "estimator_params", "sampling", "replay", "saving", "anchor_coef"),
     *("threads", "max_nonfinite", "entropy", "probe"),
 )
-"""Parameters beside VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
+"""Parameters next to VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
 
 
-class VerlSettings(Keys, frozen=True, kw_only=True):
-    """Everything that training in one process uses of VERL's configuration, and the parameters `OWN` beside it."""
+class VerlSettings(Settings, frozen=True, kw_only=True):
+    """Everything that training in one process uses of VERL's configuration, and the parameters `OWN` next to it."""
 
     algorithm: AlgorithmKeys = AlgorithmKeys()
     data: DataKeys = DataKeys()
@@ -306,13 +303,11 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()  # its refill takes the place of algorithm.filter_groups
     replay: Replay = Replay()
     saving: Saving = Saving()
-    threads: Annotated[int, Meta(ge=0)] = 0  # torch's on the CPU; 0 leaves torch's choice, and is one on a cluster
-    max_nonfinite: Annotated[int, Meta(ge=0)] = MAX_NONFINITE  # updates in a row without a finite gradient
+    threads: Whole = 0  # torch's on the CPU; 0 leaves torch's choice, and is one on a cluster
+    max_nonfinite: Whole = MAX_NONFINITE  # updates in a row without a finite gradient
     entropy: bool = True  # whether the entropies of tokens are measured, in one process
     probe: bool = True  # whether weights on Ray get a probe
-    anchor_coef: Annotated[float, Meta(ge=0)] = (
-        0.1  # weight of the KL on calls of agents that share the weights and are not trained
-    )
+    anchor_coef: NotNegative = 0.1  # weight of the KL on calls of agents that share the weights and are not trained
 
     @property
     def has_critic(self) -> bool:

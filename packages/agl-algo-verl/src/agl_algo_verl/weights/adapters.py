@@ -1,4 +1,4 @@
-"""LoRA adapters: taken out of VERL's engine to be published beside their base, and merged to be trained further.
+"""LoRA adapters: taken out of VERL's engine to be published with their base, and merged to be trained further.
 
 W = W_0 + (alpha / r) * B @ A        (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1)
 """
@@ -19,8 +19,8 @@ from safetensors import torch as safetensors
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.typed import verl_part
-from agl_algo_verl.weights.directories import write_directory
 from agl_objectives.adapters import HeldAdapter
+from agl_objectives.directories import write_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

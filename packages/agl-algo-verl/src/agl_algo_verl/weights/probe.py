@@ -1,4 +1,4 @@
-"""A probe beside saved weights: a fixed text and its log-probabilities by them, for servers to be compared with.
+"""A probe next to saved weights: a fixed text with their log-probabilities of it, to check servers by.
 
 A server whose log-probabilities differ serves other weights (`agl.schemas.WeightsProbe`). In one process VERL's engine
 scores the text, for it has the weights in memory. After a step on Ray the saved files are loaded and score it: VERL's
@@ -40,7 +40,7 @@ def put_probe(folder: Path, tokenizer: Any, score: Callable[[Sequence[int]], Seq
 
 
 def probe_files(weights: Weights) -> None:
-    """Load saved weights and put the probe beside them: one forward pass on the CPU, in the saved precision."""
+    """Load saved weights and put the probe next to them: one forward pass on the CPU, in the saved precision."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = Path(weights.uri)

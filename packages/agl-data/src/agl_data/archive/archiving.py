@@ -23,7 +23,7 @@ from agl_data.archive.places import Place
 from agl_data.archive.stored import CHUNK, chunks, read_known, rollouts_there
 from agl_inspect.retention import FINISHED, delete_finished, needed_experiments, taking_turns
 from agl_inspect.terminal.query import check_experiment, pages
-from agl_store_sqlite.sql import Compaction
+from agl_store_sqlite.sql.compaction import Compaction
 
 _PAGE = 500
 """The number of rollouts in one page of a listing."""

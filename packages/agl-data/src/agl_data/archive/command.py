@@ -19,7 +19,7 @@ from agl_inspect.terminal.opening import pass_manager, resolve_url
 from agl_inspect.terminal.output import json_option, print_json
 from agl_inspect.terminal.query import seconds_of
 from agl_inspect.text import visible
-from agl_store_sqlite.sql import Compactable
+from agl_store_sqlite.sql.compaction import Compactable
 
 if TYPE_CHECKING:
     from agl_data.archive.archiving import Archived, Choice

@@ -7,9 +7,9 @@ task or an answer.
 
 import logging
 import os
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Audit:
     ) -> None:
         """Write the line of one action."""
         line = Line(
-            time=_now(),
+            time=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             scope=claim.scope,
             token=claim.name,
             remote=request.remote or "",
@@ -150,8 +150,3 @@ def _only(names: Any) -> str:
     """Return the name that all have in common; ``""`` if there are several."""
     found = set(names)
     return found.pop() if len(found) == 1 else ""
-
-
-def _now() -> str:
-    now = time.time()
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z"

@@ -1,4 +1,4 @@
-"""Verifies callers: the token that they send as API key or in the path, and that its attempt still runs."""
+"""Admits requests: verifies the token that callers send as API key or in the path, and that its attempt still runs."""
 
 import hmac
 import logging
@@ -55,7 +55,7 @@ def require_scope(claim: AttemptToken, allowed: Collection[TokenScope], *, what:
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    """Return the key from ``Authorization: Bearer``, ``x-api-key`` or ``x-goog-api-key``; ``""`` if there is none."""
+    """Return the key from ``Authorization: Bearer``, ``x-api-key`` or ``x-goog-api-key``; ``""`` without one."""
     authorization = headers.get("authorization", "")
     if authorization[:7].lower() == "bearer ":
         return authorization[7:].strip()

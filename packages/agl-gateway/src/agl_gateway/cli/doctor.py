@@ -26,7 +26,7 @@ from agl.contracts import Presence, Store
 from agl.errors import AglError, ConfigError, StoreError
 from agl.schemas import Record, new_trace_id
 from agl.stores import shown_url
-from agl_gateway.access.tokens import ADMIN_ENV, named_keys
+from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.presence import GATEWAYS, gateways_of
 from agl_gateway.record.spool_file import SpoolReport, default_folder, spools_in
 from agl_inspect.keys import state_dir
@@ -392,7 +392,7 @@ def _admin_tokens() -> list[bytes]:
 
 
 def _strengths(check: str, keys: Sequence[bytes], *, where: str) -> Iterator[Finding]:
-    """Look at each key; several are told apart by their lines."""
+    """Look at each key; several are named by their lines."""
     for number, key in enumerate(keys, 1):
         name = f"{check} of line {number}" if len(keys) > 1 else check
         yield _strength(name, key.decode("utf-8", "replace"), where=where)

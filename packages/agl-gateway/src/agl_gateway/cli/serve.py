@@ -19,7 +19,7 @@ from agl.errors import ConfigError, StoreError
 from agl.hints import did_you_mean
 from agl.stores import shown_url
 from agl_gateway.access.certificate import certificate_of
-from agl_gateway.access.tokens import ADMIN_ENV, named_keys
+from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.supervisor import Place, Supervisor, listening, refusal
 from agl_gateway.record.spool_file import OFF, default_folder, left_text, spools_for
 from agl_gateway.service import BACKLOG, GatewayService, bind_error

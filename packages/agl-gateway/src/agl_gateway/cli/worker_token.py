@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from agl.errors import ConfigError
-from agl_gateway.access.tokens import LONGEST_S
+from agl_gateway.access.worker_tokens import LONGEST_S
 from agl_gateway.client import HttpStore
 from agl_inspect.stores import as_url
 from agl_inspect.terminal.query import seconds_of

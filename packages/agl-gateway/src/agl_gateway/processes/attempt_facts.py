@@ -94,7 +94,7 @@ class RequestIds:
         return _key(attempt_id, body)
 
     def known(self, key: RequestKey) -> tuple[float, str]:
-        """Return the Unix seconds and the id of the newest request with this key; 0 and ``""`` if there is none."""
+        """Return the Unix seconds and the id of the newest request with this key; 0 and ``""`` without one."""
         return self._recent.get(key, (0.0, ""))
 
     def learn(self, key: RequestKey, at: float, request_id: str) -> None:

@@ -137,7 +137,7 @@ class GatewayProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process; 0 while there is none."""
+        """Id of the process; 0 while no process runs."""
         return self._process.pid
 
     @property

@@ -158,11 +158,10 @@ class Siblings:
             self.group.board.hold(self.group.number, calls)
 
     async def ask(self, number: int, path: str, body: Any) -> tuple[int, Any]:
-        """Return the status and the JSON of another process's answer; 0 and the reason if there is none."""
+        """Return the status and the JSON of another process's answer; 0 and the reason without one."""
+        headers = {"authorization": f"Bearer {self._admin_key()}", PEER_HEADER: SIBLING}
         try:
-            async with self._session(number).post(
-                f"http://localhost{path}", json=body, headers=self._headers()
-            ) as reply:
+            async with self._session(number).post(f"http://localhost{path}", json=body, headers=headers) as reply:
                 return reply.status, json.loads(await reply.read())
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             return 0, str(error) or type(error).__name__
@@ -186,9 +185,6 @@ class Siblings:
             connector = aiohttp.UnixConnector(str(self.group.socket(number)))
             self._sessions[number] = aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT)
         return self._sessions[number]
-
-    def _headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self._admin_key()}", PEER_HEADER: SIBLING}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -252,7 +248,7 @@ class Peers:
         return blake2b("\n".join(sorted(found)).encode(), digest_size=16).hexdigest()
 
     async def ask(self, peer: GatewayRecord, path: str, body: Any) -> tuple[int, str]:
-        """Return the status and the text of another gateway's answer; 0 and the reason if there is none."""
+        """Return the status and the text of another gateway's answer; 0 and the reason without one."""
         headers = {"authorization": f"Bearer {self.admin_key()}", PEER_HEADER: "1"}
         try:
             async with self.session.post(

@@ -27,9 +27,6 @@ from agl.owned_process import Restarts
 from agl.schemas import new_trace_id
 from agl_gateway.processes.peers import UNKNOWN, Board, Group
 
-_MAX_PATH = 100
-"""Bytes of a socket's path that every system takes."""
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -102,9 +99,6 @@ class Supervisor:
             ConfigError: The first processes could not start; the message is theirs.
         """
         folder = Path(tempfile.mkdtemp(prefix="agl-"))
-        if len(os.fsencode(folder)) > _MAX_PATH - len("/000.sock"):
-            folder.rmdir()
-            raise ConfigError(f"the path {folder} is too long for a socket; set TMPDIR to a shorter one")
         self._folder, self._group_id, self._board = folder, new_trace_id(), Board(self.count)
         self._slots = [_Slot() for _ in range(self.count)]
         self._alive, self._parent = os.pipe()
@@ -112,7 +106,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         before = self._watch_signals()
         try:
-            while not self._is_done():
+            while not self._signals or any(slot.process for slot in self._slots):
                 self._start_due()
                 self._look()
         finally:
@@ -124,9 +118,6 @@ class Supervisor:
         if self._error and not self._has_served:
             raise ConfigError(self._error)
         return 1 if self._failed else 0
-
-    def _is_done(self) -> bool:
-        return bool(self._signals) and not any(slot.process for slot in self._slots)
 
     def _watch_signals(self) -> dict[int, Any]:
         self._woken, waker = socket.socketpair()

@@ -153,15 +153,11 @@ def spans_of(record: CallRecord) -> list[Span]:
         ),
         rollout_id=context.rollout_id,
         attempt_id=context.attempt_id,
-        trace_id=context.trace_id or _trace_id_of(context.attempt_id),
+        # A client that sent no trace id has one for all calls of its attempt.
+        trace_id=context.trace_id or blake2b(context.attempt_id.encode(), digest_size=16).hexdigest(),
         parent_id=context.parent_id,
         framework_span_id=context.framework_span_id,
         start_ns=record.start_ns,
         end_ns=record.start_ns + int(exchange.latency_s * 1e9),
         about={key: value for key, value in about.items() if value},
     )
-
-
-def _trace_id_of(attempt_id: str) -> str:
-    """Return the trace id for an attempt whose client sent none; the same for all of its calls."""
-    return blake2b(attempt_id.encode(), digest_size=16).hexdigest()

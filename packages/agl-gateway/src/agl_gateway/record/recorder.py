@@ -83,7 +83,17 @@ class Recorder:
         self._is_stopping = False
         self._oldest_at = 0.0
         self.lost = 0
-        self.spool = self._new_spool(self.spools) if self.spools else None
+        self.spool: Spool | None = None
+        if self.spools:
+            self.spool = Spool(
+                self.spools[0],
+                leftovers=self.spools[1:],
+                store=self.store,
+                outage=self.outage,
+                stored=self.stored,
+                on_stored=self._stored,
+                on_failure=self._fail,
+            )
 
     @property
     def pending(self) -> int:
@@ -294,7 +304,9 @@ class Recorder:
             except StoreError as error:  # neither takes them: their clients wait for their answers
                 tries += self._is_stopping
                 if tries > _STOP_TRIES:
-                    self._lose(calls, str(error))
+                    _log.error("%d calls are lost: neither the store nor the spool takes them", len(calls))
+                    for call in calls:
+                        self._fail(call.attempt_id, str(error), len(call.spans))
                     await self._finish(batch)
                     return
                 await asyncio.sleep(_SPOOL_RETRY_S)
@@ -338,17 +350,6 @@ class Recorder:
         if self.on_held is not None:
             self.on_held(self._held)
 
-    def _new_spool(self, spools: Sequence[SpoolFile]) -> Spool:
-        return Spool(
-            spools[0],
-            leftovers=spools[1:],
-            store=self.store,
-            outage=self.outage,
-            stored=self.stored,
-            on_stored=self._stored,
-            on_failure=self._fail,
-        )
-
     def _parse(self, recorded: CallRecord) -> list[Span]:
         try:
             return spans_of(recorded)
@@ -356,11 +357,6 @@ class Recorder:
             _log.exception("a model call of attempt %s could not be read", recorded.attempt_id)
             self._fail(recorded.attempt_id, repr(error), 1)
             return []
-
-    def _lose(self, calls: Sequence[SpooledCall], message: str) -> None:
-        _log.error("%d calls are lost: the gateway ends, and neither the store nor the spool takes them", len(calls))
-        for call in calls:
-            self._fail(call.attempt_id, message, len(call.spans))
 
     def _fail(self, attempt_id: str, message: str, count: int) -> None:
         self._failures[attempt_id] = message

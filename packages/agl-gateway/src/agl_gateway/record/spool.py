@@ -36,7 +36,7 @@ _DELAYS_S = (0.05, 0.2, 0.5, 1.0)
 """Pauses between tries while the store does not answer; the last one is repeated."""
 
 _TRIES = 5
-"""Tries after which those who wait for an attempt are told; its calls stay in the spool and are tried further."""
+"""Tries after which waiting callers get an error; the attempt's calls stay in the spool and are tried further."""
 
 _DEFER_S = 0.25
 _MAX_DOUBLINGS = 7
@@ -107,7 +107,7 @@ class Spool:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the oldest call was written; 0 if there is none."""
+        """Seconds since the oldest call was written; 0 for an empty spool."""
         return max(0.0, time.time() - self._oldest_at) if self.calls else 0.0
 
     def start(self) -> Counter[str]:

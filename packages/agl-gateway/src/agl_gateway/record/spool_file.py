@@ -106,7 +106,9 @@ class SpoolFile:
         except BaseException as error:
             self._db.close()
             if isinstance(error, sqlite3.Error):
-                raise (_busy(path) if "locked" in str(error) else _unusable(path, error)) from error
+                if "locked" not in str(error):
+                    raise _unusable(path, error) from error
+                raise SpoolBusyError(f"another gateway uses the spool {path}; it lets go when it ends") from error
             raise
 
     @property
@@ -296,10 +298,6 @@ def _report(path: Path) -> SpoolReport:
     return SpoolReport(
         path=path, store_url=about["url"], calls=calls, size=size, oldest_at=oldest or 0.0, refused=refused
     )
-
-
-def _busy(path: Path) -> SpoolBusyError:
-    return SpoolBusyError(f"another gateway uses the spool {path}; it lets go when it ends")
 
 
 def _unusable(path: Path, error: Exception) -> ConfigError:

@@ -1,6 +1,10 @@
 """Takes OTLP/HTTP traces at ``POST /v1/traces``, so that any OpenTelemetry exporter can add spans to an attempt.
 
 The body is protobuf, with gzip and a limit on its decompressed size.
+
+Spans that come with an attempt's own token are changed before they are stored: rewards get the source ``agent``, model
+calls lose the name of the policy, and what only a runner records is removed. So an agent can forge neither training
+data nor what rewards rely on.
 """
 
 import base64

@@ -51,7 +51,14 @@ class ByteBudget:
         except BaseException as error:
             self._withdraw(size, granted)
             if isinstance(error, TimeoutError):
-                raise self._refusal() from None
+                raise Problem(
+                    503,
+                    f"large requests hold {self.held} of {self._limit} bytes that the gateway keeps for them; send "
+                    "fewer at once, or smaller ones, or try again later",
+                    code="overloaded",
+                    is_retryable=True,
+                    retry_after_s=_RETRY_AFTER_S,
+                ) from None
             raise
         return size
 
@@ -70,16 +77,6 @@ class ByteBudget:
         else:
             self._waiting = deque(item for item in self._waiting if item[1] is not granted)
             self.give(0)
-
-    def _refusal(self) -> Problem:
-        return Problem(
-            503,
-            f"large requests hold {self.held} of {self._limit} bytes that the gateway keeps for them; send fewer at "
-            "once, or smaller ones, or try again later",
-            code="overloaded",
-            is_retryable=True,
-            retry_after_s=_RETRY_AFTER_S,
-        )
 
 
 ENCODINGS = ("gzip", "x-gzip", "deflate", "zstd")
@@ -123,7 +120,12 @@ def inflate(body: bytes, encoding: str, limit: int) -> bytes:
                 raise too_large(limit)
             pieces.append(piece)
     except (zlib.error, zstandard.ZstdError) as error:
-        raise _unreadable(encoding) from error
+        raise Problem(
+            400,
+            f"the request's body cannot be read as content-encoding {encoding!r}; send what the header says, or no "
+            "content-encoding",
+            code="invalid_encoding",
+        ) from error
     return b"".join(pieces)
 
 
@@ -173,15 +175,6 @@ def _zstd(body: memoryview) -> Iterator[bytes]:
         yield inflater.decompress(body[start : start + _ZSTD_STEP])
     if not inflater.eof or inflater.unused_data:
         raise zstandard.ZstdError("the body is more or less than one frame")
-
-
-def _unreadable(encoding: str) -> Problem:
-    return Problem(
-        400,
-        f"the request's body cannot be read as content-encoding {encoding!r}; send what the header says, or no "
-        "content-encoding",
-        code="invalid_encoding",
-    )
 
 
 MAX_CONTAINERS = 200_000

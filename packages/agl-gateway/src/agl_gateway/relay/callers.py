@@ -1,8 +1,10 @@
 """Recognises coding agents by what they send anyway: who calls, in which session, and whether the call is a helper's.
 
 Claude Code, Codex, OpenCode, Qwen Code, Gemini CLI and Copilot CLI name themselves in ``user-agent`` or a header of
-their own, and most of them their session and their sub-agents. Beside the turns of its task such a program asks for
+their own, and most of them their session and their sub-agents. Besides the turns of its task such a program asks for
 titles, summaries and memories. These helper calls get the role :data:`agl.semconv.HELPER`, and do not train.
+
+:class:`Owners` finds whose a call is: an attempt's by its token, else a conversation's.
 """
 
 import re

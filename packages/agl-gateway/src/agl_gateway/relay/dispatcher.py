@@ -164,20 +164,17 @@ def _split(path: str) -> tuple[str, str, str, str]:
     raise Problem(404, "the path is not /rollout/ROLLOUT/attempt/ATTEMPT/key/TOKEN/v1/...; use llm.get_base_url(...)")
 
 
-def _shown(claim: AttemptToken) -> str:
-    if claim.scope not in ("client", "admin"):
-        return f"a {claim.scope}'s token, which calls no models"
-    return (
-        f"the {claim.scope} token, which may call models at /v1 only where conversations are served (agl serve with "
-        "--split, or with AGL_CLIENT_TOKEN set)"
-    )
-
-
 def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
     if claim.scope != "attempt":
+        shown = f"a {claim.scope}'s token, which calls no models"
+        if claim.scope in ("client", "admin"):
+            shown = (
+                f"the {claim.scope} token, which may call models at /v1 only where conversations are served (agl serve "
+                "with --split, or with AGL_CLIENT_TOKEN set)"
+            )
         raise Problem(
             401,
-            f"model calls need an attempt's token, which says where to record them; this is {_shown(claim)}",
+            f"model calls need an attempt's token, which says where to record them; this is {shown}",
             code="invalid_api_key",
         )
     if expected is not None and expected != (claim.rollout_id, claim.attempt_id):

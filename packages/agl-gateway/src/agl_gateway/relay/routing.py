@@ -55,8 +55,16 @@ class Replicas:
         if len(self._base_urls) == 1:
             return [*self._base_urls]
         bound = max(_FEW, math.ceil(_SLACK * (self._under_way.total() + 1) / len(self._base_urls)))
-        ranked = sorted(self._base_urls, key=lambda base_url: _rank(rollout_id, base_url))
-        return sorted(ranked, key=lambda base_url: (self._is_resting(base_url), self._under_way[base_url] >= bound))
+        keys = {url: blake2b(f"{rollout_id}\n{url}".encode(), digest_size=8).digest() for url in self._base_urls}
+        resting_since = self._clock() - _REST_S
+        return sorted(
+            self._base_urls,
+            key=lambda url: (
+                self._failed_at.get(url, float("-inf")) > resting_since,
+                self._under_way[url] >= bound,
+                keys[url],
+            ),
+        )
 
     def begun(self, url: str) -> None:
         """Count a call to ``url`` as under way at its server, until :meth:`ended`."""
@@ -73,13 +81,6 @@ class Replicas:
 
     def _base_of(self, url: str) -> str:
         return next((base_url for base_url in self._base_urls if url.startswith(f"{base_url}/")), url)
-
-    def _is_resting(self, base_url: str) -> bool:
-        return self._clock() - self._failed_at.get(base_url, float("-inf")) < _REST_S
-
-
-def _rank(rollout_id: str, base_url: str) -> bytes:
-    return blake2b(f"{rollout_id}\n{base_url}".encode(), digest_size=8).digest()
 
 
 class Gate:
@@ -193,15 +194,13 @@ class Router:
             return self.targets[found[0].name]
         if found:
             raise _ambiguous(found, model, names)
-        raise Problem(404, self._unknown(model), code="model_not_found")
-
-    def _unknown(self, model: str) -> str:
+        text = f"unknown model {model!r}; this gateway serves {self.models()}: use one of these names"
         if not self.targets:
-            return (
+            text = (
                 f"the request names model {model!r}, and this gateway has no upstream; "
                 "start it with --upstream NAME=URL, or configure a [policy.NAME]"
             )
-        return f"unknown model {model!r}; this gateway serves {self.models()}: use one of these names"
+        raise Problem(404, text, code="model_not_found")
 
     @property
     def gates(self) -> dict[str, Gate]:

@@ -76,7 +76,14 @@ class SamplingRules:
             return asked, {}
         overridden = cast("list[str]", notes.get(semconv.SAMPLING_OVERRIDDEN, []))
         if rule == "refuse" and overridden:
-            raise Problem(400, _refusal(upstream.name, ", ".join(overridden)), code="narrowed_sampling")
+            raise Problem(
+                400,
+                f"the request sets {', '.join(overridden)}, and policy {upstream.name!r} is in training, where it "
+                "samples from its full distribution; leave these parameters out while training, or set "
+                f'[policy.{upstream.name}] sampling = "override" to have them ignored there, or "keep" to train on '
+                "such samples with a biased gradient",
+                code="narrowed_sampling",
+            )
         return sent, notes
 
     async def seed(self, asked: Request, upstream: Upstream, *, rollout_id: str, attempt_id: str) -> Mapping[str, str]:
@@ -108,11 +115,3 @@ class SamplingRules:
                 greedy=greedy_policies(found[0]),
             )
         return self._known[rollout_id]
-
-
-def _refusal(policy: str, asked: str) -> str:
-    return (
-        f"the request sets {asked}, and policy {policy!r} is in training, where it samples from its full "
-        f'distribution; leave these parameters out while training, or set [policy.{policy}] sampling = "override" '
-        'to have them ignored there, or "keep" to train on such samples with a biased gradient'
-    )

@@ -1,4 +1,24 @@
-"""Asks the servers of policies: one aiohttp session, the headers to pass on, and failures as problems."""
+"""Asks the servers of policies, by one aiohttp session, and passes streamed answers on as they arrive.
+
+:class:`ClientApis` decides which calls of messages and responses reach their policy as chat completions. A policy that
+is trained needs the ids of its tokens, which most servers give for chat completions alone: vLLM has none in messages,
+and no log-probabilities of tool calls in responses, and the servers of this project speak neither API. A server that
+gives them in these APIs too is named in the gateway's settings. Servers of other policies are asked as the client asks,
+unless they do not have the API.
+
+:class:`StreamEnd` finds the last event of a stream, after which clients stop to read. Only lines of server-sent events
+count, never the text within one: an answer may well be about such events.
+
+==================  ==================================================================================
+API                 its last event
+==================  ==================================================================================
+chat, completions   ``data: [DONE]``
+responses           of the type ``response.completed``, ``response.incomplete`` or ``response.failed``
+messages            of the type ``message_stop``
+==================  ==================================================================================
+
+Google's clients get translations of chat completions.
+"""
 
 import asyncio
 import io
@@ -125,7 +145,7 @@ class ClientApis:
         native: APIs in which the servers of policies in training give the ids of all tokens.
 
     Raises:
-        ConfigError: An API in ``native`` is none of ``messages`` and ``responses``.
+        ConfigError: An API in ``native`` is neither ``messages`` nor ``responses``.
     """
 
     def __init__(self, native: Collection[str] = ()) -> None:

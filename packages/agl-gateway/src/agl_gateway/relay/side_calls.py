@@ -2,7 +2,9 @@
 
 The policy's own server answers where it can, and nothing is recorded. Where it cannot count, the gateway estimates:
 coding agents ask before every turn how much room is left, and stop or fill their log with errors where nobody answers.
-Where it cannot make a conversation shorter, the policy is asked for a summary, by a call that is recorded.
+Where it cannot make a conversation shorter, the policy is asked for a summary, by a call that is recorded with its
+token ids like any other. The answer is what OpenAI's ``/responses/compact`` gives: the user's messages, and an item
+that holds the summary, which the next request brings back.
 """
 
 import time

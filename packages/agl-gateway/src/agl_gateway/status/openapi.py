@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 import agl
-from agl_gateway.access.tokens import WORKER_TOKENS, IssuedToken, TokenRequest
+from agl_gateway.access.worker_tokens import WORKER_TOKENS, IssuedToken, TokenRequest
 from agl_gateway.store_api.contract import METHODS, Fault, Method
 from agl_gateway.store_api.worker_reach import WORKER_METHODS
 from agl_gateway.traffic.conversations import HEADER

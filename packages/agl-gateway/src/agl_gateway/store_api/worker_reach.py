@@ -86,7 +86,7 @@ class WorkerReach:
                 raise NotFoundError("rollout", rollout_id, f"{_this(claim)} reaches no others; an admin token does")
 
     async def experiment_of(self, rollout_ids: Sequence[str]) -> str:
-        """Return the experiment that these rollouts have in common; ``""`` if there is none."""
+        """Return the experiment that these rollouts have in common; ``""`` without one."""
         found = set((await self._read(list(rollout_ids))).values())
         return found.pop() if len(found) == 1 else ""
 

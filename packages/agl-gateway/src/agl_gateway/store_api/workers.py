@@ -25,7 +25,7 @@ from agl_run.access import AttemptToken
 
 _VERSION = version("agl-gateway")
 _SETTLE_S = 5.0
-"""Seconds after which a caller is told to ask again, so that it knows that the gateway lives."""
+"""Seconds after which a caller has to ask again, so that it knows that the gateway lives."""
 
 
 class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):

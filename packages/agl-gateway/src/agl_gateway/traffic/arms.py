@@ -95,7 +95,14 @@ class ArmRoutes:
         pinned = await self._pins(rollout_id)
         if pinned is None:
             if len([each for each in self._targets if policy_of(each.upstream) == name]) > 1:
-                raise Problem(503, _unknown_arm_message(name), code="store_away", is_retryable=True, retry_after_s=5)
+                raise Problem(
+                    503,
+                    f"the gateway's store does not answer, so it is not known which of the versions of {name!r} serves "
+                    "this rollout; the model was not asked. Try again later",
+                    code="store_away",
+                    is_retryable=True,
+                    retry_after_s=5,
+                )
             return CallRoute(target=target)
         version = pinned.resources.get(name, "")
         if not version:
@@ -170,13 +177,6 @@ class ArmRoutes:
             return _UNPLACED
         chosen = frozenset(differing(placement.versions))
         return _RolloutPins(arm=placement.arm, resources=found[0].resources, chosen=chosen)
-
-
-def _unknown_arm_message(name: str) -> str:
-    return (
-        f"the gateway's store does not answer, so it is not known which of the versions of {name!r} serves this "
-        "rollout; the model was not asked. Try again later"
-    )
 
 
 def _unserved_message(name: str, version: str) -> str:

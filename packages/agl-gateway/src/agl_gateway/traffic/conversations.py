@@ -7,6 +7,15 @@ call. Then it has succeeded, since a user who leaves is not a failure. Later cal
 The attempt's lease holds the time of the last activity: ``LEASE_S`` before it expires. Each renewal moves it, and it is
 long enough to outlast any downtime of the gateways. So every gateway can tell which conversations are over, and a
 restart changes nothing.
+
+A call names its conversation in one of these ways, the first that it has:
+
+1. the header ``x-agl-conversation-id``;
+2. ``metadata.conversation_id`` in the body;
+3. the session that a coding agent names in a header of its own;
+4. a hash of the conversation's opening: its system prompt and everything up to its first user message. Conversations
+   with the same opening are treated as one. Claude Code's billing line, which changes from call to call, is not part of
+   the opening.
 """
 
 import asyncio
@@ -303,7 +312,7 @@ def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
     """Return the id that the client sent in a header or in the body's ``metadata``; ``""`` if it sent none.
 
     Raises:
-        Problem: 400 if it is too long, or no text in UTF-8.
+        Problem: 400 if it is too long, or not text in UTF-8.
     """
     found = as_object(metadata).get(_FIELD)
     given = headers.get(HEADER, "") or (found if isinstance(found, str) else "")
@@ -317,7 +326,7 @@ def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
 
 
 def opening_of(call: Request) -> list[Any] | None:
-    """Return the system prompt and the messages up to the user's first; ``None`` if there is none."""
+    """Return the system prompt and the messages up to the user's first; ``None`` without one."""
     is_response = call.dialect == "responses"
     if call.dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):
         return None

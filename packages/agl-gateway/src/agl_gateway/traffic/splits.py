@@ -4,6 +4,11 @@
 the rollout or its conversation, so all gateways decide alike without shared state. The first label is the baseline
 that the others are compared with. Versions are pinned when the rollout is queued and recorded with its arm; a label
 that moves later does not affect it.
+
+:func:`split_report` compares the rewards of the arms, as evidence for a promotion. It counts finished rollouts, and
+conversations from their first call on, that a split placed while the labels named the versions that they name now, so
+all arms served the same traffic at the same time. A failed rollout counts 0; one without a reward is left out, and the
+number of those is reported.
 """
 
 from collections.abc import Iterable, Sequence

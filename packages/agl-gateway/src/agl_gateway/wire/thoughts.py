@@ -119,11 +119,8 @@ def _restored_message(message: Any, unsealer: Unsealer) -> Any:
     blocks = fields.get("content")
     if not isinstance(blocks, list):
         return message
-    return {**fields, "content": [_restored_block(block, unsealer) for block in cast("list[Any]", blocks)]}
-
-
-def _restored_block(block: Any, unsealer: Unsealer) -> Any:
-    return as_object(unsealer.read(as_object(block).get("signature"))) or block
+    signatures = [(block, as_object(block).get("signature")) for block in cast("list[Any]", blocks)]
+    return {**fields, "content": [as_object(unsealer.read(sealed)) or block for block, sealed in signatures]}
 
 
 class _Unchanged:

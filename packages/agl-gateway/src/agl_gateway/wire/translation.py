@@ -119,7 +119,7 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 def object_of(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``data``; an empty one if there is none."""
+    """Return the JSON object in ``data``; an empty one if it holds none."""
     try:
         found = msgspec.json.decode(data) if data else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

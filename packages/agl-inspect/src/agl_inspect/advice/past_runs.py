@@ -1,9 +1,9 @@
-"""Reads what past runs reached with which parameters, and finds the runs that may be compared.
+"""Reads the parameters and results of past runs, and finds the runs that may be compared.
 
 Runs compare if they have the same agent, training tasks, validation tasks, rewards, and algorithms by name and kind.
-What a run reached is the mean reward of its best validation: the versions of then are what it hands out. An agent is
-known by its name alone, so a change of its code is not seen; and neither are settings that an algorithm's state does
-not keep, such as the text of a prompt from which a run began.
+A run's result is the mean reward of its best validation, because it hands out the versions of that moment. An agent is
+identified by its name alone, so changes of its code go unnoticed, as do settings that are missing from an algorithm's
+state, such as the text of a prompt from which a run began.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ _OF_SCORE = ("reward", "experiment.reward_weights", "experiment.trust_agent_rewa
 """Settings that decide which reward a rollout gets: runs that differ in them have scores of other kinds."""
 
 _NO_PARAMETERS = ("use", "policy", "experiment.seed")
-"""The kind of an algorithm, the name of what has no models, and the seed, another value of which repeats a run."""
+"""Settings that are no parameters: an algorithm's kind, the name of its policy, and the seed."""
 
 _OWN = ("tunes", "agents", "source")
 """Keys of an algorithm's table that are not arguments of it."""
 
 
 class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A run that ended, with what it reached.
+    """A run that ended, with its result.
 
     Attributes:
         turn: Steps of all algorithms before its best validation.
@@ -47,7 +47,7 @@ class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def name(self) -> str:
-        """The run in words, such as ``sums-3`` or ``sums, run 2``."""
+        """The run's name, such as ``sums-3`` or ``sums, run 2``."""
         return self.experiment if self.run == 1 else f"{self.experiment}, run {self.run}"
 
 
@@ -65,7 +65,7 @@ class History(Record, frozen=True, kw_only=True):
     """Runs that may be compared.
 
     Attributes:
-        kind: What they share.
+        kind: Their common settings.
         runs: Those that ended with a validation, in order of their names.
         unfinished: How many others have not ended.
     """
@@ -125,7 +125,7 @@ def _key(algorithm: str, name: str) -> str:
 
 
 async def _read(store: Store, record: ExperimentRecord, run: int) -> tuple[Kind, PastRun | None] | None:
-    """Return the kind of a run and what it reached if it ended; ``None`` for one without steps or validations."""
+    """Return the kind of a run, and its result if it ended; ``None`` without steps or validations."""
     states = await states_of_run(record.name, run).read(store)
     settings = {name: state.settings for name, state in sorted(states.items()) if state.settings}
     validations = await read_validations(store, record.name, run) if settings else []

@@ -52,7 +52,7 @@ class Parameter(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         name: The key that ``--set`` takes.
-        tried: Its values in words.
+        tried: A description of its values.
         importance: Share of the forest's variance that it causes by itself, 0 to 1.
         low: Lower end of the importance's 90 % interval over resampled runs; ``high`` the upper end.
         chance: Probability of as good a fit by chance, corrected for the number of parameters.
@@ -177,7 +177,7 @@ def fit(history: History) -> Fit:
 
 
 def shown_value(text: str | None) -> str:
-    """Return a parameter's value in words; one that is kept as a digest has only the beginning of that."""
+    """Format a parameter's value; only the beginning of a digest is shown."""
     if text is None:
         return _MISSING
     return text.strip('"') if _is_json(text) else f"{text[:14]}…"
@@ -195,7 +195,7 @@ def _optuna() -> Any:  # untyped here, so that type checkers need no optional pa
 
 @contextmanager
 def _quiet(optuna: Any) -> Generator[None]:
-    """Keep what Optuna logs and warns of to itself, and leave its level as it was."""
+    """Silence Optuna's logs and warnings, and restore its level afterwards."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(logging.ERROR)
     try:
@@ -398,20 +398,20 @@ def _judged(
     proposed: Mapping[str, str | None],
     best: int,
 ) -> list[str]:
-    """Return what the numbers do not say by themselves; ``best`` is the place of the best run."""
+    """Return remarks on the ranking; ``best`` is the place of the best run."""
     notes: list[str] = []
     if not any(each.is_clear for each in parameters):
         notes.append(
-            "no parameter differs from chance: the importances are noise, and the proposal explores; more runs, or the "
-            "same ones with other seeds, would tell"
+            "no parameter stands out from chance: the importances are noise, and the proposal explores; run more, or "
+            "repeat these runs with other seeds"
         )
     clear = {each.name for each in parameters if each.is_clear}
     notes += [_at_the_edge(each, best) for each in dimensions if each.name in clear and each.is_edge(best)]
     hidden = [each.name for each in dimensions if not each.is_known]
     if hidden:
-        notes.append(f"{', '.join(hidden)}: only digests of the values are kept, so none is proposed")
+        notes.append(f"{', '.join(hidden)}: only digests of the values are stored, so no value is proposed")
     if not proposed and len(hidden) < len(dimensions):
-        notes.append("every combination of the values was tried, so none is proposed")
+        notes.append("every combination of the values was tried, so no next run is proposed")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Finds in the metrics of a run what keeps it from learning, says what to change, and records it as alerts.
+"""Finds the reasons in a run's metrics why it does not learn, proposes changes, and records both as alerts.
 
 Each rule looks at one algorithm's steps, mostly at the means of the last ones against those of the first. It speaks
 only where the numbers that it reads were logged and are clear, and with the numbers that made it speak. The limits are
@@ -26,7 +26,7 @@ _LEAST = 3
 """Steps below which no rule speaks."""
 
 _IDLE = 0.5
-"""Share of the runner's places without a rollout from which they count as idle."""
+"""Share of the runner's slots without a rollout from which they count as idle."""
 
 _REJECTED = 0.5
 """Share of the tokens that a correction left out of the loss from which on that is why nothing was trained."""
@@ -40,7 +40,7 @@ _LONG = 20
 LONGER_ANSWERS = "raise the agent's max_tokens, or leave such answers out of the loss: mask_truncated = true"
 FULL_SAMPLING = 'sampling = "override" in [policy.NAME], or remove those parameters from the agent'
 REWRITTEN = "agl why latest names the call where the conversation no longer continues: the agent rewrites its history"
-"""Changes that a plan of a run proposes too, from its recordings."""
+"""Changes that a forecast also proposes, from recorded rollouts."""
 
 
 class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -50,8 +50,8 @@ class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
         rule: The rule's name, such as ``silent-groups``.
         algorithm: Whose steps it is about.
         step: The last of the steps that were looked at.
-        evidence: What was measured, with its numbers.
-        change: What to do, with the setting's name and a value where there is one.
+        evidence: The measurement, with its numbers.
+        change: The proposed change, with the setting's name and a value where there is one.
     """
 
     rule: str
@@ -266,34 +266,34 @@ def _split_rows(steps: _Steps) -> _Finding | None:
     )
 
 
-def _idle_places(steps: _Steps) -> _Finding | None:
-    idle, places, seconds = steps.end("places_idle_share"), steps.end("places"), steps.end("collect_s")
-    if idle is None or places is None or seconds is None or idle < _IDLE:
+def _idle_slots(steps: _Steps) -> _Finding | None:
+    idle, slots, seconds = steps.end("slots_idle_share"), steps.end("slots"), steps.end("collect_s")
+    if idle is None or slots is None or seconds is None or idle < _IDLE:
         return None
     whole = seconds + (steps.end("update_s") or 0.0)
     if whole < 1 or seconds < 0.3 * whole:
         return None
     found = (
-        f"{idle:.0%} of the runner's {places:.0f} places had no rollout in the {seconds:.1f} s in which a step "
+        f"{idle:.0%} of the runner's {slots:.0f} slots had no rollout in the {seconds:.1f} s in which a step "
         "collects its rollouts"
     )
     rollouts = steps.end("rollouts")
-    if rollouts is not None and 0 < rollouts < places:
+    if rollouts is not None and 0 < rollouts < slots:
         return (
             f"{found}, which are {rollouts:.0f}",
-            f"concurrency = {math.ceil(rollouts)} in [runner] is as fast, or fill the places: more tasks_per_step, or "
+            f"concurrency = {math.ceil(rollouts)} in [runner] is as fast, or fill the slots: more tasks_per_step, or "
             "a larger group_size",
         )
     return (
         found,
         "a few long rollouts hold up the others: bound them by timeout_s in [runner], or take more tasks_per_step; if "
-        f"all are short, concurrency = {math.ceil(2 * (1 - idle) * places)} in [runner] is enough",
+        f"all are short, concurrency = {math.ceil(2 * (1 - idle) * slots)} in [runner] is enough",
     )
 
 
 def _slow_rollouts(steps: _Steps) -> _Finding | None:
-    if (steps.end("places_idle_share") or 0.0) >= _IDLE:
-        return None  # further places would be idle too
+    if (steps.end("slots_idle_share") or 0.0) >= _IDLE:
+        return None  # further slots would be idle too
     return _bottleneck(steps, "collect_s", "waiting for rollouts", "raise concurrency in [runner], or add agl worker")
 
 
@@ -406,12 +406,12 @@ _RULES: dict[str, _Rule] = {
 _TIMES: dict[str, _Rule] = {
     "slow-rollouts": _slow_rollouts,
     "slow-updates": _slow_updates,
-    "workers-idle": _idle_places,
+    "workers-idle": _idle_slots,
 }
 
 
 AlertKind = Literal["suggestion", "collapse"]
-"""What raised an alert."""
+"""The source of an alert."""
 
 
 class Alert(Record, frozen=True, kw_only=True):

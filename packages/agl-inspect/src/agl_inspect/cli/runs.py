@@ -41,7 +41,7 @@ from agl_inspect.terminal.output import print_json, print_table, when
 from agl_inspect.terminal.program import OpenGroup
 from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query, seconds_of
 from agl_inspect.text import short
-from agl_store_sqlite.sql import Compaction, Measured
+from agl_store_sqlite.sql.compaction import Compaction, Measured
 
 _PAGE = 500
 
@@ -50,7 +50,7 @@ _SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] 
 }
 
 _REWARD = "reward"
-"""Sorts by what no store keeps in order, so that the command does it; rollouts without a reward come last."""
+"""No store sorts by reward, so the command does; rollouts without a reward come last."""
 
 
 def _bytes_of(text: str) -> int:
@@ -243,7 +243,7 @@ async def _listed(
 
 
 async def _best(store: Store, query: RolloutQuery) -> list[ListedRollout]:
-    """Return the first rollouts by reward, highest first unless asked otherwise, of which twice the limit is held."""
+    """Return the first rollouts by reward, the highest first by default; holds at most twice the limit in memory."""
     found: list[ListedRollout] = []
     every = msgspec.structs.replace(query, limit=_PAGE)
     async for recording in read_recordings(store, every, spans="none"):

@@ -1,23 +1,29 @@
-"""``agl show``: prints a rollout as a tree of its spans, a resource with its history, or the steps of a run."""
+"""``agl show`` prints a rollout as a tree of its spans, a resource with its history, or the steps of a run.
+
+``agl why``, or ``agl show --why``, explains the outcome of every recorded model call of a rollout: its training row,
+or the reason for its rejection.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import click
+from msgspec import to_builtins
 
 from agl import semconv
 from agl.contracts import SpanQuery, Store
+from agl.episodes import ScoreOptions
 from agl.errors import NotFoundError
-from agl.schemas import Attempt, ErrorInfo, Json, Record, Reward, Rollout, Span, to_json
+from agl.schemas import Attempt, Episode, ErrorInfo, Json, Record, Reward, Rollout, Span, to_json
 from agl_inspect.advice.suggestions import VALIDATE
-from agl_inspect.cli.why import why
 from agl_inspect.records.metrics import RUN, LoggedRun, experiment_step, read_runs, step_line, version_of_step
 from agl_inspect.records.names import ORIGIN
 from agl_inspect.rollouts.answers import answer_counts, fork_origin
 from agl_inspect.rollouts.conversations import ShownMessages, contents_of
-from agl_inspect.rollouts.explanations import call_facts
-from agl_inspect.rollouts.span_reader import SpanReader, in_tree
+from agl_inspect.rollouts.explanations import call_facts, explain, explain_training
+from agl_inspect.rollouts.span_reader import SpanReader, in_tree, read_episode
+from agl_inspect.rollouts.training import TrainingRecord, is_saved, training_of
 from agl_inspect.terminal.opening import (
     LATEST,
     Reading,
@@ -25,7 +31,7 @@ from agl_inspect.terminal.opening import (
     complete_rollout,
     reads_store,
 )
-from agl_inspect.terminal.output import echo, json_line, when
+from agl_inspect.terminal.output import echo, json_line, print_json, when
 from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.query import find, find_exact, span_options
 from agl_inspect.text import short
@@ -141,7 +147,7 @@ class ShownRollout:
     """A rollout, its attempts, and the readers of the chosen attempt's spans and of the rollout's own.
 
     Attributes:
-        origin: The call that a fork goes on from, in words; ``""`` for any other rollout.
+        origin: The call from which a fork continues; ``""`` for any other rollout.
     """
 
     rollout: Rollout
@@ -164,6 +170,51 @@ class ShownSpan(Record, frozen=True, kw_only=True):
     sequence: int
     line: str
     reader: int = 0
+
+
+class ShownTraining(Record, frozen=True, kw_only=True):
+    """A record of training, and whether its step was saved."""
+
+    record: TrainingRecord
+    is_saved: bool
+
+
+@click.command()
+@click.argument("rollout_id", shell_complete=complete_rollout)
+@click.option("--agents", help="Regular expression: agents whose calls an algorithm would train.")
+@click.option("--policy", help="Policy whose calls an algorithm would train.")
+@reads_store
+def why(store: Reading, rollout_id: str, agents: str | None, policy: str | None) -> None:
+    """Explain the outcome of every model call of ROLLOUT_ID, and what each step of an algorithm did with it.
+
+    A unique beginning of an id is enough; "latest" is the newest rollout.
+    """
+
+    async def load(store: Store) -> tuple[Episode, list[Span], list[ShownTraining], ScoreOptions]:
+        rollout = await find(store, rollout_id)
+        attempts = await store.attempts(rollout.rollout_id)
+        episode, spans, scores = await read_episode(store, rollout, attempts, agent_match=agents, policy=policy)
+        training = [
+            ShownTraining(record=record, is_saved=await is_saved(store, rollout.rollout_id, record))
+            for record in training_of(spans)
+        ]
+        return episode, spans, training, scores
+
+    episode, spans, training, scores = store.read(load)
+    lines = explain(episode, spans, scores=scores)
+    lines += [line for shown in training for line in explain_training(shown.record, is_saved=shown.is_saved)]
+    if store.as_json:
+        calls = [
+            {"span_id": call.span_id, "agent": call.agent, "turn": call.turn, "row": call.branch, "start": call.start}
+            | {"reject": call.reject, "detail": call.detail, "reward": call.reward}
+            for call in episode.transitions
+        ]
+        found = {"rollout_id": episode.rollout.rollout_id, "reward": episode.reward, "rewards": episode.rewards}
+        steps = [{**to_builtins(shown.record), "is_saved": shown.is_saved} for shown in training]
+        print_json({**found, "calls": calls, "training": steps, "text": lines})
+        return
+    for line in lines:
+        echo(line)
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -324,7 +375,7 @@ def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
 
 
 def shown(span: Span, reader: int = 0) -> ShownSpan:
-    """Return what the tree needs of a span."""
+    """Return the parts of a span that the tree shows."""
     return ShownSpan(
         span_id=span.span_id,
         parent_id=span.parent_id,

@@ -101,7 +101,7 @@ def _run(database: sqlite3.Connection, query: str) -> _Found:
 
 
 def _refuse_repeated(columns: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` for columns of one name, of which an object of JSON would keep the last."""
+    """Raise :class:`ConfigError` for columns of the same name, because a JSON object would hold only the last one."""
     repeated = [name for name, count in Counter(columns).items() if count > 1]
     if repeated:
         raise ConfigError(
@@ -255,7 +255,7 @@ def _time(unix_s: float) -> float | None:
 
 
 def _cell(value: Json) -> str | int | float | None:
-    """Return a value of metadata as SQLite keeps it; as JSON what it has no type for."""
+    """Convert a value of metadata for SQLite; as JSON if SQLite has no such type."""
     is_kept = value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
     return value if is_kept else _json(value)
 

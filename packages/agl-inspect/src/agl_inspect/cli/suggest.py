@@ -9,9 +9,9 @@ from agl.schemas import Record
 from agl_inspect.advice.suggestions import Suggestion, suggestions_of
 from agl_inspect.records.metrics import RUN, read_runs
 from agl_inspect.stores import command
+from agl_inspect.terminal.fits import counted, print_fit, suggest_next
 from agl_inspect.terminal.opening import Reading, complete_experiment, reads_store
 from agl_inspect.terminal.output import print_json
-from agl_inspect.terminal.ranking import counted, print_fit, suggest_next
 
 _VALIDATION_FAILED = ("validate", "failed")
 """Algorithm and name of the number of rollouts that failed in a validation."""
@@ -34,7 +34,7 @@ class _RunSuggestions(Record, frozen=True, kw_only=True, omit_defaults=False):
 def suggest(store: Reading, experiment: str | None, run: int | None) -> None:
     """Report what keeps EXPERIMENT from learning, with the numbers that show it and the setting to change.
 
-    The only experiment of the store by default. It reads the metrics of a run that goes on or is over, and changes
+    The only experiment of the store by default. It reads the metrics of a running or finished run, and changes
     nothing.
     """
     wanted = (experiment,) if experiment else ()

@@ -32,8 +32,8 @@ class Fault(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         rule: The rule's name, such as ``reward-never-varies``.
-        evidence: What was found, with its numbers.
-        change: What to do.
+        evidence: The finding, with its numbers.
+        change: The proposed change.
         example: Id of a rollout that shows it; ``""`` for faults of the tasks.
     """
 
@@ -82,7 +82,7 @@ def faults_in(examined: Examined) -> list[Fault]:
 
 
 def faults_of_tasks(train: Sequence[Json], val: Sequence[Json]) -> list[Fault]:
-    """Return the faults of an experiment's tasks: those that stand twice, or in both datasets."""
+    """Return the faults of an experiment's tasks: tasks that appear twice, or in both datasets."""
     known, measured = Counter(map(_key, train)), Counter(map(_key, val))
     repeated = sum(count - 1 for count in known.values())
     shared = sum(count for key, count in measured.items() if key in known)

@@ -48,7 +48,7 @@ class ModelShape(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The sizes of a decoder.
 
     Attributes:
-        name: What people call it.
+        name: Its usual name.
         layers: Layers; ``hidden`` the width between them.
         heads: Heads of attention, each ``head`` wide, on ``kv_heads`` heads of keys and values.
         feed_forward: Width of the gated feed-forward network, of one expert where there are several.
@@ -114,7 +114,7 @@ def shape_of_model(given: str, *, folder: Path) -> ModelShape:
         folder: Base of relative paths.
 
     Raises:
-        ConfigError: It is none of these, or lacks a size.
+        ConfigError: It is in neither form, or lacks a size.
     """
     if re.fullmatch(r"[0-9]*\.?[0-9]+\s*[kKmMbBtT]", given):
         return _supposed(given)
@@ -138,7 +138,7 @@ def shape_of_model(given: str, *, folder: Path) -> ModelShape:
 
 
 def _sizes(given: str) -> dict[str, str]:
-    """Return the sizes of ``NAME=VALUE,...``; raises :class:`ConfigError` for a name that is none."""
+    """Return the sizes of ``NAME=VALUE,...``; raises :class:`ConfigError` for an unknown name."""
     found = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in given.split(","))}
     known = [*(name for names in _NAMES.values() for name in names), *_TIED]
     for name in found:

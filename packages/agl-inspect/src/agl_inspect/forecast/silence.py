@@ -67,7 +67,7 @@ def best_size(shares: Sequence[SilentShare], *, rollouts: int, tasks: int) -> Si
     Args:
         shares: The estimates.
         rollouts: Rollouts per step, whatever the group size.
-        tasks: Training tasks, of which a step takes none twice.
+        tasks: Training tasks; a step takes each at most once.
     """
     gives = {
         one.size: loud_groups(one, rollouts=rollouts) for one in shares if one.size * tasks >= rollouts >= one.size

@@ -16,7 +16,7 @@ ALL = 0
 
 
 class LoggedRun(NamedTuple):
-    """The metrics of one run of an experiment: those that were asked for, and every one."""
+    """The metrics of one run of an experiment: the selected ones, and all."""
 
     experiment: str
     run: int
@@ -161,7 +161,7 @@ def step_line(
         metrics: Its metrics by name, in any order; of those about rewards, losses and scores four are shown.
         has_published: True if the step published a version; one that did not, and skipped updates, trained nothing.
         total: Number of steps in all; smaller than `step` where it is not known.
-        ending: What else to say of the step, such as the time left; empty parts are left out.
+        ending: Further parts of the line, such as the time left; empty ones are left out.
     """
     named = sorted(key for key in metrics if _SHOWN.search(key) and key not in _FIRST)
     shown = [f"{key} {metrics[key]:.3f}" for key in [*filter(metrics.__contains__, _FIRST), *named][:4]]

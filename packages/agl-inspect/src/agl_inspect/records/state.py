@@ -20,7 +20,7 @@ from agl_inspect.records.shelf import Shelf, run_key
 class AlgorithmState(Record, frozen=True, kw_only=True):
     """The state of an algorithm between two steps.
 
-    ``settings`` are those of its last step, see :func:`~agl_run.config.settings.training_settings`.
+    ``settings`` are those of its last step, see :func:`~agl_run.config.training_settings.training_settings`.
     """
 
     step: int = 0
@@ -97,7 +97,7 @@ def deferral(experiment: str, run: int) -> dict[str, Json]:
 
 
 def saved_marks(experiment: str, run: int, versions: Iterable[ResourceVersion]) -> dict[str, bytes]:
-    """Return what remembers that these versions are saved, by key."""
+    """Return the marks which record that these versions are saved, by key."""
     return {_mark(experiment, run, each.name, each.version): b"1" for each in versions if DEFERRED in each.metadata}
 
 

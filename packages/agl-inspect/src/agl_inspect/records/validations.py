@@ -1,7 +1,7 @@
 """The validations of a run: the versions that each measured, their rewards, and the best of them.
 
 Every validation is kept in the store with its rewards by task, so that a run which is killed and resumed knows its best
-versions. The states that the algorithms had at the best one are kept beside it, so that training can go back there.
+versions. The algorithms' states at the best one are kept with it, so that training can return there.
 The label ``best`` points at the best versions of the resources that algorithms tune.
 
 Two validations run the same tasks, so they are compared task by task: Student's interval of the mean difference.
@@ -31,7 +31,7 @@ that does not change falls below its own best twice in a row in 3 of 10 runs wit
 200."""
 
 FEWEST_TASKS = 5
-"""Tasks from which on a fall can be told from chance."""
+"""Fewest tasks with which a fall can be distinguished from chance."""
 
 _HOW = "validation"
 _HOW_AGAIN = "fresh validation"
@@ -69,7 +69,7 @@ class Validation(Record, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """Its place in the run in words."""
+        """Its place in the run, such as ``after step 5``."""
         return after_step(self.turn)
 
     @property
@@ -278,7 +278,7 @@ def _differences(one: Validation, other: Validation) -> list[float]:
 
 
 def after_step(turn: int) -> str:
-    """Return the place of a validation in words."""
+    """Describe the place of a validation."""
     return f"after step {turn}" if turn else "before the first step"
 
 

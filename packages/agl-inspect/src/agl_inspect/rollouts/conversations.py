@@ -77,7 +77,7 @@ def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
 
 
 def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a message says, each part with its label: reasoning, content and tool calls with their arguments."""
+    """Return the parts of a message with their labels: reasoning, content and tool calls with their arguments."""
     role = str(message.get("role", "message"))
     reasoning = [message[key] for key in ("reasoning_content", "reasoning") if message.get(key)]
     found = [(f"{role} thinks", _plain(each)) for each in reasoning]

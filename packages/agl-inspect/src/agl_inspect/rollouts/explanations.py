@@ -1,4 +1,4 @@
-"""Explains the outcome of every recorded call in words, for ``agl why``."""
+"""Explains the outcome of every recorded call, for ``agl why``."""
 
 import math
 from collections.abc import Sequence
@@ -222,7 +222,7 @@ def _summary(episode: Episode) -> str:
 
 
 def token_counts(span: Span) -> str:
-    """Return the tokens of a recorded call: those of its ids, or else those that the backend counted; "" for none."""
+    """Return the tokens of a recorded call: those of its ids, or else those that the backend counted; "" if unknown."""
     prompt, response = tokens_of(span)
     return f"{prompt} + {response} tokens" if prompt or response else ""
 

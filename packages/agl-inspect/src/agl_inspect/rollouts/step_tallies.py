@@ -161,7 +161,7 @@ async def add_tallies(store: Store, record: ExperimentRecord, tallies: Iterable[
 
 
 async def read_tallies(store: Store, record: ExperimentRecord) -> list[StepTally]:
-    """Return the sums of a run's steps, by algorithm, step and mode; none for runs of older releases."""
+    """Return the sums of a run's steps, by algorithm, step and mode."""
     found = (await _shelf(record).read(store)).values()
     return sorted(found, key=lambda each: (each.algorithm, each.step, each.mode))
 

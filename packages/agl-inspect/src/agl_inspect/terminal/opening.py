@@ -83,7 +83,7 @@ class Reading(NamedTuple):
         return with_store(self.manager, self.url, work)
 
     def show(self, found: Any, lines: Callable[[], Iterable[str]]) -> None:
-        """Print what was found as JSON, or as lines for people."""
+        """Print a result as JSON, or as lines for people."""
         if self.as_json:
             print_json(found)
         else:
@@ -152,7 +152,7 @@ _LISTED = 100
 
 
 def complete_rollout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Ids that begin with what was typed, and ``latest``."""
+    """Complete the id of a rollout; offers ``latest`` too."""
     begins_latest = LATEST.startswith(incomplete) and _names(
         ctx, lambda path: agl_store_sqlite.rollout_ids(path, "", limit=1)
     )
@@ -161,7 +161,7 @@ def complete_rollout(ctx: click.Context, param: click.Parameter, incomplete: str
 
 
 def complete_experiment(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Names of experiments that begin with what was typed."""
+    """Complete the name of an experiment."""
     return _names(ctx, lambda path: agl_store_sqlite.experiments(path, incomplete, limit=_LISTED))
 
 

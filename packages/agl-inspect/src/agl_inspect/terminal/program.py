@@ -41,7 +41,7 @@ class Modes(click.Command):
         return self.modes[flag].make_context(f"{info_name} {flag}", args, parent, **extra)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, then the modes, each of which has a help of its own."""
+        """Write the options, then the modes with a line for each."""
         super().format_options(ctx, formatter)
         with formatter.section("Modes, each with its own --help"):
             formatter.write_dl([(flag, command.get_short_help_str(80)) for flag, command in self.modes.items()])

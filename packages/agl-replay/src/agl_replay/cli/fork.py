@@ -133,7 +133,7 @@ async def _load(store: Store, rollout_id: str) -> _Recorded:
     if not calls:
         raise ConfigError(
             f"the rollout {rollout.rollout_id} has no model call with a complete answer, so there is nothing to fork "
-            f"at; agl show {rollout.rollout_id} shows what was recorded"
+            f"at; agl show {rollout.rollout_id} shows the recording"
         )
     return _Recorded(rollout=rollout, calls=calls, spans=spans)
 
@@ -230,13 +230,13 @@ def _plan(manager: PluginManager, file: Path, url: str) -> Plan:
 
 
 def _run(plan: Plan, recorded: _Recorded, fork: ForkPlan, count: int) -> Forked:
-    """Run the forks; an interrupt ends them with what is done."""
+    """Run the forks; an interrupt ends them with the results so far."""
     forked = Forked()
     progress = default_progress(on_errors=True)
     try:
         run_blocking(lambda: fork_rollout(plan, recorded.rollout, fork, n=count, progress=progress, found=forked))
     except KeyboardInterrupt:
-        click.echo(visible("\nstopped; this is what was done so far"), err=True)
+        click.echo(visible("\nstopped; done so far:"), err=True)
     return forked
 
 

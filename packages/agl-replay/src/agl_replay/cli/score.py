@@ -117,7 +117,7 @@ def score(
     else:
         _print_change(change)
     if not is_complete:
-        click.echo("stopped; this is what was scored until then", err=True)
+        click.echo("stopped; scored so far:", err=True)
         _leave(STOPPED)
     sys.exit(1 if change.failed else 0)
 

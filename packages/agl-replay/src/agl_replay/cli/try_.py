@@ -171,7 +171,7 @@ def _run(
     samples: int,
     source: str,
 ) -> Contested:
-    """Run the candidates; an interrupt ends it with what is done."""
+    """Run the candidates; an interrupt ends it with the results so far."""
     contest = Contest(
         name=name,
         present=present.version.version if present.version else "",
@@ -185,12 +185,12 @@ def _run(
     try:
         run_blocking(lambda: try_versions(plan, contest, progress=default_progress(on_errors=True), found=contested))
     except KeyboardInterrupt:
-        click.echo("\nstopped; this is what was done so far", err=True)
+        click.echo("\nstopped; done so far:", err=True)
     return contested
 
 
 def _keep(report: TrialReport, plan: Plan, manager: PluginManager) -> None:
-    """Keep a trial that ran to its end beside the versions; one in memory ends with this process."""
+    """Keep a trial that ran to its end with the versions; in a store in memory it ends with this process."""
     url = store_url_of(plan)
     if not report.is_complete or url.startswith(MEMORY):
         return

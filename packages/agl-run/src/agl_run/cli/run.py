@@ -23,12 +23,12 @@ from agl_inspect.records.names import MAX_NAME
 from agl_inspect.records.state import load_experiment
 from agl_inspect.records.validations import after_step, digest_of
 from agl_inspect.stores import MEMORY, SQLITE, build_store, command, located, without_password
+from agl_inspect.terminal.fits import fit_and_record, lacking, print_fit, settings_of
 from agl_inspect.terminal.opening import pass_manager, with_store
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json
 from agl_inspect.terminal.program import Modes
-from agl_inspect.terminal.ranking import fit_and_record, lacking, print_fit, settings_of
 from agl_run.config.records import ExperimentConfig
-from agl_run.config.settings import training_settings
+from agl_run.config.training_settings import training_settings
 from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.display.progress import Quiet
 from agl_run.parts.build import build_sinks

@@ -15,7 +15,7 @@ from agl_inspect.advice.suggestions import Alert, read_alerts
 from agl_inspect.searches import Candidate, searches_in
 from agl_inspect.stores import command, without_password
 from agl_run.config.records import ExperimentConfig
-from agl_run.config.settings import is_secret
+from agl_run.config.training_settings import is_secret
 
 NEWEST = 200
 """Rollouts in the table of rollouts, and versions of one resource in that of resources: the newest ones."""

@@ -15,7 +15,7 @@ from agl.schemas import Json, Resource, ResourceVersion
 from agl_inspect.records.metrics import step_line, version_of_step
 from agl_inspect.records.state import AlgorithmState, deferral, trained_rollouts
 from agl_inspect.rollouts.training import TrainingRecord, save_training
-from agl_run.config.settings import changed_settings, training_settings
+from agl_run.config.training_settings import changed_settings, training_settings
 from agl_run.parts.waiting import StepTimes, steps_in_all, waiting_for
 from agl_run.run.driver import Driver
 from agl_run.run.recorded import SourceReader

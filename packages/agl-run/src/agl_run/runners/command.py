@@ -32,7 +32,7 @@ from agl_run.runners.bound_process import BoundProcess
 from agl_run.runners.folders import own_folder, remove_abandoned
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunContext, environment_for_agents
-from agl_run.runners.spool import Spool, root_of
+from agl_run.runners.span_file import SpanFile, root_of
 
 HEAD = 16_000
 """Bytes kept of the beginning."""
@@ -135,8 +135,8 @@ class CommandRunner:
         root = root_of(claim)
         # Without a gateway a Python program records itself into this file, which outlives the
         # program.
-        spool = Spool(folder / "spool", root)
-        environment = self._environment(claim, folder, root, spool)
+        span_file = SpanFile(folder / "span_file", root)
+        environment = self._environment(claim, folder, root, span_file)
         try:
             kept = await self._spawn(folder, environment)
         except OSError as error:
@@ -151,9 +151,9 @@ class CommandRunner:
         finally:
             await kept.stop()
             self._running.discard(kept)
-        return _outcome(root, status, error, printed, spool.read())
+        return _outcome(root, status, error, printed, span_file.read())
 
-    def _environment(self, claim: Claim, folder: Path, root: Span, spool: Spool) -> dict[str, str]:
+    def _environment(self, claim: Claim, folder: Path, root: Span, span_file: SpanFile) -> dict[str, str]:
         setup, rollout = self._setup, claim.rollout
         token = setup.token_of(claim)
         return {
@@ -161,7 +161,7 @@ class CommandRunner:
             **setup.environment(token),
             # With a gateway the calls are recorded there; recording them twice would double the
             # rows.
-            **({} if setup.gateway_url else spool.environment(upstreams_of(rollout, setup.upstreams))),
+            **({} if setup.gateway_url else span_file.environment(upstreams_of(rollout, setup.upstreams))),
             "AGL_ROLLOUT_ID": rollout.rollout_id,
             "AGL_ATTEMPT_ID": claim.attempt.attempt_id,
             ADMIN_TOKEN_ENV: token,
@@ -225,7 +225,7 @@ async def _feed(process: asyncio.subprocess.Process, task: bytes) -> None:
 
 
 def _outcome(
-    root: Span, status: AttemptStatus, error: ErrorInfo | None, printed: PrintedText, spooled: list[Span]
+    root: Span, status: AttemptStatus, error: ErrorInfo | None, printed: PrintedText, recorded: list[Span]
 ) -> Outcome:
     rewards: list[Span] = []
     if status == "succeeded":
@@ -240,7 +240,7 @@ def _outcome(
         status_message="" if error is None else error.message,
         attributes={semconv.OUTPUT: redact(printed.text())},
     )
-    return Outcome(attempt_id=root.attempt_id, status=status, error=error, spans=(closed, *spooled, *rewards))
+    return Outcome(attempt_id=root.attempt_id, status=status, error=error, spans=(closed, *recorded, *rewards))
 
 
 def _printed_rewards(root: Span, printed: PrintedText) -> list[Span]:

@@ -36,7 +36,7 @@ from agl_run.access.tokens import AttemptTokens, issue_token
 from agl_run.runners.bound_process import BoundProcess
 from agl_run.runners.folders import own_folder, remove_abandoned
 from agl_run.runners.setup import client_environment
-from agl_run.runners.spool import Spool, root_of
+from agl_run.runners.span_file import SpanFile, root_of
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -133,9 +133,9 @@ async def record_command(
         remove_abandoned()
         folder = stack.enter_context(own_folder())
         root = root_of(claim)
-        spool = Spool(folder / "spool", root)
+        span_file = SpanFile(folder / "span_file", root)
         try:
-            gateway, environment = await _capture(stack, manager, store, claim, upstream, spool)
+            gateway, environment = await _capture(stack, manager, store, claim, upstream, span_file)
             process = await _start(command, {**os.environ, **environment})
         except BaseException:
             # A rollout without a program would look like one that failed.
@@ -153,7 +153,7 @@ async def record_command(
             await gateway.settle(claim.attempt.attempt_id)
         closed = msgspec.structs.replace(root, end_ns=time.time_ns(), status="ok" if code == 0 else "error")
         outcome = Outcome(
-            attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=(closed, *spool.read())
+            attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=(closed, *span_file.read())
         )
         await store.finish([outcome])
         # Read back from the store, since the gateway's spans never passed through this process.
@@ -209,7 +209,7 @@ async def _renew(store: Store, attempt_id: str) -> None:
 
 
 async def _capture(
-    stack: AsyncExitStack, manager: PluginManager, store: Store, claim: Claim, upstream: str, spool: Spool
+    stack: AsyncExitStack, manager: PluginManager, store: Store, claim: Claim, upstream: str, span_file: SpanFile
 ) -> tuple[Gateway | None, dict[str, str]]:
     """Make the program record itself, and start a gateway if one is installed and an upstream is given.
 
@@ -221,7 +221,7 @@ async def _capture(
     except UnknownComponentError:
         entry = None
     if entry is None:
-        return None, spool.environment()
+        return None, span_file.environment()
     gateway: Gateway = manager.build(entry)
     stack.push_async_callback(gateway.stop)
     secret = signing_keys()
@@ -230,7 +230,7 @@ async def _capture(
     target = Upstream(name="upstream", base_url=upstream, aliases=("*",), api_key_env=key)
     url = await gateway.start(store=store, upstreams=[target], secret=secret)
     token = issue_token(AttemptTokens(secret), claim.rollout, claim.attempt)
-    return gateway, {**spool.environment(gateway_url=url, token=token), **client_environment(f"{url}/v1", token)}
+    return gateway, {**span_file.environment(gateway_url=url, token=token), **client_environment(f"{url}/v1", token)}
 
 
 async def _start(command: Sequence[str], environment: dict[str, str]) -> BoundProcess:

@@ -42,8 +42,8 @@ class StepShares(Observer):
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
         """Return the shares since the last step, without those that say nothing.
 
-        ``evaluator_failed_share`` is the share of the rollouts that failed in a reward emitter, ``places`` the number
-        of agents that may run at once, and ``places_idle_share`` the share of these slots, over the time of
+        ``evaluator_failed_share`` is the share of the rollouts that failed in a reward emitter, ``slots`` the number
+        of agents that may run at once, and ``slots_idle_share`` the share of these slots, over the time of
         collecting, that had no agent.
         """
         rollouts, broken, slot_s, taken_s = map(sum, zip((0, 0, 0.0, 0.0), *self._batches.pop(caller, ()), strict=True))
@@ -51,10 +51,10 @@ class StepShares(Observer):
         if self._is_judged and rollouts:
             found["evaluator_failed_share"] = broken / rollouts
         if taken_s > 0:  # a repeated step finds its rollouts finished
-            found["places"] = float(self._slots)
+            found["slots"] = float(self._slots)
             # Clamped, because agents that outlive their slot may run a moment longer than was
             # offered.
-            found["places_idle_share"] = max(0.0, 1 - taken_s / slot_s)
+            found["slots_idle_share"] = max(0.0, 1 - taken_s / slot_s)
         return found
 
 

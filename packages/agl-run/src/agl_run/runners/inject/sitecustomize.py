@@ -17,9 +17,9 @@ def _run_the_other() -> None:
         spec.loader.exec_module(module)
 
 
-if "AGL_SPOOL" in os.environ:
+if "AGL_SPAN_FILE" in os.environ:
     try:
-        from agl_run.runners.spool import record_this_process
+        from agl_run.runners.span_file import record_this_process
     except ImportError as error:
         sys.stderr.write(f"agl: this program is not recorded: {error}; install agl-core for {sys.executable}\n")
     else:

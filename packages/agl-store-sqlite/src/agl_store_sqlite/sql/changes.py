@@ -6,13 +6,22 @@ from typing import TypeAlias
 
 from agl.contracts import Statistics
 from agl.schemas import Attempt, ResourceVersion, Rollout, decode
-from agl_store_sqlite.sql._rows import Row, read_rollout
+from agl_store_sqlite.sql.rows import Row, read_rollout
 
 SpanRow: TypeAlias = tuple[int, int, str, bytes]
+"""A packed span: its attempt's number, its sequence, its id and the bytes."""
+
 AttemptRow: TypeAlias = tuple[str, str, float, bytes]
+"""An attempt: its status, its claim id, its deadline and the record."""
+
 MetricKey: TypeAlias = tuple[str, int, str, int, str]
+"""The experiment, run, algorithm, step and name of a metric."""
+
 MetricRow: TypeAlias = tuple[int | None, float, float]
+"""The step of the experiment, the value and the time of a metric."""
+
 FeedRow: TypeAlias = tuple[int | None, str, str, str | None]
+"""An entry of the change feed: the attempt's number, the kind, the status and the resource's name."""
 
 
 @dataclass(kw_only=True)

@@ -1,14 +1,11 @@
 """Statistics as rows of an SQL table, which one statement adds to, so that no writer has to read them first."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from msgspec.structs import replace
-
 from agl.contracts import Moments, Statistics
-from agl.schemas import Attempt, Rollout, Span, Tally
-from agl.stores import counted, place_of, share_of
-from agl_store_sqlite.sql._rows import Row
+from agl.stores import place_of
+from agl_store_sqlite.sql.rows import Row
 
 _KEY = ("experiment", "algorithm", "step", "mode")
 _SUMS = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens", "response_tokens")
@@ -77,28 +74,3 @@ def _read(experiment: str, algorithm: str, step: int, mode: Any, *numbers: Any) 
         reward=Moments(count=count, mean=mean, squares=squares),
         **dict(zip(_SUMS, sums, strict=True)),
     )
-
-
-def recount(
-    rollouts: Sequence[Rollout],
-    attempts_of: Callable[[str], Sequence[Attempt]],
-    spans_of: Callable[[str, str], Sequence[Span]],
-) -> tuple[list[Attempt], list[Statistics]]:
-    """Return the running or deciding attempts of rollouts with their tallies, and the shares of finished rollouts.
-
-    For stores whose layout is older than tallies.
-
-    Args:
-        rollouts: Some of the store's rollouts.
-        attempts_of: Returns the attempts of a rollout by its id.
-        spans_of: Returns all spans of an attempt by the ids of its rollout and its own.
-    """
-    found: list[Attempt] = []
-    shares: list[Statistics] = []
-    for rollout in rollouts:
-        own = [each for each in attempts_of(rollout.rollout_id) if each.attempt_id == rollout.attempt_id]
-        tallied = [counted(replace(each, tally=Tally()), spans_of(rollout.rollout_id, each.attempt_id)) for each in own]
-        found += tallied
-        if rollout.is_finished:
-            shares.append(share_of(rollout, tallied[0] if tallied else None))
-    return found, joined(shares)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from agl.contracts import Metric, Statistics
 from agl.schemas import Claim, ResourceVersion, Rollout, Span, attempt_id_of, encode
 from agl.stores import deadline
-from agl_store_sqlite.sql._changes import Changes, LoadedRows
-from agl_store_sqlite.sql._packing import AttemptSpans, Packer, place_spans
-from agl_store_sqlite.sql._rows import ATTEMPT_BITS, number_of
+from agl_store_sqlite.sql.changes import Changes, LoadedRows
+from agl_store_sqlite.sql.packing import AttemptSpans, Packer, place_spans
+from agl_store_sqlite.sql.rows import ATTEMPT_BITS, number_of
 
 
 class LoadedTables:

@@ -1,4 +1,4 @@
-"""Ranks the parameters of comparable runs, keeps the ranking in the store, and prints it."""
+"""Fits a model to the parameters of comparable runs, keeps the fit in the store, and prints it with the next run."""
 
 import asyncio
 import shlex
@@ -61,7 +61,7 @@ async def counted(store: Store, experiment: str) -> str:
 
 
 async def suggest_next(store: Store, experiment: str | None) -> Fit:
-    """Fit a model to the runs that compare with an experiment, and keep what it says in the store.
+    """Fit a model to the runs that compare with an experiment, and keep the fit in the store.
 
     Raises:
         ConfigError: No such experiment was validated, or none is named and there are several.

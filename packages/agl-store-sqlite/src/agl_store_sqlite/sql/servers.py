@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from agl.errors import StoreError
 from agl.stores import Reads, Tables, WakeUp, Work
-from agl_store_sqlite.sql._batches import Batches, Look, OverdueError
+from agl_store_sqlite.sql.batches import Batches, Look, OverdueError
 
 T = TypeVar("T")
 

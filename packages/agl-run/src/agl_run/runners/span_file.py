@@ -15,13 +15,13 @@ from agl import semconv
 from agl.contracts import Upstream
 from agl.schemas import Claim, Record, Span, decode, encode, from_json, new_span_id, new_trace_id, to_json
 
-VARIABLE = "AGL_SPOOL"
+VARIABLE = "AGL_SPAN_FILE"
 """Environment variable with the settings as JSON."""
 
 _HEADER = struct.Struct("<I")
 
 
-class SpoolSettings(Record, frozen=True, kw_only=True):
+class SpanFileSettings(Record, frozen=True, kw_only=True):
     """The settings of a recorded program."""
 
     file: str
@@ -46,7 +46,7 @@ def root_of(claim: Claim) -> Span:
     )
 
 
-class Spool:
+class SpanFile:
     """A file of spans that another process appends to."""
 
     def __init__(self, file: Path, root: Span) -> None:
@@ -57,7 +57,7 @@ class Spool:
         self, upstreams: Sequence[Upstream] = (), *, gateway_url: str = "", token: str = ""
     ) -> dict[str, str]:
         """Return the variables that make a Python program record itself; a gateway records its own calls."""
-        settings = SpoolSettings(
+        settings = SpanFileSettings(
             file=str(self._file),
             rollout_id=self._root.rollout_id,
             attempt_id=self._root.attempt_id,
@@ -97,7 +97,7 @@ def record_this_process() -> None:
 
     # Removed from the environment: programs that this one starts are other processes and would
     # record under the same span.
-    settings = from_json(os.environ.pop(VARIABLE), SpoolSettings)
+    settings = from_json(os.environ.pop(VARIABLE), SpanFileSettings)
     lock = threading.Lock()
 
     def record(span: Span) -> None:
