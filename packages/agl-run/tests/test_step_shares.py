@@ -173,7 +173,7 @@ def test_run_logs_the_shares_of_each_step_and_tells_of_a_reward_that_breaks(tmp_
 
     found = {(each.step, each.name): each.value for each in asyncio.run(logged())}
     assert [0.25] * 3 == [found[step, "evaluator_failed_share"] for step in (1, 2, 3)]
-    assert [8.0] * 3 == [found[step, "places"] for step in (1, 2, 3)]
+    assert [8.0] * 3 == [found[step, "slots"] for step in (1, 2, 3)]
     assert all(0.4 < found[step, "slots_idle_share"] < 1 for step in (1, 2, 3))
     (told,) = [line for line in said.lines if "a reward broke" in line]
     assert "a reward broke in 25% of the rollouts" in told
