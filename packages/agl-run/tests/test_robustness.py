@@ -132,7 +132,7 @@ def test_child_that_died_while_it_waited_is_replaced() -> None:
         await runner.start()
         (child,) = runner._idle
         os.kill(child._process.pid, signal.SIGKILL)
-        await child.wait()
+        await child._process.wait()
         await store.enqueue([Rollout(rollout_id="r", task={"do": "return", "value": 1.0})])
         outcome = await runner.execute((await store.claim(worker="w"))[0])
         await runner.stop()
