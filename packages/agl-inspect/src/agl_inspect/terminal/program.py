@@ -72,7 +72,7 @@ class PluginGroup(click.Group):
         return [entry.name for entry in _entries_below(ctx, "")]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command; the usage error for an unknown name proposes a name or a package to install."""
+        """Import and return the command; the error for an unknown name proposes a similar name or a package."""
         return _plugin_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
