@@ -75,7 +75,7 @@ class Validation(Record, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """Mean reward and position, such as ``0.950 after step 5``, with the number of failed rollouts if there are any."""
+        """Mean reward and position, such as ``0.950 after step 5``, and the number of failed rollouts unless it is 0."""
         note = f" ({self.failed} of {len(self.rewards)} failed)" if self.failed else ""
         return f"{self.mean:.3f} {self.place}{note}"
 
