@@ -75,7 +75,7 @@ class Validation(Record, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """Mean reward and position, such as ``0.950 after step 5``, and the number of failed rollouts unless it is 0."""
+        """Mean reward and position, such as ``0.950 after step 5``, and the number of failed rollouts if any failed."""
         note = f" ({self.failed} of {len(self.rewards)} failed)" if self.failed else ""
         return f"{self.mean:.3f} {self.place}{note}"
 
