@@ -29,11 +29,11 @@ from agl_run.engine import score_options
 from agl_run.terminal import experiment_argument, read_experiment, store_of
 
 _PAGE = 16
-"""Rollouts that are read at once, with all of their spans."""
+"""Number of rollouts that are read at once, with all their spans."""
 
 _FEEDBACK = 300
 _SHOWN = 12
-"""Rewards of a kind that are printed for a rollout; spans and turns may have thousands."""
+"""Largest number of rewards of a kind that are printed for a rollout; spans and turns may have thousands."""
 
 _PARTS = 40
 _ERRORS = 10
@@ -123,7 +123,7 @@ def score(
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process without waiting for the threads of judges, which may wait a minute for an answer."""
+    """End the process at once, because threads of judges may wait a minute for an answer."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
