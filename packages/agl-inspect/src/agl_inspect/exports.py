@@ -98,7 +98,7 @@ class ExportWriter(Protocol):
 def call_record(call: ModelCall) -> dict[str, Json]:
     """Return a call's fields as JSON, except for the request and the response, which a format stores by itself.
 
-    Token ids and log-probabilities become lists. If any log-probability is not finite, their list is left out.
+    Token ids and log-probabilities become lists; log-probabilities are left out if any of them is not finite.
     """
     plain = replace(call, request=None, response=None, prompt_ids=b"", response_ids=b"", logprobs=b"")
     logprobs = unpack_floats(call.logprobs)

@@ -248,7 +248,7 @@ async def _held(store: Store, name: str) -> _Held:
 
 
 def _keys(name: str) -> tuple[str, str]:
-    """Return the keys of an experiment's owner and of its beat."""
+    """Return the state keys of an experiment's owner and of the owner's beat."""
     return f"experiment/{name}/owner", f"experiment/{name}/owner/beat"
 
 

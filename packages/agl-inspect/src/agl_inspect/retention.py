@@ -222,7 +222,7 @@ def _age(rollout: Rollout) -> tuple[float, str]:
 
 
 async def _newest_beyond(store: Store, query: RolloutQuery, keep: int) -> Rollout | None:
-    """Return the newest rollout after the ``keep`` newest ones, ``None`` if there are no more than those."""
+    """Return the newest rollout after the ``keep`` newest ones, ``None`` if there are at most ``keep`` rollouts."""
     query = replace(query, is_newest_first=True)
     while page := await store.rollouts(replace(query, limit=min(keep + 1, _BATCH))):
         if len(page) > keep:
@@ -233,7 +233,7 @@ async def _newest_beyond(store: Store, query: RolloutQuery, keep: int) -> Rollou
 
 
 async def needed_experiments(store: Store, experiments: Iterable[str], *, own: str = "") -> set[str]:
-    """Return those of the experiments whose rollouts must all stay.
+    """Return the experiments, among the given ones, whose rollouts must all stay.
 
     The rollouts stay if their experiment runs or can be resumed, or if an experiment that can be resumed has an
     algorithm that learns from them.
@@ -284,10 +284,10 @@ _LOG = logging.getLogger("agl_run.run")
 async def retaining(
     store: Store, limits: RetentionLimits | None, *, say: Callable[[str], None], every_s: float = EVERY_S
 ) -> AsyncGenerator[None]:
-    """Remove rollouts that exceed the limits at once and then every ``every_s`` seconds while the context is open.
+    """Remove rollouts that exceed the limits, now and every ``every_s`` seconds while the context is open.
 
-    If several servers do so, only one of them removes at a time. The store is not compacted, because that would delay
-    recording; new rollouts reuse the freed space.
+    If several servers do so, only one of them removes rollouts at a time. The store is not compacted, because that
+    would delay recording; new rollouts reuse the freed space.
     """
     if limits is None:
         yield

@@ -48,7 +48,7 @@ class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         gate: The gate's name.
-        rival: The id of the candidate that it was compared with.
+        rival: The id of the candidate to beat.
         score: The candidate's mean reward.
         rival_score: The rival's mean reward on the same tasks.
         gain: The mean difference of the two, paired by task.

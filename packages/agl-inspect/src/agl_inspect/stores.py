@@ -112,7 +112,7 @@ def checked_store(store: Any) -> Store:
 
 
 def _lacking(store: Any, name: str, method: Callable[..., Any]) -> str:
-    """Return the method, or those of its keyword arguments, that a store lacks; ``""`` if nothing is missing."""
+    """Describe what a store lacks of a method: the method itself, or keyword arguments; ``""`` if nothing."""
     own = getattr(store, name, None)
     if not callable(own):
         return f"{name}()"

@@ -321,7 +321,7 @@ class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Trial(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A trial that ended.
+    """A finished trial of several versions.
 
     Attributes:
         time: End of the trial in Unix seconds.

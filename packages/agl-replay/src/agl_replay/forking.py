@@ -120,7 +120,7 @@ class ForkReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def describe_fork(episode: Episode) -> ForkedRollout:
-    """Return one fork's part of a report."""
+    """Return the result of one fork, for a report."""
     rollout, error = episode.rollout, episode.attempt.error if episode.attempt else None
     counts = answer_counts(call.model_version for call in episode.transitions)
     return ForkedRollout(

@@ -1,8 +1,8 @@
-"""Sums up the effect of a changed reward on recorded rollouts: their mean, their order within groups, and every part.
+"""Sums up the effect of a changed reward on recorded rollouts: on the mean, the order within groups, and every part.
 
 An algorithm that compares the rollouts of a group, such as GRPO, learns nothing from a group of equal rewards, and
-learns the same if all rewards of a group are scaled or shifted together. So the important numbers are the rollouts that
-change their order within a group, and the silent groups.
+learns the same if all rewards of a group are scaled or shifted together. So the summary counts the groups whose
+rollouts change their order, and the silent groups.
 """
 
 import math
@@ -31,7 +31,7 @@ class GroupChange(Record, frozen=True, kw_only=True, omit_defaults=False):
         silent_before: Number of groups whose recorded rewards are all equal.
         silent_after: Number of groups whose new rewards are all equal.
         reordered: Number of groups in which rollouts changed their order, became equal, or stopped being equal.
-        turned: Number of rollouts that were above, at or below the mean of their group, and now are not.
+        turned: Number of rollouts that were above, at or below their group's mean, and no longer are on that side.
     """
 
     groups: int

@@ -197,7 +197,7 @@ class TriedPair(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class TrialReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A trial of ``agl resources try``; ``is_complete`` is false for one that was stopped.
+    """A trial of ``agl resources try``; ``is_complete`` is false if the trial was stopped.
 
     ``tasks`` are in the order of the trial; ``source`` describes them, such as ``3 of 9 validation tasks``.
     """
@@ -294,7 +294,7 @@ def best_of(report: TrialReport) -> TriedCandidate | None:
 
 
 def print_report(report: TrialReport, *, is_full: bool) -> None:
-    """Print the tasks, the ones that differ most first, then the candidates, and each against the baseline."""
+    """Print the tasks (largest differences first), then the candidates, and each candidate against the baseline."""
     begun = [task for task in report.tasks if any(task.rollouts.values())]
     ordered = sorted(begun, key=lambda task: -_spread(task, report))
     shown = ordered if is_full else ordered[:LISTED]

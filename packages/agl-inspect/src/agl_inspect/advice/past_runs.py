@@ -85,7 +85,7 @@ class History(Record, frozen=True, kw_only=True):
 
 
 async def history_of(store: Store, experiment: str) -> History | None:
-    """Read the runs that compare with the newest run of an experiment, ``None`` if the latter has no validation."""
+    """Read the runs that compare with the newest run of an experiment; ``None`` if that run has no validation."""
     records = sorted(await store.experiments(), key=lambda record: record.name)
     own = next((record for record in records if record.name == experiment), None)
     found = None if own is None else await _read(store, own, own.run)
@@ -93,7 +93,7 @@ async def history_of(store: Store, experiment: str) -> History | None:
 
 
 async def runs_of_kind(store: Store, kind: Kind, records: Sequence[ExperimentRecord] | None = None) -> History:
-    """Read the runs of a kind, among all runs of the experiments ``records``, by default of all experiments."""
+    """Read all runs of a kind; ``records`` limits them to the runs of these experiments."""
     runs: list[PastRun] = []
     unfinished = 0
     for record in sorted(await store.experiments(), key=lambda each: each.name) if records is None else records:
@@ -137,7 +137,7 @@ def _key(algorithm: str, name: str) -> str:
 
 
 async def _read(store: Store, record: ExperimentRecord, run: int) -> tuple[Kind, PastRun | None] | None:
-    """Return the kind of a run, and its result if it has ended; ``None`` if it has no step or no validation."""
+    """Return the kind of a run, and its result if it has ended; ``None`` if the run has no step or no validation."""
     states = await states_of_run(record.name, run).read(store)
     settings = {name: state.settings for name, state in sorted(states.items()) if state.settings}
     validations = await read_validations(store, record.name, run) if settings else []
@@ -161,7 +161,7 @@ def _past(name: str, run: int, validations: Sequence[Validation], settings: Mapp
 
 
 def kind_of(settings: Mapping[str, Mapping[str, str]], *, agent: str, train: str, val: str) -> Kind:
-    """Return the kind of a run with these settings of algorithms (by algorithm and name) and digests of tasks."""
+    """Return the kind of a run from its algorithms' settings (by algorithm and name) and its digests of tasks."""
     every: dict[str, Any] = {name: text for values in settings.values() for name, text in values.items()}
     rewards = {name: text for name, text in every.items() if _decides_scores(name)}
     algorithms = {algorithm: values.get("use", "").strip('"') for algorithm, values in settings.items()}

@@ -224,7 +224,7 @@ def _dimensions(runs: Sequence[PastRun]) -> Iterator[_Dimension]:
 
 
 def _number(text: str) -> float | None:
-    """Return the number in a JSON text; ``None`` for other values, and from 2**53, where floats skip integers."""
+    """Return the number in a JSON text; ``None`` for any other value, and for a number of at least 2**53."""
     try:
         value = msgspec.json.decode(text, type=int | float)
     except msgspec.DecodeError:
@@ -272,7 +272,7 @@ def _ranked(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[floa
 def _shares(
     optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[float], places: Sequence[int], *, seed: int = 0
 ) -> dict[str, float]:
-    """Return each parameter's importance in the runs with the indices ``places``; empty if no forest can split them."""
+    """Return each parameter's importance over the runs with the indices ``places``; empty if no tree can be split."""
     if len({scores[place] for place in places}) == 1:
         return {}
     study = optuna.create_study(direction="maximize")

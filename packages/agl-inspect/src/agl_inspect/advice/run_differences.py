@@ -48,7 +48,7 @@ class RunDifference(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def compare_runs(store: Store, records: Sequence[ExperimentRecord]) -> list[RunDifference]:
-    """Compare the newest run of each experiment with that of the first one."""
+    """Compare the newest run of each further experiment with the newest run of the first experiment."""
     newest = [(record.name, await _newest(store, record)) for record in records]
     return [_difference(first, other) for first in newest[:1] for other in newest[1:]]
 

@@ -17,7 +17,7 @@ from agl.schemas import Record
 from agl_inspect.records.shelf import Shelf, run_key
 
 VALIDATE = "validate"
-"""The algorithm's name under which the metrics of validations are logged."""
+"""Algorithm name under which the metrics of validations are logged."""
 
 _WINDOW = 5
 """Number of steps at the start, and of steps at the end, whose means are compared."""
@@ -50,7 +50,7 @@ class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         rule: The rule's name, such as ``silent-groups``.
         algorithm: The name of the algorithm whose steps were looked at.
-        step: The last of these steps.
+        step: The last step that was looked at.
         evidence: The measurement, with its numbers.
         change: The proposed change, with the setting's name and a value where there is one.
     """
@@ -85,7 +85,7 @@ class _Steps:
 
     @property
     def untrained(self) -> int:
-        """The number of the last steps that skipped updates for lack of a gradient, and made no other update."""
+        """How many of the last steps skipped updates for lack of a gradient, and made no other update."""
         return sum(bool(step.get("updates_skipped")) and not step.get("grad_norm") for step in self.metrics[-_WINDOW:])
 
     @property
@@ -134,7 +134,7 @@ def _steps(table: Table) -> _Steps:
 
 
 def _where(name: str, is_wrong: Callable[[float], bool], evidence: str, change: str, *, fewest: int = _LEAST) -> _Rule:
-    """Return a rule about the mean of one metric over the last steps; ``evidence`` is the format of its text."""
+    """Return a rule about the mean of one metric over the last steps; ``evidence`` is a format string for it."""
 
     def look(steps: _Steps) -> _Finding | None:
         value = steps.end(name)
@@ -412,7 +412,7 @@ _TIMES: dict[str, _Rule] = {
 
 
 AlertKind = Literal["suggestion", "collapse"]
-"""The kinds of alerts, which :class:`Alert` explains."""
+"""The kind of an alert; see :class:`Alert`."""
 
 
 class Alert(Record, frozen=True, kw_only=True):

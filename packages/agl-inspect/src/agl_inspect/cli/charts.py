@@ -21,7 +21,7 @@ HEIGHT = 14
 """Number of lines of a chart in the terminal."""
 
 LABELLED = 8
-"""Largest number of a curve's published versions that a picture labels; it marks all of them."""
+"""Largest number of a curve's published versions that a picture labels; all of them are marked."""
 
 _MARKS = "●○△■□◆◇"
 _COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red")

@@ -83,6 +83,6 @@ def _lines(store: Reading, found: Sequence[_RunSuggestions]) -> Iterator[str]:
 
 
 def _failed(metrics: Sequence[Metric]) -> int:
-    """Return how many rollouts of the newest validation failed, which no rule about steps reports."""
+    """Return how many rollouts of the newest validation failed; no rule of the suggestions reports this."""
     counts = {metric.step: metric.value for metric in metrics if (metric.algorithm, metric.name) == _VALIDATION_FAILED}
     return int(counts[max(counts)]) if counts else 0

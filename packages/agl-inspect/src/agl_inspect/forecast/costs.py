@@ -37,7 +37,7 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=False):
         memory: Size of the memory in bytes.
         bandwidth: Bandwidth of the memory in bytes per second.
         flops: Operations per second in dense matrix products in bfloat16.
-        source: The document from which the figures are.
+        source: The document that gives the figures.
     """
 
     name: str
@@ -82,7 +82,7 @@ DEVICES = (
         source="AMD, data sheet of the Instinct MI300X",
     ),
 )
-"""The known devices, the most likely ones first, without ``cpu``, which is this machine; see :func:`device_of`."""
+"""The known devices, the most likely ones first. :func:`device_of` also accepts ``cpu``, which is this machine."""
 
 _CORE_FLOPS = 3e10
 _CORE_BANDWIDTH = 5e9
@@ -151,8 +151,8 @@ class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
         gradient_checkpointing: Whether layers are computed again in the backward pass.
         token_budget: Largest number of tokens of one pass; 0 for no limit.
         passes: Number of forward and backward passes over a step's rows.
-        other_passes: Number of forward passes without gradient over a step's rows, for old log-probabilities and for
-            those of a reference.
+        other_passes: Number of forward passes without gradient over a step's rows, for old and for reference
+            log-probabilities.
         updates: Number of updates per step.
         has_reference: Whether a frozen copy of the weights is held.
         has_critic: Whether a second model of the same size trains.

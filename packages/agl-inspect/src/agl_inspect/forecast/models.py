@@ -92,7 +92,7 @@ class ModelShape(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def used(self) -> int:
-        """Number of weights in the products of one token: all but the input embeddings and the experts not used."""
+        """Number of weights that one token is multiplied with: all except the input embeddings and unused experts."""
         return self._layers(max(1, self.experts_used)) + self.vocabulary * self.hidden
 
     def adapters(self, rank: int) -> int:

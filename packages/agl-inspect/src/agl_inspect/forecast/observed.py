@@ -49,7 +49,7 @@ class Observed(Record, frozen=True, kw_only=True):
         context: Tokens of the longest row, or of the longest prompt with its answer if that is longer.
         reward: The recorded reward.
         trains: The reward that trains, ``None`` if training leaves the rollout out.
-        left_out: The reason why training leaves the rollout out, ``""`` if it does not.
+        left_out: The reason why training leaves the rollout out, ``""`` if the rollout trains.
         rejects: Number of calls that are in no row, by reject reason.
         cut: Number of calls whose answer was cut at a limit of tokens.
         drifted: Number of calls that begin a new row because of drift.
@@ -172,8 +172,8 @@ def observe(
 def ended_at(recording: Recording, attempt: Attempt) -> float:
     """Return the time, in Unix seconds, at which an attempt freed its slot for the next rollout.
 
-    The deciding attempt does so at the end of its last span, because the next rollout starts while the outcome is still
-    being stored.
+    The deciding attempt frees its slot at the end of its last span, because the next rollout starts while the outcome
+    is still being stored.
     """
     if attempt.attempt_id != recording.rollout.attempt_id:
         return attempt.finished_at
@@ -265,7 +265,7 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _standing(rollout: Rollout, task: Json, prompt: str) -> Iterator[str]:
-    """Yield the hidden keys whose value in ``task`` is in the prompt, but not in the visible part of the own task."""
+    """Yield the hidden keys whose value in ``task`` is in the prompt, but not in the rollout's visible task."""
     visible = to_json(rollout.visible_task).decode()
     own, given = _keys(rollout.task), _keys(task)
     for key in rollout.hidden:

@@ -1,4 +1,4 @@
-"""Moves labels: names such as ``production`` that point at a version of a resource.
+"""Reads and moves labels: names such as ``production`` that point at a version of a resource.
 
 Versions never change; promotion and rollback only move a label. The store records every move.
 """

@@ -60,7 +60,7 @@ async def read_runs(
         names: Only metrics whose names match one of these patterns; empty for all.
 
     Raises:
-        ConfigError: An experiment has no such metrics; the message names what it has.
+        ConfigError: An experiment has no such metrics; the message names its runs, algorithms or metrics.
     """
     wanted = dict.fromkeys(experiments) or [await _only_experiment(store)]
     return [each for name in wanted for each in await _runs(store, name, run, algorithm, names)]

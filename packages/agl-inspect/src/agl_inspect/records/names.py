@@ -30,13 +30,13 @@ MAX_ERROR = 500
 
 
 def id_prefix(experiment: str, run: int, algorithm: str, mode: str, *, step: int | None = None) -> str:
-    """Return the prefix of the ids of an algorithm's rollouts in a mode, in one step or (``None``) in all steps."""
+    """Return the prefix of the ids of an algorithm's rollouts in one mode, and in one step unless it is ``None``."""
     prefix = f"{experiment}-{run}-{algorithm}-{mode}-"
     return prefix if step is None else f"{prefix}{step_name(step)}-"
 
 
 def step_name(step: int) -> str:
-    """Format a step for a rollout's id, so that ids sort by step: five digits, or ``x`` and twelve."""
+    """Format a step for a rollout's id, so that ids sort by step: five digits, or ``x`` and twelve digits."""
     return f"{step:05d}" if step < 100_000 else f"x{step:012d}"
 
 

@@ -106,7 +106,7 @@ def _part(part: Any) -> str:
 
 
 def objects(value: Any) -> list[dict[str, Any]]:
-    """Return the items of a JSON list, with ``{}`` for those that are not objects; empty if it is not a list."""
+    """Return the items of a JSON list, with ``{}`` for items that are not objects; ``[]`` for any other value."""
     return [_object(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
 
 
@@ -134,7 +134,7 @@ def difference(then: Any, now: Any) -> str:
 
 
 def nearest(asked: Sequence[Any], recorded: Sequence[Sequence[Any]]) -> str:
-    """Describe the first difference between ``asked`` and the most similar of ``recorded``, ``""`` if that is empty."""
+    """Describe how ``asked`` first differs from the most similar recorded request; ``""`` if nothing is recorded."""
     if not recorded:
         return ""
     best = max(recorded, key=lambda messages: (_shared(asked, messages), -abs(len(messages) - len(asked))))

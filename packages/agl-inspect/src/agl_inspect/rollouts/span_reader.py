@@ -102,7 +102,7 @@ def _names_of(span: Span) -> Span:
 
 
 def without_text(span: Span) -> Span:
-    """Return a span without its call's request and response: most of its size, and of no effect on an episode."""
+    """Return a span without its call's request and response, which are large and do not affect an episode."""
     if span.call is None:
         return span
     response: Json = None if span.call.response is None else {}

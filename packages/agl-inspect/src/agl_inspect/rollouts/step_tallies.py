@@ -1,8 +1,8 @@
 """Adds up the rollouts of a step by agent and by task, and saves the sums in the store for views.
 
-The store itself sums up rollouts as they finish, when it is not known yet which agent made which call; an episode knows
-it. One record per step and mode is saved, so that the cost of viewing a run depends on its number of steps, and not of
-rollouts. A step that is repeated after a crash collects the same rollouts and replaces its record.
+The store itself sums up rollouts as they finish, but does not know then which agent made which call; only an episode
+does. One record per step and mode is saved, so that the cost of viewing a run depends on its number of steps, and not
+of rollouts. A step that is repeated after a crash collects the same rollouts and replaces its record.
 """
 
 from collections import Counter, defaultdict
@@ -169,7 +169,7 @@ async def add_tallies(store: Store, record: ExperimentRecord, tallies: Iterable[
 
 
 async def read_tallies(store: Store, record: ExperimentRecord) -> list[StepTally]:
-    """Return the sums of a run's steps, by algorithm, step and mode."""
+    """Return the sums of a run's steps, in order of algorithm, step and mode."""
     found = (await _shelf(record).read(store)).values()
     return sorted(found, key=lambda each: (each.algorithm, each.step, each.mode))
 

@@ -56,7 +56,7 @@ store_option = click.option(
 
 
 def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
-    """Open the store, run ``work`` on it, close it, and return the result; :func:`resolve_url` says which store."""
+    """Open the store that :func:`resolve_url` finds, run ``work`` on it, close it, and return the result."""
     found = resolve_url(url)
 
     result: list[T] = []

@@ -1,4 +1,4 @@
-"""Prints the output of commands: tables that fit the terminal (uncut if there is none), and JSON for programs."""
+"""Prints the output of commands: tables, cut to fit only if they go to a terminal, and JSON for programs."""
 
 import shutil
 import sys
@@ -47,12 +47,13 @@ def print_table(
 ) -> None:
     """Print rows under column names, each row on one line.
 
-    On a terminal that is too narrow, columns are shortened; if that is not enough, columns are left out and named.
+    On a terminal that is too narrow, columns are shortened; if that is not enough, columns are left out, and a
+    note names them.
 
     Args:
         columns: The names of the columns.
         rows: The cells of each row.
-        whole: Columns that are never shortened or left out, such as ids. The first column always counts as one.
+        whole: Columns that are never shortened or left out, such as ids. The first column is always whole.
         least: Columns to leave out first, in this order; the others follow, the last column first.
     """
     cells = [[visible(cell).translate(_IN_CELLS) for cell in row] for row in (columns, *rows)]
@@ -66,7 +67,7 @@ def print_table(
 
 
 def when(unix_s: float) -> str:
-    """Format Unix seconds for people, in UTC; 0 is unknown and gives ``""``, a time outside the calendar its number."""
+    """Format Unix seconds as date and time in UTC; 0 means unknown and gives ``""``, an impossible time its number."""
     try:
         return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix_s else ""
     except (OSError, OverflowError, ValueError):  # such as nanoseconds that another program wrote

@@ -27,7 +27,7 @@ _LISTED = 8
 """Largest number of ids that the error about an ambiguous prefix lists."""
 
 _SLIP = 0.9
-"""Smallest similarity, from 0 to 1, of an id that is proposed for a misspelt one; ids share long prefixes anyway."""
+"""Smallest similarity, from 0 to 1, of an id that is proposed for a misspelt one; high, as ids share long prefixes."""
 
 CONVERSATIONS = "served-conversations"
 """The experiment of conversations that a gateway serves; a rollout is ``running`` until its conversation ends."""
@@ -150,7 +150,7 @@ async def _no_rollout(store: Store, rollout_id: str) -> str:
 
 
 async def find_exact(store: Store, rollout_id: str) -> Rollout | None:
-    """Find a rollout by its whole id; ``None`` if there is none."""
+    """Find a rollout by its whole id; ``None`` if it does not exist."""
     try:
         return (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
     except NotFoundError:

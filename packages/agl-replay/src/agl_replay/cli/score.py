@@ -130,7 +130,7 @@ def _leave(status: int) -> NoReturn:
 
 
 async def _chosen(store: Store, query: RolloutQuery, names: Sequence[str]) -> RolloutQuery:
-    """Return the query for the named rollouts, or the given one; raises :class:`ConfigError` if it selects none."""
+    """Return a query for the named rollouts, or else ``query``; raises :class:`ConfigError` if that matches nothing."""
     if names:
         ids = tuple(dict.fromkeys(await find_ids(store, names)))
         return RolloutQuery(ids=ids, limit=_PAGE)
@@ -145,7 +145,7 @@ async def _chosen(store: Store, query: RolloutQuery, names: Sequence[str]) -> Ro
 
 
 async def _check_ran(store: Store, experiment: str) -> None:
-    """Raise :class:`ConfigError` for an experiment without a rollout; names its trial if there is one."""
+    """Raise :class:`ConfigError` if an experiment has no rollout; the message says if ``agl dev`` recorded some."""
     trial = f"{experiment}{TRIAL}"
     if await _has_rollout(store, trial) and not await _has_rollout(store, experiment):
         raise ConfigError(
