@@ -81,7 +81,7 @@ class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
         is_dry_run: True if nothing was removed.
         compaction: The store's size before and after; ``None`` if nothing was removed, or if another process serves
             the store.
-        size: Bytes of data in the store after the removal; ``None`` if the limits set no size.
+        size: Bytes of data in the store after the removal; ``None`` if there is no limit of size.
     """
 
     removed: list[str]
@@ -179,7 +179,7 @@ class _Budget:
         self._left -= count
 
     async def size(self) -> int | None:
-        """Return the bytes of the store's data, ``None`` if no size is set."""
+        """Return the bytes of the store's data, ``None`` if there is no limit of size."""
         return None if self._max_bytes is None else await size_of(self._store)
 
     async def _needed(self) -> int:

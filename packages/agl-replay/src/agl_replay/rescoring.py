@@ -195,7 +195,7 @@ async def _endpoints(plan: Plan) -> tuple[list[Upstream], dict[str, str]]:
         try:
             policy: Policy = plan.manager.build(plan.manager.policy(_ENDPOINT), name=name, **policy_params(plan, name))
             served = await policy.start()
-        except AglError as error:  # which matters only to a reward that asks for it
+        except AglError as error:  # the error matters only if a reward calls this policy
             unreachable[name] = str(error)
             continue
         key = served.api_key_env

@@ -24,7 +24,7 @@ _SAME_WORDS = 5
 """Smallest number of words in an answer that is suspicious if every rollout of a task gives it."""
 
 _RETRIED = 0.2
-"""Smallest share of rollouts with repeated calls or attempts that is reported."""
+"""Smallest share of the rollouts that must have repeated calls or attempts for these to be reported."""
 
 
 class Fault(Record, frozen=True, kw_only=True, omit_defaults=False):

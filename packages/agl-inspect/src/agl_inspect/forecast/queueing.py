@@ -121,7 +121,7 @@ def idle_share(batches: Sequence[Sequence[Observed]]) -> float:
     recorded is the time of the recorded order, random is the mean time of random orders, and even is the time of the
     work spread evenly over all slots. It is 1 if no step had more rollouts than slots.
     """
-    draw = random.Random(0)  # orders, of a simulation
+    draw = random.Random(0)  # random orders for a simulation
     lost, possible = 0.0, 0.0
     for batch in batches:
         durations = [one.seconds for one in sorted(batch, key=lambda one: one.started_at)]

@@ -38,7 +38,7 @@ _HOW_AGAIN = "fresh validation"
 
 
 class Validation(Record, frozen=True, kw_only=True):
-    """One validation.
+    """A validation: the versions that it measured, and their rewards.
 
     Attributes:
         turn: Steps that all algorithms together had taken.

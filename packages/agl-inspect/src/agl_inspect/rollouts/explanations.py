@@ -136,9 +136,9 @@ def _known(call: CallUse, name: str) -> list[float]:
 
 
 def _is_without_ids(episode: Episode) -> bool:
-    """Return true if no call is in a row and some lack token ids: the model gives none.
+    """Return true if no call is in a row and some calls lack token ids.
 
-    Only the training of weights needs token ids.
+    The model then gives no token ids at all, which matters only for the training of weights.
     """
     reasons = [call.reject for call in episode.transitions]
     return "missing_token_ids" in reasons and "" not in reasons
