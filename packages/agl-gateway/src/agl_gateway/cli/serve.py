@@ -203,7 +203,7 @@ def _stopping(place: Place | None) -> asyncio.Event:
 
 
 async def wait_for_store(store: Store, shown: str, stopping: asyncio.Event) -> bool:
-    """Return true once the store answers, false if ``stopping`` is set first; reports each half minute that it waits."""
+    """Return true once the store answers, false if ``stopping`` is set first; reports twice a minute that it waits."""
     said_at = float("-inf")
     while not stopping.is_set():
         try:

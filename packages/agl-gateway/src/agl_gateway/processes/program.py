@@ -107,7 +107,7 @@ class _Program:
         return url
 
     async def _stop(self) -> str:
-        """Write all remaining records, and close; returns a warning if the store did not take all calls, else ``""``."""
+        """Write all remaining records, and close; returns a warning if calls stay in the spool, else ``""``."""
         service, self._service = self._service, None
         if service is None:
             return ""

@@ -129,7 +129,7 @@ class Recorder:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> int:
-        """Write the queued exchanges, then end the worker; returns the number of calls left in the spool. Idempotent."""
+        """Write the queued exchanges, then end the worker; returns how many calls are left in the spool. Idempotent."""
         self._flush_now.set()
         self._is_stopping = True
         self._work.set()

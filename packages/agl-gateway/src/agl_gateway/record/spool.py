@@ -126,7 +126,8 @@ class Spool:
         return found
 
     async def stop(self, *, limit_s: float) -> int:
-        """Drain for up to ``limit_s`` seconds, and close the files; returns the number of calls left in them.
+        """Drain for up to ``limit_s`` seconds, and close the files; returns how many calls are left in them.
+
         Idempotent.
         """
         self._is_stopping = True
@@ -144,7 +145,7 @@ class Spool:
         return self.calls
 
     def check_room(self) -> None:
-        """Raise a :class:`Problem` if no call can be added: 429 if the spool is full, 503 if its disk fails or is full."""
+        """Raise a :class:`Problem` if no call can be added: 429 for a full spool, 503 if its disk fails or is full."""
         if self.is_empty and not self.outage.is_on:
             return
         if self.calls >= self.max_calls or self.size >= self.max_bytes:
@@ -269,7 +270,7 @@ class Spool:
         return await appended(self.store, [span for call in calls for span in call.spans], self.stored)
 
     async def _defer_or_refuse(self, file: SpoolFile, calls: Sequence[SpooledCall], error: Exception) -> None:
-        """Schedule another try for an attempt's calls, without limit; set them aside only if the store will never take
+        """Schedule another try for an attempt's calls, without limit; sets them aside if the store will never take
         them.
         """
         attempt_id = calls[0].attempt_id

@@ -69,7 +69,7 @@ class SpooledCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpoolContent:
-    """Sums over the calls in a file: their number per attempt, their bytes, and the oldest one's time in Unix seconds."""
+    """Sums over the calls in a file: the number per attempt, the bytes, and the oldest one's time in Unix seconds."""
 
     attempts: dict[str, int]
     size: int = 0

@@ -323,7 +323,7 @@ class BodyReader:
 
 
 def _expected_size(request: web.BaseRequest, encoding: str, limit: int) -> int:
-    """Return the most bytes that a body may have, compressed or decompressed; raises the 413 if that exceeds ``limit``."""
+    """Return the most bytes that a body may have, decompressed or not; raises the 413 for a longer one."""
     sent = request.content_length
     if sent is None:
         return limit if request.can_read_body else 0
