@@ -154,7 +154,7 @@ def _wbits(body: bytes, encoding: str) -> int:
 
 
 def _deflate(body: memoryview, wbits: int) -> Iterator[bytes]:
-    """Decompress in small pieces, so that no thread waits long; raises ``zlib.error`` unless it is exactly one stream."""
+    """Decompress in small pieces, so that no thread waits long; raises ``zlib.error`` unless it is just one stream."""
     inflater = zlib.decompressobj(wbits)
     for start in range(0, len(body), _STEP):
         sent: bytes | memoryview = body[start : start + _STEP]

@@ -187,8 +187,7 @@ def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
 
 
 _GRACE_S = 0.5
-"""Seconds between the deadline and the close of a connection, so that a busy event loop reads data that came in time.
-"""
+"""Seconds between the deadline and the close of a connection, so that a busy event loop reads data that was in time."""
 
 
 class Connection(web.RequestHandler):

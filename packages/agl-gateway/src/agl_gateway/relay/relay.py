@@ -204,16 +204,14 @@ class Relay:
         error: str = "",
         is_complete: bool = True,
     ) -> int:
-        """Queue the call for the store, once, although a cancelled stream comes here twice; returns its number, or 0."""
+        """Queue the call for the store, once, although a cancelled stream comes here twice; returns its number or 0."""
         if record.exchange is not None or not owner.is_recorded:
             return 0
         record.end(body, status=status, first_byte=first_byte, error=error, is_complete=is_complete)
         return self.recorder.put(record)
 
     async def _wait_stored(self, number: int, owner: Owner) -> None:
-        """Wait until a call is durable, if the gateway has a spool; a conversation's call also waits until it is
-        written.
-        """
+        """Wait until a call is durable, if the gateway has a spool; a conversation's call waits until written."""
         if not owner.is_conversation:
             await self._wait_durable(number)
             return

@@ -51,8 +51,9 @@ class Replicas:
         return len(self._base_urls)
 
     def ranked(self, rollout_id: str) -> list[str]:
-        """Return the base URLs in the order to try: the rollout's own first, busy servers and then recently failed ones
-        last.
+        """Return the base URLs in the order to try: the rollout's own first, recently failed servers last.
+
+        Busy servers come before the failed ones.
         """
         if len(self._base_urls) == 1:
             return [*self._base_urls]

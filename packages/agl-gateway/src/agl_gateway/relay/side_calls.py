@@ -52,7 +52,7 @@ _IMAGE_TOKENS = 1600
 
 @dataclass(frozen=True, eq=False)
 class SideCalls:
-    """Answers the endpoints of :data:`SIDE_CALLS` through a relay's policies and servers. Used in one event loop only."""
+    """Answers the endpoints of :data:`SIDE_CALLS` through a relay's policies and servers. Used in one event loop."""
 
     relay: Relay
 
