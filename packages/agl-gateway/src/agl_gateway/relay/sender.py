@@ -186,7 +186,7 @@ class ClientApis:
             raise NotSpokenError
 
     def learn(self, upstream: Upstream, dialect: Dialect, status: int) -> None:
-        """Remember that a server lacks an API, if ``status``, that of the chat completion sent instead, is a success."""
+        """Remember that a server lacks an API, if ``status``, that of the chat completion sent instead, is good."""
         if status < FIRST_ERROR:
             self._absent.add((upstream.name, dialect))
 

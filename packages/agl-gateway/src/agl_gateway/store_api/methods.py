@@ -115,7 +115,7 @@ class StoreApi:
         return await called(*positional, **params)
 
     async def _deed(self, name: str, params: dict[str, Any]) -> Deed | None:
-        """Return the privileged action that a call performs, if any; rewards for running attempts are not privileged."""
+        """Return the privileged action that a call performs, if any; rewards of running attempts are not privileged."""
         if name == "append_spans":
             rewarded = {span.attempt_id: span.rollout_id for span in params["spans"] if span.reward is not None}
             late = [each for each, rollout in rewarded.items() if not await self.attempts.runs(rollout, each)]

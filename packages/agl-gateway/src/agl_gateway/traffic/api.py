@@ -64,7 +64,7 @@ class SplitApi:
     conversations: Conversations
 
     async def report(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer with the report of ``agl resources split`` as JSON; slow, because it reads every rollout of the split."""
+        """Answer with the report of ``agl resources split`` as JSON; slow, as it reads every rollout of the split."""
         self.admission.caller(request, "admin", what="the report of the split")
         report = await split_report(self.store, list(self.split.shares))
         answer = {"shares": self.split.shares, **msgspec.structs.asdict(report)}

@@ -138,9 +138,7 @@ class ArmRoutes:
                     raise ConfigError(_unserved_message(name, version))
 
     async def _find_upstream(self, name: str, version: str) -> tuple[UpstreamTarget, str] | None:
-        """Find the upstream that states a version, else the backend of the version's LLM; returns it with the model to
-        request.
-        """
+        """Find the upstream that states a version, else its LLM's backend; returns it and the model to request."""
         own = [target for target in self._targets if policy_of(target.upstream) == name]
         for target in own:
             if target.upstream.model_version == version:
