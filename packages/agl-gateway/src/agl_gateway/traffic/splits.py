@@ -125,9 +125,7 @@ async def _versions_by_label(store: Store) -> Pins:
 
 
 async def check_labels(store: Store, labels: Iterable[str]) -> None:
-    """Raise :class:`ConfigError` if a label names no version, or if a resource has another of the labels but not the
-    first.
-    """
+    """Raise :class:`ConfigError` if a label names no version, or if a labelled resource lacks the first label."""
     wanted = list(labels)
     pointing = await _versions_by_label(store)
     for label in wanted:

@@ -243,7 +243,7 @@ def _camel(key: str) -> str:
 
 
 def _camel_object(value: Any) -> dict[str, Any]:
-    """Return an object with its keys in camel case, as the API writes them; the Python client's snake case is accepted."""
+    """Return an object with its keys in camel case, as the API writes them; the Python client sends snake case."""
     return {_camel(key): one for key, one in as_object(value).items()}
 
 
@@ -433,6 +433,6 @@ class GoogleEndpoint:
 
 
 def google_endpoint(endpoint: str) -> GoogleEndpoint | None:
-    """Return the method at a decoded endpoint such as ``/models/m:generateContent``; ``None`` for any other endpoint."""
+    """Return the method at a decoded endpoint such as ``/models/m:generateContent``; ``None`` for any other one."""
     found = _ENDPOINT.fullmatch(endpoint)
     return None if found is None else GoogleEndpoint(model=found[1], method=found[2])
