@@ -131,9 +131,7 @@ class ServerClient:
                 )
 
     async def _with_likeliest(self, token_ids: Sequence[int], *, model: str) -> list[int]:
-        """Prepend the likeliest next token to a prompt, up to three times, until the prompt holds its own likeliest
-        next token.
-        """
+        """Prepend the likeliest next token to a prompt, up to three times, until the prompt already holds it."""
         prompt = list(token_ids)
         for _ in range(3):
             likeliest = next(iter(await self._likely(prompt, model=model, **_NEUTRAL)))

@@ -132,8 +132,9 @@ class VLLMPolicy:
             shutil.rmtree(self._log_dir, ignore_errors=True)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of chat calls that continued recorded tokens (`spliced`) and, by reason, of those sent as
-        text.
+        """Return the number of chat calls that continued recorded tokens (`spliced`), and of those sent as text.
+
+        Calls sent as text are counted by reason.
         """
         return dict(self._relay.counts) if self._relay is not None else {}
 
@@ -207,9 +208,7 @@ class VLLMPolicy:
             await self._each(lambda client: update(client, weights))
 
     async def _ask(self, client: ServerClient) -> None:
-        """Check a server after its start, and store its log-probabilities for the initial weights if it was started
-        here.
-        """
+        """Check a server after its start; if it was started here, store its log-probabilities for the probe."""
         scores = await client.score(_ASKED_IDS, model=self._base_name)
         if self._servers:  # one that was attached to may have the last weights of an earlier run
             self._initial_probe = WeightsProbe(token_ids=_ASKED_IDS, logprobs=tuple(scores))

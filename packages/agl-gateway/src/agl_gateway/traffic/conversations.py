@@ -223,7 +223,7 @@ class Conversations:
         await self.store.claim(worker="gateway", limit=_PAGE, lease_s=LEASE_S, experiment=CONVERSATIONS)
 
     async def _renew(self, known: Conversation) -> bool:
-        """Renew the lease, at most once per ``idle_s / CHECKS``; returns false if the attempt has ended or is removed."""
+        """Renew the lease, at most once per ``idle_s / CHECKS``; returns false if the attempt has ended or is gone."""
         now = self.clock()
         if known.is_over or now - self._renewed.get(known.rollout_id, -math.inf) < self.idle_s / CHECKS:
             return True

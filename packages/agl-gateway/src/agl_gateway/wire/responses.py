@@ -245,7 +245,7 @@ class _Tools:
             self.dropped.append(text_in(kind))
 
     def _choice(self, choice: object) -> tuple[Json, list[str] | None]:
-        """Return the ``tool_choice`` of a chat completion, and the names of the allowed tools (``None`` for all tools)."""
+        """Return the ``tool_choice`` of a chat completion, and the names of the allowed tools (``None`` for all)."""
         chosen = as_object(choice)
         match chosen.get("type"):
             case None:

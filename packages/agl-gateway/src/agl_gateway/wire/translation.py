@@ -49,9 +49,7 @@ class Translation(Protocol):
         ...
 
     def answer(self, body: bytes) -> bytes:
-        """Return a whole answer for the client; raises a :class:`Problem` if the server's answer lacks what the client
-        needs.
-        """
+        """Return a whole answer for the client; raises a :class:`Problem` if the server's answer is unusable."""
         ...
 
     def failure(self, body: bytes, status: int) -> bytes:
