@@ -1,6 +1,6 @@
-"""The algorithm `verl`, built for the engine that the experiment asks for, with its parameters next to VERL's keys.
+"""The algorithm `verl`, built for the engine that the experiment selects; it takes VERL's keys and parameters of agl.
 
-They have the names and the meaning that they have in `grpo` of agl-algo-torch.
+The parameters of agl have the same names and meaning as in `grpo` of agl-algo-torch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class Sampling(settings.Sampling, frozen=True, kw_only=True):
     """The choice of tasks, groups and calls.
 
     Attributes:
-        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
+        mask_truncated: True to leave calls out of the loss that were cut at a token limit.
     """
 
     mask_truncated: bool = False
 
 
 class Replay(Settings, frozen=True, kw_only=True):
-    """Rollouts of earlier steps that are trained once more.
+    """Rollouts of earlier steps that are trained on again.
 
     Attributes:
-        share: Their share of a step's trained rollouts; 0 for none.
-        max_staleness: Most versions of the policy that such a rollout may be behind.
+        share: The share of replayed rollouts in a step's trained rollouts; 0 for none.
+        max_staleness: The most versions of the policy that a replayed rollout may be behind.
     """
 
     share: float = 0.0
@@ -40,7 +40,7 @@ class Replay(Settings, frozen=True, kw_only=True):
 SAMPLING, REPLAY, SAVING = Sampling(), Replay(), Saving()
 
 ENGINES = {"inproc": "entropy", "ray": "probe"}
-"""The engines, and the parameter that each alone reads."""
+"""The engines, each with the parameter that only this engine reads."""
 
 
 def make(  # noqa: PLR0913 - one argument per key of the experiment file

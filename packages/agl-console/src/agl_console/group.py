@@ -1,6 +1,4 @@
-"""The view of a group: the rollouts of one task side by side, and the first call in which each differs from one of
-them.
-"""
+"""The view of a group: the rollouts of one task side by side, and the first call in which each differs."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""Renders views as HTML; everything that agents and models wrote is escaped, and invisible characters are made visible."""
+"""Renders views as HTML; everything that agents and models wrote is escaped, with invisible characters shown."""
 
 import math
 from datetime import UTC, datetime

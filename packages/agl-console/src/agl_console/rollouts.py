@@ -222,7 +222,7 @@ async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
 
 
 async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
-    """Look up the rollouts of a step by their id prefix; ``None`` if the filters name no step, or it has no rollouts."""
+    """Look up a step's rollouts by their id prefix; ``None`` if the filters name no step, or it has no rollouts."""
     records = await store.experiments(chosen.experiment) if chosen.experiment and chosen.algorithm else []
     if not records or chosen.step is None:
         return None

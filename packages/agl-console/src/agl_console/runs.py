@@ -77,7 +77,7 @@ class Difference(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Cost(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The cost of finished rollouts: their number, the tokens that models sampled, and the seconds from start to end."""
+    """The cost of finished rollouts: their number, the tokens that models sampled, and seconds from start to end."""
 
     rollouts: int
     tokens: int
