@@ -31,8 +31,7 @@ LEASES = 50
 """The most running attempts in the list."""
 
 COUNTED = 1000
-"""The largest count of queued or running rollouts; beyond it counting stops, because it costs more in a larger store.
-"""
+"""The largest count of queued or running rollouts; counting stops there, because it costs more in a larger store."""
 
 BARS = 20
 """The number of bars in the figure of calls over time."""
@@ -194,9 +193,7 @@ def _parts(seconds: Mapping[str, float]) -> list[Part]:
 
 
 def _length(step: StepTimes) -> float:
-    """Return the seconds of a step on the axis; a long pause between two sessions is cut, or it would dwarf the other
-    steps.
-    """
+    """Return the seconds of a step on the axis; a long pause between sessions is cut, as it would dwarf other steps."""
     recorded = sum(part.seconds for part in step.parts if part.name != "rest")
     return min(step.seconds, 4 * recorded)
 

@@ -86,7 +86,7 @@ class SplitPart(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class _Placement(Record, frozen=True, kw_only=True):
-    """The gateway's record of a rollout in a split; ``versions`` holds the differing resources, by label and resource."""
+    """The gateway's record of a rollout in a split; ``versions`` has the differing resources, by label and name."""
 
     arm: str
     shares: dict[str, float]
@@ -398,9 +398,7 @@ class _Origins:
         )
 
     def _experiment(self, version: ResourceVersion) -> str:
-        """Return the experiment that published a version: the one in its metadata, else the one whose prefix its name
-        has.
-        """
+        """Return the experiment that published a version, by its metadata or by the prefix of its name."""
         named = version.metadata.get("experiment")
         if isinstance(named, str) or not version.algorithm:
             return named if isinstance(named, str) else ""

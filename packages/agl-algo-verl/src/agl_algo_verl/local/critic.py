@@ -77,8 +77,8 @@ class VerlCritic:
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a checkpoint next to the policy's; removes old ones, except those in `kept` and the last `keep` (at
-        least two).
+        """Write a checkpoint next to the policy's; removes others, except those in `kept` and the last `keep` (at least
+        2).
         """
 
         def fill(directory: Path) -> None:
