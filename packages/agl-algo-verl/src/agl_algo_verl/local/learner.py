@@ -50,9 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behind:
-    """The checkpoint of an earlier step from which training continues (`""` for none), and its position in the
-    schedule.
-    """
+    """The checkpoint of an earlier step from which training continues (`""` for none), and the schedule's position."""
 
     checkpoint: str
     place: int
@@ -60,7 +58,7 @@ class Behind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """The result of a step's training: its own rows with their final advantages, the replayed rows, and metrics to log."""
+    """The result of a step's training: its own rows with final advantages, the replayed rows, and metrics to log."""
 
     own: list[RowSample]
     replayed: list[RowSample]
@@ -189,9 +187,7 @@ class VerlLearner:
         return await asyncio.to_thread(self._policy.export, self._workdir, step=step, keep=self._keep, kept=kept)
 
     def state(self, *, step: int) -> dict[str, Json]:
-        """Return what a resume needs: checkpoint, opened version, weight of the KL penalty, rate, and schedule
-        position.
-        """
+        """Return what a resume needs: checkpoint, opened version, weight of the KL penalty, rate, schedule position."""
         checkpoint, place = str(step_directory(self._workdir / "state", step)) if step else "", None
         if self._behind is not None:
             checkpoint, place = self._behind.checkpoint, self._behind.place
@@ -329,9 +325,7 @@ class VerlLearner:
         return [replace(row, reference=values) for row, values in zip(rows, found, strict=True)]
 
     def _evaluate(self, prepared: PreparedStep) -> tuple[list[RowSample], dict[str, float]]:
-        """Return the rows with the models' log-probabilities and values, and the advantages from them; and metrics to
-        log.
-        """
+        """Return the rows with the models' log-probabilities, values and advantages, and metrics to log."""
         from agl_algo_verl.losses import shaping
 
         worker, algorithm = self._policy, self._settings.algorithm

@@ -127,9 +127,7 @@ def actor_config(settings: VerlSettings) -> Any:
 def engine_config(
     fsdp: FsdpKeys, *, device: torch.device, tokens: int, rows: int | None, is_forward_only: bool = False
 ) -> Any:
-    """Return VERL's configuration of its FSDP2 engine, with micro-batches of `rows` rows or, if None, of `tokens`
-    tokens.
-    """
+    """Return VERL's configuration of its FSDP2 engine, with micro-batches of `rows` rows, else of `tokens` tokens."""
     precision = fsdp.mixed_precision
     return verl_part("verl.workers.config:FSDPEngineConfig")(
         strategy="fsdp2",
