@@ -149,9 +149,7 @@ def _replica() -> type:
 
 
 def use_loss_worker() -> None:
-    """Make VERL's workers and trainers in this process train with `loss_worker.py`; does nothing in a process without
-    them.
-    """
+    """Make VERL's workers and trainers in this process train with `loss_worker.py`; does nothing if there are none."""
     workers, trainers = sys.modules.get("verl.workers.engine_workers"), sys.modules.get(TRAINER)
     if workers is None:
         return
@@ -205,7 +203,7 @@ def with_tokens(report: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict
 
 
 def introduce_trainer() -> None:
-    """Make VERL's trainers in this process set the attribute `trainer` of the agent loop manager that they train with."""
+    """Make VERL's trainers in this process set the attribute `trainer` of the agent loop manager that they use."""
     module = _module(TRAINER)
     trainer: Any = getattr(module, "PPOTrainer", None)
     fit: Any = getattr(trainer, "fit", _absent)
@@ -229,9 +227,7 @@ def _introducing(fit: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def save_checkpoint(trainer: Any, *, step: int) -> None:
-    """Make VERL's trainer, which has begun the step after `step`, save a checkpoint as it would have at the end of
-    `step`.
-    """
+    """Make VERL's trainer, which has begun the step after `step`, save a checkpoint as at the end of `step`."""
     _expect_attributes(trainer, "global_steps", where=_type_name(trainer))
     _expect_line(type(trainer), "_save_checkpoint", SAVED)
     begun = trainer.global_steps

@@ -113,7 +113,7 @@ class Cluster:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _unless_trainer_ended(self, wanted: asyncio.Future[Any]) -> Any:
-        """Return the result of `wanted`; None if VERL's trainer ends normally first; raises AglError if either fails."""
+        """Return the result of `wanted`; None if VERL's trainer ends normally first; raises AglError if one fails."""
         run = self._run
         if run is None:
             raise AglError("VERL's trainer is not running; this is a defect of agl-algo-verl")
