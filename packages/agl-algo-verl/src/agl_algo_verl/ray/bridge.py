@@ -110,7 +110,7 @@ class Bridge:
         return await self._answers.get()
 
     async def save(self) -> None:
-        """Request a checkpoint of the step before the pending request; returns when it is saved; called by agl's side."""
+        """Request a checkpoint of the step before the pending request; returns once it is saved; for agl's side."""
         await self._answers.put([])
         await self._saves.get()
 

@@ -100,8 +100,7 @@ REPORTED = {
     "timing_s/save_checkpoint": "save_s",
     "timing_s/update_weights": "weight_sync_s",
 }
-"""VERL's metrics that are logged, with the names under which they are; in one process equal metrics have equal names.
-"""
+"""VERL's metrics that are logged, by their names in VERL; their logged names are those used in one process."""
 
 
 class RayVERL(VerlTraining):
@@ -211,7 +210,7 @@ class RayVERL(VerlTraining):
         return self._report(prepared, metrics=metrics, published=published, uses=uses)
 
     async def save(self, must: bool) -> bool:
-        """Make VERL save a checkpoint unless it has done so, and complete the checkpoint; see `defer` of the context."""
+        """Make VERL save a checkpoint unless it has done so, and complete the checkpoint; see the context's `defer`."""
         if self._is_moving or not (must or self._interval.is_due()):
             return False
         started, waiting, kept = time.perf_counter(), self._unsaved, self._context.kept()
@@ -465,7 +464,7 @@ class RayVERL(VerlTraining):
         )
 
     def _trained(self, step: int) -> dict[str, float]:
-        """Return VERL's metrics of its step by the names in `REPORTED`, and the loss's own; empty without a log entry."""
+        """Return VERL's metrics of its step by the names in `REPORTED`, and the loss's own; empty without a log."""
         lines = (self._folder / METRICS).read_text(encoding="utf-8").splitlines()
         for line in reversed(lines):
             record = json.loads(line)

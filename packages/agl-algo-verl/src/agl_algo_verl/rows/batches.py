@@ -174,9 +174,7 @@ def batch(samples: Sequence[RowSample], *, weighting: Weighting | None = None, *
 
 
 def _held_fields(samples: Sequence[RowSample]) -> dict[str, Tensor]:
-    """Return the fields that the anchor reads of each row: 1 / (held tokens of the update) at held tokens, and log
-    pi_ref.
-    """
+    """Return the fields for the anchor: 1 / (held tokens of the update) at held tokens, and log pi_ref."""
     held = [torch.zeros_like(s.mask) if s.held is None else s.held for s in samples]
     share = 1.0 / max(1, sum(int(held_R.sum()) for held_R in held))
     start = [s.behaviour if s.held is None or s.reference is None else s.reference for s in samples]
