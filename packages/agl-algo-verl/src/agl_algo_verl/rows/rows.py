@@ -313,7 +313,7 @@ def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) 
 
 
 def _loud(samples: Sequence[RowSample], *, has_critic: bool) -> set[str]:
-    """Return the ids of rollouts with a gradient; with a critic, whose values come later, of all rollouts with a row."""
+    """Return the ids of rollouts with a gradient; with a critic, whose values come later, of all with a row."""
     return {s.rollout for s in samples if has_critic or bool((s.advantages[s.mask] != 0).any())}
 
 

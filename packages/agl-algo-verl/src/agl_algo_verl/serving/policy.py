@@ -246,7 +246,7 @@ async def _model_of(url: str, *, key: str) -> str:
 
 
 def policy_key() -> str:
-    """Return the key that this process's policies and VERL's replicas require; created on first use unless it is set."""
+    """Return the key that this process's policies and VERL's replicas require; created on first use unless set."""
     return os.environ.setdefault(POLICY_KEY_ENV, secrets.token_urlsafe(32))
 
 

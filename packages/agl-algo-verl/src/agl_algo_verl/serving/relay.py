@@ -48,8 +48,7 @@ CONNECTION_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding",
 
 
 HANG_UPS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError)
-"""Errors of a replica that is unreachable, closes the connection before or after its headers, or does not speak HTTP.
-"""
+"""Errors of a replica that is unreachable, disconnects before or after its headers, or does not speak HTTP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +220,7 @@ class ReplicaRelay:
         return False
 
     async def _pass_on(self, request: web.Request, url: str, body: bytes, *, backend: Backend) -> web.StreamResponse:
-        """Pass a call on and return its answer; raises one of `HANG_UPS` only while none of the answer was passed on."""
+        """Pass a call on and return its answer; raises one of `HANG_UPS` only if none of the answer was passed on."""
         session, version = cast("aiohttp.ClientSession", self._session), backend.version
         headers = {"content-type": request.headers.get("content-type", "application/json")}
         headers |= _authorization(backend.key)
@@ -301,7 +300,7 @@ async def _first_bytes(reply: aiohttp.ClientResponse, version: str) -> bytes:
 
 
 def with_version(body: bytes, version: str) -> bytes:
-    """Return a JSON object with `model_version` added, unless it already names a version; other bodies are unchanged."""
+    """Return a JSON object with `model_version` added, unless it already names a version; others are unchanged."""
     fields = _fields(body)
     if fields is None or not VERSION_FIELDS.isdisjoint(fields):
         return body
