@@ -48,17 +48,13 @@ if TYPE_CHECKING:
     from agl_algo_apo.texts.lineage import PromptCandidate
 
 CLEAR_WIN = 2.0
-"""Standard errors above zero at which an entrant wins early; a high bound, because a wrong win misleads all later
-steps.
-"""
+"""Standard errors above zero at which an entrant wins early; high, because a wrong win misleads all later steps."""
 
 FINAL_WIN = 0.5
 """Standard errors above zero that win on the last slice; less is chance, and would let a text grow without limit."""
 
 CLEAR_LOSS = 1.0
-"""Standard errors below zero at which an entrant loses early; a low bound, because a wrong defeat costs only one
-entrant.
-"""
+"""Standard errors below zero at which an entrant loses early; low, because a wrong defeat costs only one entrant."""
 
 RACES: Mapping[str, str] = {
     "race": "race against the parent",

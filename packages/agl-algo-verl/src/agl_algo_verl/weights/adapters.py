@@ -88,9 +88,7 @@ async def prune_merged(context: AlgorithmContext, *, name: str, used: Collection
 
 
 def _spare(unused: dict[str, Path], place: str) -> None:
-    """Remove from `unused` the directories that contain `place`, by name, because the work folder may have several
-    paths.
-    """
+    """Remove from `unused` the directories that contain `place`, by name, because the work folder may have aliases."""
     for part in Path(place).parts:
         unused.pop(part, None)
 
