@@ -180,7 +180,7 @@ class APO(PromptSearch):
             await self._race(parent, passed, step)  # 6 and 7
 
     async def _check_if_done(self, parent: PromptCandidate, step: int) -> None:
-        """Handle a minibatch without a failure: the best candidate may be perfect, or there is nothing left to learn."""
+        """Handle a minibatch without a failure: the best candidate may be perfect, or nothing is left to learn."""
         # A perfect score on all validation tasks ends the search (`PromptSearch._decide_stop`). Only the best candidate
         # can end it; another parent without failures on D may fail elsewhere.
         if parent.id == self.best.id:

@@ -248,9 +248,7 @@ class GepaPhase:
         return self._search.budget.spent.rollouts
 
     def stop_reason(self) -> Stopped:
-        """Return the reason to stop: a perfect score, or no room for a proposal in the budget or the phase's share of
-        it.
-        """
+        """Return the reason to stop: a perfect score, or no room for a proposal in the budget or the phase's share."""
         search = self._search
         # A perfect score on all of D_pareto ends the search.
         rewards = search.evaluator.scores.rewards(search.best.id, "val").values()
@@ -266,7 +264,7 @@ class GepaPhase:
         return ""
 
     def _enter(self, candidate: PromptCandidate) -> None:
-        """Add a candidate to the pool; if it is the best so far, it becomes the search's best and is written to disk."""
+        """Add a candidate to the pool; if it is the best so far, it becomes the search's best and is written out."""
         search = self._search
         # Measured again after a resume; it has already been recorded.
         if candidate.status == "pool":

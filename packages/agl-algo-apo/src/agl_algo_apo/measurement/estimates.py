@@ -20,8 +20,7 @@ from statistics import fmean
 from agl.schemas import Record
 
 COINS = 4
-"""Number of values with the largest variance that are added, so that a few equal values get an interval with a width.
-"""
+"""Number of values with the largest variance that are added, so that equal values get an interval with a width."""
 
 _Z = 1.959964
 

@@ -36,9 +36,7 @@ FEEDBACK_CHARS = 1000
 
 
 class MeasureJob(NamedTuple):
-    """A request for a candidate's rewards on tasks of a split, by position; ``repeat`` numbers rollouts of the same
-    task.
-    """
+    """A request for a candidate's rewards on tasks of a split, by position; ``repeat`` numbers rollouts of a task."""
 
     candidate: PromptCandidate
     split: Split
