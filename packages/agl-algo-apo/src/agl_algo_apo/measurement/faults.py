@@ -20,8 +20,7 @@ _PASSING = frozenset({408, 425, 429})
 """Status codes below 500 that say nothing about the request itself: too slow, too early, too many."""
 
 _UNPAID = frozenset({401, 402, 404, 407, 421})
-"""More status codes of a recorded call with which a server refuses every request: because of a key, a bill, an address.
-"""
+"""More status codes with which a server refuses every request, because of a key, a bill or an address."""
 
 _NAMES = re.compile(
     # the standard library

@@ -11,8 +11,7 @@ from agl.schemas import Json, Record
 from agl_algo_apo.measurement.faults import Status
 
 Split = Literal["train", "val", "test"]
-"""Training tasks; the search's validation tasks; and held-back validation tasks. Positions count all validation tasks.
-"""
+"""Training tasks; validation tasks of the search; held-back validation tasks, with positions among all of them."""
 
 FRESH = 1
 """The `repeat` of the final measurement's rollouts on validation tasks.
@@ -80,7 +79,7 @@ class Scores:
         return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
 
     def keep_fresh(self) -> None:
-        """Count the final measurement's rewards as ordinary ones, because a search that continues also chooses by them."""
+        """Count the final measurement's rewards as ordinary ones, because a search that continues chooses by them."""
         for known in [known for (_, split), known in self._known.items() if split == "val"]:
             repeat = 1 + max(repeat for _, repeat in known)
             for task in [task for task, old in known if old == FRESH]:

@@ -84,7 +84,7 @@ class Critics:
     async def _critiques_and_edits(
         self, parent: PromptCandidate, assignments: Sequence[Assignment], evidence: Sequence[str], step: int
     ) -> list[Written]:
-        """Return a critique and a text for each assignment, from two requests: first to the critic, then to the editor."""
+        """Return a critique and a text for each assignment, from a request to the critic and one to the editor."""
         search = self._search
         given = [(a.name, parent.instructions[a.name], shown) for a, shown in zip(assignments, evidence, strict=True)]
         asked: list[tuple[str, str]] = []

@@ -145,9 +145,7 @@ async def read_demonstration(context: AlgorithmContext, run: GoodRun, *, resourc
 
 
 def _question(resource: Resource) -> FilledTemplate | None:
-    """Return a matcher for the last user message; ``None`` if that is the first message, or the prompt is a single
-    text.
-    """
+    """Return a matcher for the last user message; ``None`` if that is the first message or there is only one text."""
     asked = [text for role, text in messages_of(resource)[1:] if role == "user"]
     return filled_template(PromptTemplate(template=asked[-1])) if asked else None
 

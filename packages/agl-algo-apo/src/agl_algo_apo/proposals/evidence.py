@@ -184,5 +184,5 @@ async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, 
 
 
 def live_failures(progress: SearchProgress, candidate: str) -> Mapping[int, Measured]:
-    """Return other algorithms' failures with these texts; empty unless they are the best texts, which are live there."""
+    """Return other algorithms' failures with these texts; empty unless these are the best texts, which are live."""
     return progress.shared if candidate == progress.best else {}

@@ -117,7 +117,7 @@ class GepaAdapter:
         return {name: self._records(name, candidate, measured) for name in components_to_update}
 
     def reflect(self, prompt: str | list[dict[str, Any]], **_: Any) -> str:
-        """Ask the optimiser's model and return its answer; ends the phase if the model is down or the budget is spent."""
+        """Ask the optimiser's model and return its answer; ends the phase if it is down or the budget is spent."""
         if self.stopped:
             raise RunError(self.stopped)
         request = prompt if isinstance(prompt, str) else "\n\n".join(str(part.get("content")) for part in prompt)

@@ -64,9 +64,7 @@ def select_parent(
 
 
 def _leads(pool: Sequence[PromptCandidate], evaluator: Evaluator) -> dict[str, set[int]]:
-    """Return the validation tasks that each candidate leads, alone or in a tie; a task on which all are equal has no
-    leader.
-    """
+    """Return the validation tasks that each candidate leads, alone or tied; if all are equal, nobody leads."""
     rewards = {candidate.id: evaluator.scores.rewards(candidate.id, "val") for candidate in pool}
     leads: dict[str, set[int]] = {candidate: set() for candidate in rewards}
     for task in sorted({task for known in rewards.values() for task in known}):

@@ -119,9 +119,7 @@ def _edits(base: list[str], changed: list[str]) -> list[Edit]:
 
 
 def _touches(edit: Edit, start: int, stop: int) -> bool:
-    """Return true if two edits conflict: they share a line, insert at one position, or one inserts into the other's
-    lines.
-    """
+    """Return true if two edits conflict: they overlap, insert at one position, or one inserts into the other."""
     if edit[0] == edit[1] and start == stop:  # two insertions, at one place or not
         return edit[0] == start
     # Ranges overlap, or an insertion lies inside a range; one at the end of a range does not touch it.

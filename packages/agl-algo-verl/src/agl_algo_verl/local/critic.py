@@ -77,7 +77,7 @@ class VerlCritic:
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a checkpoint next to the policy's; removes others, except `kept` and the last `keep` (at least two)."""
+        """Write a checkpoint next to the policy's; removes others, except `kept` and the last `keep`, at least two."""
 
         def fill(directory: Path) -> None:
             self._worker.save_checkpoint(str(directory), global_step=step)
