@@ -332,10 +332,11 @@ class PromptSearch(SearchTools):
         self.journal.met(judged, compared(report, ours, theirs, tasks=sorted(ours), within=self.evaluator.range))
 
     def _final_tasks(self) -> FinalTasks:
-        """Return the tasks of the final measurement: test tasks, or a random draw, because races use some tasks the
-        most.
+        """Draw the tasks of the final measurement from the test tasks, or from all tasks if no task is a test task.
+
+        The draw is random because the races have measured some tasks more often than others.
         """
-        # No tasks if they would fail anyway.
+        # No tasks after a stop for infrastructure: their rollouts would fail too.
         paid = 0 if self.progress.stop_reason == "infrastructure" else self.plan.final
         split: Split = "test" if self.test else "val"
         size, tasks = paid // (2 if self.test else 3), self.test or self.order  # by the number of finalists

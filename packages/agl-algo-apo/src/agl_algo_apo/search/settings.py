@@ -71,8 +71,8 @@ class Scoring(Settings, frozen=True, kw_only=True):
         perfect: The best reward that a task can get; a rollout that gets more ends the run with an error.
         failure: The reward of a rollout in which the agent failed or ran out of time; below ``perfect``.
         reserve: Share of the rollouts that is held back for the final measurement.
-        test: Share of the validation tasks that take no part in the search and give the reported score; 0 tasks if the
-            share is fewer than 8.
+        test: Share of the validation tasks that take no part in the search and give the reported score; no tasks if
+            the share would be fewer than 8.
     """
 
     perfect: float = 1.0
