@@ -116,10 +116,10 @@ def test_skipped_updates_are_no_finding_where_others_of_the_step_trained_or_anot
     assert [] == suggestions_of(logged({**FLAT, **last, "grad_norm": lambda step: float(step < 30)}, steps=30))
 
 
-def test_idle_places_are_explained_by_the_rollouts_of_a_step() -> None:
+def test_idle_slots_are_explained_by_the_rollouts_of_a_step() -> None:
     idle = {**SITUATIONS["workers-idle"], "slots": lambda _: 96.0}
     (few,) = suggestions_of(logged(idle))
-    assert "70% of the runner's 96 places had no rollout in the 90.0 s" in few.evidence
+    assert "70% of the runner's 96 slots had no rollout in the 90.0 s" in few.evidence
     assert few.evidence.endswith("which are 64")
     assert few.change.startswith("concurrency = 64 in [runner] is as fast")
     (long,) = suggestions_of(logged(SITUATIONS["workers-idle"]))
@@ -127,7 +127,7 @@ def test_idle_places_are_explained_by_the_rollouts_of_a_step() -> None:
     assert "concurrency = 10 in [runner] is enough" in long.change
 
 
-def test_idle_places_do_not_matter_where_collecting_takes_little_of_a_step() -> None:
+def test_idle_slots_do_not_matter_where_collecting_takes_little_of_a_step() -> None:
     assert [] == suggestions_of(logged({"collect_s": lambda _: 1.5, "slots_idle_share": lambda _: 0.7}))
 
 
