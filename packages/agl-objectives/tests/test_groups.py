@@ -197,7 +197,7 @@ async def is_odd(group: Sequence[Episode]) -> bool:
 
 
 class Shared(Village):
-    """Tasks that share one group (`group_key`). A greedy rollout earns a tenth of its task's number, in task 3 nothing."""
+    """Tasks that share one group (`group_key`). Greedy rollouts earn a tenth of the task number, in task 3 nothing."""
 
     def play(self, order: RolloutOrder) -> Episode:
         played = super().play(order)

@@ -316,7 +316,7 @@ class PreferenceAlgorithm(Supplied, ABC):
         return averaged(reports)
 
     def _reference_sums(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
-        """Return log ref(rollout) by rollout, in nats, before the step's first update."""
+        """Return log ref(rollout) by rollout id, in nats; it stays the same during a step's updates."""
         if self._reference == "behaviour":
             # The sampler recorded log pi_behaviour of every token that it drew; the mask removes what it read.
             return _rollout_sums(rows, [row.behaviour * row.mask for row in rows])
@@ -375,7 +375,7 @@ class DPO(PreferenceAlgorithm):
         optim: AdamW; `decay` is refused.
         lora: Adapters in place of all weights.
         compute: Device, precision and memory.
-        saving: Saved states of training.
+        saving: When states of training are saved, and how many are kept.
     """
 
     name = "dpo"
@@ -505,7 +505,7 @@ class KTO(PreferenceAlgorithm):
         optim: AdamW; `decay` is refused.
         lora: Adapters in place of all weights.
         compute: Device, precision and memory.
-        saving: Saved states of training.
+        saving: When states of training are saved, and how many are kept.
     """
 
     name = "kto"

@@ -167,7 +167,7 @@ class SFT:
         return self._tuned.state()
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, optimizer moments included."""
+        """Continue from a checkpoint: weights and optimizer moments."""
         await self._tuned.restore(state)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:

@@ -1,4 +1,4 @@
-"""LoRA adapters in memory, between algorithms that train them and policies that serve them."""
+"""LoRA adapters in memory, which an algorithm that trains them passes to a policy that serves them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ Moment = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 """Decay rate of a moment: the share of it that an update keeps."""
 
 Decay = Literal["constant", "linear", "cosine"]
-"""The curves of a learning rate after its warm-up."""
+"""The curves of the learning rate after the warm-up."""
 
 KLPenalty = Literal["k2", "k3"]
 """The estimates of a KL divergence that can be a term of the loss, because their gradient is not 0 in expectation."""

@@ -236,7 +236,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def another_tokenizer(teacher: str, difference: str) -> ConfigError:
-    """Return the error for a teacher whose tokens are not those of the policy."""
+    """Return the error for a teacher with another tokenizer than the policy; `difference` says how they differ."""
     return ConfigError(
         f"The teacher {teacher!r} has another tokenizer than the policy: {difference}. It cannot say how likely the "
         "policy's tokens are. Take a larger model of the policy's family, or write the teacher's runs to a file "

@@ -209,7 +209,7 @@ class BatchCache(Cache):
 
     @property
     def width(self) -> int:
-        """Number of columns that attention reads: the length of the longest row."""
+        """Number of columns that attention reads, which is the length of the longest row."""
         return self._window.width
 
     def begin(self, rows: Sequence[KeyValues | None], *, new_tokens: int) -> None:

@@ -81,7 +81,7 @@ class _ChoiceTexts:
         return stream.text[sent:safe]
 
     def rest(self, index: int, whole: str) -> str:
-        """Return the part of the final text that has not been sent."""
+        """Return the part of the final text `whole` that has not been sent."""
         return whole[self._sent.get(index, 0) :]
 
 
