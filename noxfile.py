@@ -373,17 +373,21 @@ GENERIC = [
     "pydantic-ai-slim[openai]>=2.62,<3",
     "smolagents[openai]>=1.20,<2",
     "litellm>=1.80,<2",
-    *("requests>=2.32,<3", "aiohttp>=3.11,<4"),
-    *(f"opentelemetry-instrumentation-{of}>=0.59b0" for of in ("threading", "httpx", "requests", "aiohttp-client")),
-    *("opentelemetry-instrumentation-logging>=0.59b0", "wrapt"),
 ]
-"""Frameworks and clients that need no adapter, and instrumentations that patch what we patch."""
+"""Frameworks and clients that need no adapter."""
+
+INSTRUMENTATIONS = [
+    *("requests>=2.32,<3", "aiohttp>=3.11,<4", "wrapt>=1.17,<3"),
+    *(f"opentelemetry-instrumentation-{of}>=0.59b0" for of in ("threading", "httpx", "requests", "aiohttp-client")),
+    "opentelemetry-instrumentation-logging>=0.59b0",
+]
+"""Instrumentations that patch what we patch."""
 
 
 @nox.session
 def generic(session: nox.Session) -> None:
     """Frameworks that need no adapter: those that emit the standard spans themselves, and plain clients."""
-    tools = environment(session, [*ours(*CORE), *TEST_TOOLS, *GENERIC])
+    tools = environment(session, [*ours(*CORE), *TEST_TOOLS, *GENERIC, *INSTRUMENTATIONS])
     files = [f"packages/agl-core/tests/test_{name}.py" for name in ("generic_otel", "foreign_patches")]
     pytest(session, tools, *files, "packages/agl-run/tests/test_own_spans.py")
 

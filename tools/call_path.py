@@ -6,8 +6,9 @@ One step of GRPO runs on a tiny model with a gateway, on an agent that writes a 
 call's departure to the optimiser's update, every call of a function and every return in the project's sources is
 watched: a file holds the call when an argument or a result there holds the mark, as text, bytes or token ids. It is on
 the way when the mark passes from it, by calls and returns, to a file where a stage ends: the client's departure, the
-gateway's recorder, the store's tables, the training loop. Files that only look at what they get (watchers, tallies,
-checks) lie beside the way and are counted apart, and so are the files of the policy server, which stands for any model.
+gateway's sender and recorder, the store's tables, the training loop. Files that only look at what they get and note
+findings (watchers, tallies, checks, links between calls) lie beside the way and are counted apart, and so are the files
+of the policy server, which stands for any model.
 ``docs/explanation/data-flow.md`` leads through those to open first.
 
 It needs the environment of the session ``example(calc)``.
@@ -65,7 +66,7 @@ SERVER = frozenset(
 ENDS = frozenset(
     (
         *("agl/tracing/_wire/hook.py", "agl_gateway/record/recorder.py", "agl_store_sqlite/_tables.py"),
-        "agl_algo_torch/grpo.py",
+        *("agl_gateway/relay/sender.py", "agl_algo_torch/grpo.py"),
     )
 )
 MAX_DEPTH = 6

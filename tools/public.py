@@ -78,6 +78,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.answers",
         "agl_objectives.contract",
         "agl_objectives.advantages",
+        "agl_objectives.directories",
         "agl_objectives.groups",
         "agl_objectives.importance",
         "agl_objectives.kl",

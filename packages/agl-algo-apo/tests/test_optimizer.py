@@ -13,8 +13,13 @@ from typing import Any
 
 import pytest
 
-from agl_algo_apo.proposals.optimizer import Optimizer, OptimizerDownError, OptimizerSettings, most_tokens
-from agl_algo_apo.proposals.outage import requested_pause
+from agl_algo_apo.proposals.optimizer import (
+    Optimizer,
+    OptimizerDownError,
+    OptimizerSettings,
+    most_tokens,
+    requested_pause,
+)
 from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices, Spent
 from agl_testing.model_server import Cut, Garbage, ModelRequest, Reply, ScriptedModelServer, Status, Step
 

@@ -16,17 +16,11 @@ from msgspec.structs import replace
 
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.learner.checkpoint import (
-    load_training,
-    prune,
-    read_origin,
-    save_served,
-    save_training,
-    write_directory,
-)
+from agl_algo_torch.learner.checkpoint import load_training, read_origin, save_served, save_training
 from agl_algo_torch.learner.model import load_model
 from agl_algo_torch.learner.optim import apply_gradients, build_optimizer, learning_rate
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_objectives.directories import prune, write_directory
 from agl_objectives.reports import averaged
 from agl_objectives.settings import Compute, Lora, Optim
 
@@ -136,7 +130,7 @@ def test_a_killed_write_leaves_a_whole_directory(tmp_path: Path) -> None:
         """
         import sys
         from pathlib import Path
-        from agl_algo_torch.learner.checkpoint import write_directory
+        from agl_objectives.directories import write_directory
 
         def fill(directory, value):
             for name in "ab":

@@ -12,11 +12,11 @@ import pytest
 
 from agl.schemas import Weights
 from agl_algo_torch.grpo import GRPO
-from agl_algo_torch.learner.checkpoint import prune
 from agl_algo_torch.learner.typed_torch import read_tensors
 from agl_algo_torch.ppo import PPO
 from agl_algo_torch.preferences import DPO
 from agl_algo_torch.rft import RFT
+from agl_objectives.directories import prune
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 

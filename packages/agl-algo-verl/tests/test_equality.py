@@ -56,7 +56,7 @@ def is_told_apart(group: list[float]) -> bool:
 
 @NAMES
 @PRECISION
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(groups=st.lists(st.lists(values, min_size=2, max_size=6).filter(is_told_apart), min_size=1, max_size=4))
 def test_advantages_are_those_of_verls_functions(
     name: str, keys: dict[str, Any], groups: list[list[float]], dtype: torch.dtype, tolerance: float
@@ -144,7 +144,7 @@ def losses(masks: list[list[bool]], seed: int, dtype: torch.dtype, *, mode: str,
 
 
 @PRECISION
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(masks=rows, seed=st.integers(0, 2**31), dual=st.sampled_from([1.5, 3.0, 1e9]))
 def test_losses_over_tokens_and_their_gradients_are_the_same_numbers(
     masks: list[list[bool]], seed: int, dual: float, dtype: torch.dtype, tolerance: float
@@ -154,7 +154,7 @@ def test_losses_over_tokens_and_their_gradients_are_the_same_numbers(
     assert float((own_gradient - their_gradient).abs().max()) <= tolerance
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(masks=rows, seed=st.integers(0, 2**31))
 def test_losses_over_rollouts_differ_by_what_verl_adds_to_a_count(masks: list[list[bool]], seed: int) -> None:
     (own, own_gradient), (theirs, their_gradient) = losses(
@@ -186,7 +186,7 @@ def sample(mask: list[bool], values: torch.Tensor) -> RowSample:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(masks=rows, seed=st.integers(0, 2**31), gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95, 0.0]))
 def test_generalised_advantages_are_the_same_numbers(
     masks: list[list[bool]], seed: int, gamma: float, lam: float
@@ -212,7 +212,7 @@ def test_generalised_advantages_are_the_same_numbers(
 
 
 @PRECISION
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(masks=rows, seed=st.integers(0, 2**31), clip=st.sampled_from([0.1, 0.5, 5.0]))
 def test_value_losses_and_their_gradients_are_the_same_numbers(
     masks: list[list[bool]], seed: int, clip: float, dtype: torch.dtype, tolerance: float
@@ -240,7 +240,7 @@ def test_value_losses_and_their_gradients_are_the_same_numbers(
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @PRECISION
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(masks=rows, seed=st.integers(0, 2**31))
 def test_kl_estimates_are_the_same_numbers(
     masks: list[list[bool]], seed: int, kind: str, dtype: torch.dtype, tolerance: float
@@ -255,7 +255,7 @@ def test_kl_estimates_are_the_same_numbers(
 
 
 @PRECISION
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(masks=rows, seed=st.integers(0, 2**31), cap=st.sampled_from([1.0, 2.0, 5.0]))
 def test_truncated_importance_weights_are_the_same_numbers(
     masks: list[list[bool]], seed: int, cap: float, dtype: torch.dtype, tolerance: float
@@ -300,7 +300,7 @@ def policy_loss(mode: str, mask_B_R: torch.Tensor, tensors: list[torch.Tensor], 
 
 
 @CLOSE
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(masks=rows, seed=st.integers(0, 2**31), low=st.sampled_from([0.1, 0.2]), high=st.sampled_from([0.2, 0.28, 0.4]))
 def test_dapos_bounds_and_the_second_bound_are_what_their_papers_say(
     masks: list[list[bool]], seed: int, low: float, high: float, dtype: torch.dtype, tolerance: float
@@ -319,7 +319,7 @@ def test_dapos_bounds_and_the_second_bound_are_what_their_papers_say(
 
 
 @CLOSE
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(masks=rows, seed=st.integers(0, 2**31))
 def test_gspos_ratio_is_that_of_a_row(masks: list[list[bool]], seed: int, dtype: torch.dtype, tolerance: float) -> None:
     logp_B_R, change_B_R, advantages_B_R = draw(masks, seed, dtype, count=3)

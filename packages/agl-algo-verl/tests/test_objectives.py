@@ -99,7 +99,7 @@ def theirs(mode: str, actor: dict[str, Any], policy_loss: dict[str, Any], *, ten
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(masks=rows, seed=seeds)
 def test_losses_and_their_gradients_are_those_of_verl(name: str, masks: list[list[bool]], seed: int) -> None:
     ours, params, mode, actor, policy_loss = LOSSES[name]
@@ -138,7 +138,7 @@ def test_losses_and_their_gradients_are_those_of_verl(name: str, masks: list[lis
 
 
 @pytest.mark.parametrize("name", ["opo", "gpg", "grpo_passk", "remax"])
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     groups=st.lists(
         st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_size=5, unique=True), min_size=1, max_size=4
@@ -168,7 +168,7 @@ def test_estimators_are_those_of_verl(name: str, groups: list[list[float]], seed
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("floor", [None, 0.5])
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(masks=rows, seed=seeds)
 def test_importance_weights_are_those_of_verl(
     masks: list[list[bool]], seed: int, level: str, floor: float | None

@@ -259,7 +259,7 @@ warnings.simplefilter("ignore")
 import verl.utils.distributed
 import verl.workers.engine_workers as workers
 from verl.utils.import_utils import import_external_libs
-import_external_libs(["agl_algo_verl.ray.model", "agl_algo_verl.ray.losses"])
+import_external_libs(["agl_algo_verl.ray.preparation"])
 print(verl.utils.distributed.get_device_name(), workers.ActorRolloutRefWorker.actor_worker_cls.__name__)
 import verl.trainer.ppo.v1.trainer_base as trainers
 from agl_algo_verl.privates import use_loss_worker

@@ -110,13 +110,13 @@ def test_the_tables_name_keys_that_verl_has() -> None:
 LOSS_KEYS = {"loss": "cispo", "loss_params": {"clip_high": 0.1}, "estimator": "opo"}
 
 
-@pytest.mark.parametrize(("rollout", "others"), [("agl_hf", ["agl_algo_verl.ray.model"]), ("vllm", [])])
-def test_a_loss_of_ours_reaches_verls_workers_in_the_name_of_the_loss(rollout: str, others: list[str]) -> None:
+@pytest.mark.parametrize("rollout", ["agl_hf", "vllm"])
+def test_a_loss_of_ours_reaches_verls_workers_in_the_name_of_the_loss(rollout: str) -> None:
     found = composed(**LOSS_KEYS, **{"rollout.name": rollout})
     named = loss_of(found["actor_rollout_ref.actor.policy_loss.loss_mode"])
     assert named is not None
     assert ("cispo", 0.1) == (named.entry.name, named.call.clip_high)
-    assert [*others, "agl_algo_verl.ray.losses"] == found[LIBRARIES]
+    assert ["agl_algo_verl.ray.preparation"] == found[LIBRARIES]
     assert not set(LOSS_KEYS) & found.keys()
     own = composed(**{"rollout.name": rollout, "actor.policy_loss.loss_mode": "gspo"})
     assert "gspo" == own["actor_rollout_ref.actor.policy_loss.loss_mode"]
@@ -133,15 +133,14 @@ RS = {"algorithm.rollout_correction.rollout_rs": "token_k1", "algorithm.rollout_
 
 @pytest.mark.parametrize("keys", [{}, RS, {"algorithm.adv_estimator": "gae"}], ids=["", "rejection", "critic"])
 def test_every_run_trains_by_the_workers_of_this_package(keys: dict[str, Any]) -> None:
-    assert ["agl_algo_verl.ray.model", "agl_algo_verl.ray.losses"] == composed(**keys)[LIBRARIES]
+    assert ["agl_algo_verl.ray.preparation"] == composed(**keys)[LIBRARIES]
 
 
 @pytest.mark.parametrize("given", ["mine", ["mine", "yours"]])
 def test_libraries_of_the_person_are_imported_beside_those_of_this_package(given: str | list[str]) -> None:
     theirs = [given] if isinstance(given, str) else given
     keys: dict[str, Any] = {"model.external_lib": given}
-    assert ["agl_algo_verl.ray.model", *theirs, "agl_algo_verl.ray.losses"] == composed(**keys)[LIBRARIES]
-    assert [*theirs, "agl_algo_verl.ray.losses"] == composed(**keys, **{"rollout.name": "vllm"})[LIBRARIES]
+    assert [*theirs, "agl_algo_verl.ray.preparation"] == composed(**keys)[LIBRARIES]
 
 
 VERL = Path(next(iter(find_spec("verl").submodule_search_locations)))
@@ -202,7 +201,7 @@ def test_no_key_that_goes_to_verl_is_overwritten_on_the_way() -> None:
     options = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 2, "checkpoint": None, "threads": 1}
     whole: Any = compose(read, **options)
     assert {LIBRARIES} == {name for name in given if "as written" != OmegaConf.select(whole, name)}
-    assert ["as written", "agl_algo_verl.ray.losses"] == OmegaConf.select(whole, LIBRARIES)
+    assert ["as written", "agl_algo_verl.ray.preparation"] == OmegaConf.select(whole, LIBRARIES)
 
 
 def test_every_key_that_goes_to_verl_is_read_by_a_part_of_it_that_runs() -> None:
@@ -270,7 +269,7 @@ def test_adapters_are_merged_where_a_server_would_serve_them_to_verl_alone() -> 
 def test_only_the_cpu_gets_what_the_cpu_needs() -> None:
     found = composed(**{"rollout.name": "vllm"})
     assert "cuda" == found["trainer.device"]
-    assert ["agl_algo_verl.ray.losses"] == found[LIBRARIES]
+    assert ["agl_algo_verl.ray.preparation"] == found[LIBRARIES]
     assert found["actor_rollout_ref.rollout.free_cache_engine"]
     assert "sdpa" == found["actor_rollout_ref.model.override_config.attn_implementation"]
 

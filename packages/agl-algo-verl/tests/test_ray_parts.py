@@ -402,23 +402,14 @@ def test_checkpoints_that_count_are_removed_except_the_newest_the_kept_and_those
     places |= {5: "verl-000004/global_step_2", 6: "verl-000004/global_step_3"}
     for step, place in places.items():
         (tmp_path / place).mkdir(parents=True)
-        count(tmp_path / place, step=step)
-    count(tmp_path / places[3], step=4)  # which trained nothing
-    count(tmp_path / places[3], step=4, origin="merged/one")
+        count(tmp_path / place, step=step, origin="")
+    count(tmp_path / places[3], step=4, origin="merged/one")  # which trained nothing
     (tmp_path / "verl-000004/global_step_4").mkdir()  # which no step counts yet
     assert [3, 4] == steps_of(tmp_path / places[3])
-    assert ["", "", "", "", "merged/one"] == sorted(origins(tmp_path) or [])
+    assert ["", "", "", "", "merged/one"] == sorted(origins(tmp_path))
     prune(tmp_path, keep=2, kept={4}, used=("", str(tmp_path / places[1] / "actor/huggingface")))
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")}
     assert {places[step] for step in (1, 3, 5, 6)} | {"verl-000004/global_step_4"} == left
-
-
-def test_a_checkpoint_that_does_not_say_its_origin_leaves_it_open(tmp_path: Path) -> None:
-    place = tmp_path / "verl-000000/global_step_1"
-    place.mkdir(parents=True)
-    assert [] == origins(tmp_path)
-    (place / "steps.json").write_text("[1]")
-    assert origins(tmp_path) is None
 
 
 class Queues:

@@ -111,7 +111,7 @@ def test_an_anchor_has_verls_reference_and_the_worker_that_reads_it(keys: dict[s
     found = composed(read)
     actor = "actor_rollout_ref.actor"
     assert (True, coef) == (found[f"{actor}.use_kl_loss"], found[f"{actor}.kl_loss_coef"])
-    assert "agl_algo_verl.ray.losses" in found["actor_rollout_ref.model.external_lib"]
+    assert "agl_algo_verl.ray.preparation" in found["actor_rollout_ref.model.external_lib"]
     check_composed(read, steps=3, tasks=2)
 
 

@@ -13,9 +13,10 @@ import torch
 
 import agl
 from agl.errors import ConfigError
-from agl_algo_verl.local.trainer import VERL, advice
+from agl_algo_verl.local.trainer import VERL
 from agl_algo_verl.local.worker import check_device
 from agl_algo_verl.losses.choice import chosen_estimator, chosen_loss
+from agl_algo_verl.rows.training import advice
 from agl_algo_verl.settings.keys import key_tables, table, verl_keys
 from agl_algo_verl.settings.ray import read_ray_settings
 from agl_algo_verl.settings.settings import OWN, Estimator, Loss, VerlSettings, read_settings
@@ -238,7 +239,7 @@ def test_the_keys_of_the_example_without_a_gpu_are_taken() -> None:
         ({"actor.kl_loss_type": "kl"}, r"kl_loss_type = 'kl': .*gradient is 0 on average; use low_var_kl"),
         ({"algorithm.adv_estimator": "best"}, r"Invalid enum value 'best'.*algorithm\.adv_estimator"),
         ({"algorithm.filter_groups.enable": True}, r"filter_groups\.enable = True: .*refill = ROUNDS"),
-        ({"sampling.refill": -1}, r"refill = -1; give the most rounds"),
+        ({"sampling.refill": -1}, r"refill = -1: Expected `int` >= 0"),
         ({"sampling.refill": 1, "rollout.n": 1, "estimator": "reinforce++"}, r"groups of 1 rollout"),
         ({"sampling.refill": 1, "estimator": "reinforce++"}, r"refill = 1.*over the whole batch"),
         ({"sampling.refill": 1, "algorithm.adv_estimator": "reinforce_plus_plus"}, r"refill = 1.*over the whole batch"),

@@ -109,7 +109,7 @@ def test_waiting_takes_groups_in_the_order_in_which_they_were_asked_for(tmp_path
     assert [[0, 1], [2, 3], [4, 5], [6, 7]] == asyncio.run(body())
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     turns=st.lists(st.integers(0, 30), min_size=10, max_size=10),
     strategy=st.sampled_from(["drop", "wait"]),

@@ -56,7 +56,7 @@ drawn = st.tuples(st.integers(0, 2).map(float), st.tuples(answer, answer), st.in
 groups_of = st.lists(st.lists(drawn, min_size=2, max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(drawn=groups_of, masks=st.booleans(), punishes=st.booleans(), dropped=st.integers(0, 3))
 def test_masks_punishments_and_shares_are_those_of_the_torch_algorithms(
     drawn: list[list[Any]], masks: bool, punishes: bool, dropped: int

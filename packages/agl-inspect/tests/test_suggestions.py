@@ -1,4 +1,4 @@
-"""Each situation is found by its rule and by no other, and a healthy run is left alone."""
+"""For each problem of a run, its rule makes a finding and no other rule does; a healthy run has no finding."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ Values = Callable[[int], float]
 
 
 def wobble(step: int) -> float:
-    """Noise that follows from the step, between -1 and 1."""
+    """Return noise between -1 and 1 that depends only on the step."""
     return math.sin(7.0 * step)
 
 
@@ -29,8 +29,8 @@ HEALTHY: dict[str, Values] = {
     "silent_share": lambda step: 0.25 + 0.05 * wobble(step),
     "dropped_share": lambda _: 0.01,
     "evaluator_failed_share": lambda _: 0.005,
-    "places": lambda _: 16.0,
-    "places_idle_share": lambda step: 0.2 + 0.1 * wobble(step),
+    "slots": lambda _: 16.0,
+    "slots_idle_share": lambda step: 0.2 + 0.1 * wobble(step),
     "truncated_share": lambda _: 0.02,
     "clipped_low": lambda _: 0.01,
     "clipped_high": lambda _: 0.02,
@@ -68,7 +68,7 @@ SITUATIONS: dict[str, dict[str, Values]] = {
     "split-rows": {"rows": lambda _: 640.0},
     "slow-rollouts": {"collect_s": lambda _: 90.0},
     "slow-updates": {"update_s": lambda _: 90.0},
-    "workers-idle": {"collect_s": lambda _: 90.0, "places_idle_share": lambda _: 0.7},
+    "workers-idle": {"collect_s": lambda _: 90.0, "slots_idle_share": lambda _: 0.7},
 }
 
 
@@ -116,10 +116,10 @@ def test_skipped_updates_are_no_finding_where_others_of_the_step_trained_or_anot
     assert [] == suggestions_of(logged({**FLAT, **last, "grad_norm": lambda step: float(step < 30)}, steps=30))
 
 
-def test_idle_places_are_explained_by_the_rollouts_of_a_step() -> None:
-    idle = {**SITUATIONS["workers-idle"], "places": lambda _: 96.0}
+def test_idle_slots_are_explained_by_the_rollouts_of_a_step() -> None:
+    idle = {**SITUATIONS["workers-idle"], "slots": lambda _: 96.0}
     (few,) = suggestions_of(logged(idle))
-    assert "70% of the runner's 96 places had no rollout in the 90.0 s" in few.evidence
+    assert "70% of the runner's 96 slots had no rollout in the 90.0 s" in few.evidence
     assert few.evidence.endswith("which are 64")
     assert few.change.startswith("concurrency = 64 in [runner] is as fast")
     (long,) = suggestions_of(logged(SITUATIONS["workers-idle"]))
@@ -127,8 +127,8 @@ def test_idle_places_are_explained_by_the_rollouts_of_a_step() -> None:
     assert "concurrency = 10 in [runner] is enough" in long.change
 
 
-def test_idle_places_do_not_matter_where_collecting_takes_little_of_a_step() -> None:
-    assert [] == suggestions_of(logged({"collect_s": lambda _: 1.5, "places_idle_share": lambda _: 0.7}))
+def test_idle_slots_do_not_matter_where_collecting_takes_little_of_a_step() -> None:
+    assert [] == suggestions_of(logged({"collect_s": lambda _: 1.5, "slots_idle_share": lambda _: 0.7}))
 
 
 def test_rollouts_that_their_agents_failed_are_told_beside_those_that_a_reward_failed() -> None:

@@ -1,4 +1,4 @@
-"""Breakage around a run must not hang it, lose what was recorded, or be paid for again."""
+"""Failures around a run must not hang it, lose recorded data, or cause data to be paid for again."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ async def no_resources(_: Rollout) -> NamedResources:
 
 
 class Failing:
-    """A turn that cannot begin."""
+    """An algorithm that cannot begin."""
 
     is_finished = False
 

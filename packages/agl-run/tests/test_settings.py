@@ -1,10 +1,10 @@
-"""The settings that a resumed run compares: what is kept of them, and how a change is shown."""
+"""The settings that a resumed run compares: their saved form, and the display of a change."""
 
 from typing import Any
 
 from agl.algorithms import algorithm
 from agl_run.config.records import ExperimentConfig, ExperimentSection
-from agl_run.config.settings import changed_settings, training_settings
+from agl_run.config.training_settings import changed_settings, training_settings
 
 SECRET = "not-for-a-store"
 

@@ -1,7 +1,7 @@
-"""A CPU platform for VERL, which ships none; VERL loads this module as one of its `verl.plugins`.
+"""A CPU platform for VERL, which has none itself; VERL loads this module as one of its `verl.plugins`.
 
-It does nothing unless VERL_PLATFORM is `cpu`, so that an installation with GPUs stays as it is.
-Functions about memory and streams answer for a device that has none of its own.
+The module does nothing unless VERL_PLATFORM is `cpu`, so that an installation with GPUs is not affected. Functions
+about memory and streams return the values of a device without own memory.
 """
 
 # ruff: noqa: D102 - VERL's PlatformBase describes the methods
@@ -9,7 +9,7 @@ Functions about memory and streams answer for a device that has none of its own.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,33 +24,20 @@ NAME = "cpu"
 
 
 class _Device(ModuleType):
-    """A namespace of device functions for the CPU, with the names that VERL expects, such as those of `torch.cuda`."""
+    """A namespace of device functions for the CPU, with the names that VERL expects, like those of `torch.cuda`."""
 
-    def is_available(self) -> bool:
-        return True
-
-    def max_memory_allocated(self, *_: Any) -> int:
-        return 0
-
-    def max_memory_reserved(self, *_: Any) -> int:
-        return 0
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
 
     def memory_allocated(self, *_: Any) -> int:
         return 0
 
-    def memory_reserved(self, *_: Any) -> int:
-        return 0
+    max_memory_allocated = max_memory_reserved = memory_reserved = memory_allocated
 
     def mem_get_info(self, *_: Any) -> tuple[int, int]:
         return 0, 0
 
     def empty_cache(self) -> None:
-        return
-
-    def synchronize(self, *_: Any) -> None:
-        return
-
-    def set_device(self, *_: Any) -> None:
         return
 
     def manual_seed(self, seed: int) -> None:
@@ -64,18 +51,12 @@ class _Device(ModuleType):
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
-    def current_stream(self, *_: Any) -> Any:
-        return cast("Any", torch).cpu.current_stream()
-
-    def stream(self, *_: Any) -> Any:
-        return nullcontext()
-
     def get_device_name(self, *_: Any) -> str:
         return NAME
 
 
 class CpuPlatform(PlatformBase):
-    """Describes the CPU to VERL: gloo, one device, no memory management."""
+    """Describes the CPU to VERL: the gloo backend, one device, no memory management."""
 
     _device = _Device("agl_algo_verl.cpu.device")
 
@@ -109,8 +90,7 @@ class CpuPlatform(PlatformBase):
     def manual_seed(self, seed: int) -> None:
         self._device.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        self._device.manual_seed(seed)
+    manual_seed_all = manual_seed
 
     def set_allocator_settings(self, settings: str) -> None:
         del settings

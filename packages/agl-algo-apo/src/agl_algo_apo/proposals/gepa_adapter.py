@@ -1,24 +1,24 @@
-"""An experiment as the gepa library sees it: its adapter, its reflection model, its stopper.
+"""Presents an experiment to the gepa library: as its adapter, its reflection model and its stopper.
 
-The library is synchronous and runs in a thread of its own; everything here that pays or waits is posted to the event
-loop. Nothing here reads a wall clock or draws a random number, so a phase that is repeated after a crash makes the
-same requests under the same names, finds the rollouts and answers that were paid for, and goes on where it was cut.
+The library is synchronous and runs in a separate thread; all work here that pays or waits is passed to the event loop.
+Nothing here reads a wall clock or draws a random number. So a phase that is repeated after a crash makes the same
+requests under the same names, finds the rollouts and answers that were paid for, and continues where it was
+interrupted.
 
 The adapter accepts arguments that later releases of the library add to its calls. It depends on two methods of the
-library's adapter protocol, on the attribute ``propose_new_texts``, on ``EvaluationBatch`` and on stoppers being asked
-between iterations.
+library's adapter protocol, on the attribute ``propose_new_texts``, on ``EvaluationBatch``, and on the library calling
+stoppers between iterations.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from gepa.core.adapter import EvaluationBatch
 
 from agl.errors import RunError
 from agl_algo_apo.measurement.scores import Measured, Split
-from agl_algo_apo.proposals.evidence import EvidenceRun
 from agl_algo_apo.proposals.optimizer import OptimizerDownError
 from agl_algo_apo.search.budget import BudgetExhaustedError
 from agl_algo_apo.search.progress import StopReason
@@ -26,48 +26,18 @@ from agl_algo_apo.search.progress import StopReason
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from agl_algo_apo.gepa import GepaPhase
+
 T = TypeVar("T")
 Stopped = StopReason | Literal["", "share"]
-"""The reason why a phase ended early: that of a search, or its spent share of the budget; ``""`` while it goes on."""
+"""The reason why a phase ended early: a search's reason, or its spent share of the budget; ``""`` while it runs."""
 
 TextByName = Mapping[str, str]
 TaskPlace = tuple[Split, int]
 """The library's data instance: a task by its split and position."""
 
 MAX_IDLE = 20
-"""After so many iterations in a row without a rollout nothing is left to learn."""
-
-
-class GepaHost(Protocol):
-    """The search as the adapter needs it; coroutines run on the event loop."""
-
-    async def refusal(self, texts: TextByName) -> str:
-        """Return the reason why these texts may not be tried, ``""`` if they may."""
-        ...
-
-    async def measure(self, texts: TextByName, places: Sequence[TaskPlace]) -> None:
-        """Run what is not known yet; raises :class:`BudgetExhaustedError`."""
-        ...
-
-    def known(self, texts: TextByName, place: TaskPlace) -> Measured | None:
-        """Return the outcome of these texts on a task, ``None`` if it is not known."""
-        ...
-
-    async def evidence(self, name: str, texts: TextByName, measured: Sequence[Measured]) -> list[EvidenceRun]:
-        """Return rollouts as evidence about one component."""
-        ...
-
-    async def ask(self, request: str, number: int) -> str:
-        """Return the optimiser's answer to the phase's ``number``-th request."""
-        ...
-
-    def spent_rollouts(self) -> int:
-        """Return the number of rollouts that were paid so far."""
-        ...
-
-    def stop_reason(self) -> "Stopped":
-        """Return the reason to stop now, ``""`` to go on."""
-        ...
+"""After this many consecutive iterations without a rollout, nothing is left to learn."""
 
 
 class PhaseCancelledError(BaseException):
@@ -78,19 +48,19 @@ class GepaAdapter:
     """Serves ``gepa.optimize`` as its adapter, its reflection model and its stopper.
 
     Attributes:
-        propose_new_texts: ``None``, so that the library's own proposer asks :meth:`reflect`; it must exist.
-        stopped: The reason why the phase ended early, ``""`` while it goes on.
-        refused: Number of proposals in a row that the static gate refused.
+        propose_new_texts: ``None``, so that the library's own proposer calls :meth:`reflect`; the attribute must exist.
+        stopped: The reason why the phase ended early; ``""`` while it runs.
+        refused: Number of consecutive proposals that the static gate refused.
 
     Args:
-        host: The search.
-        loop: The event loop that the search lives on.
-        patience: Refused proposals in a row that end the phase.
+        host: The phase, whose coroutines run on the event loop.
+        loop: The search's event loop.
+        patience: Number of consecutive refused proposals that ends the phase.
     """
 
     propose_new_texts = None
 
-    def __init__(self, host: GepaHost, loop: asyncio.AbstractEventLoop, *, patience: int) -> None:
+    def __init__(self, host: "GepaPhase", loop: asyncio.AbstractEventLoop, *, patience: int) -> None:
         self.stopped: Stopped = ""
         self.refused = 0
         self._host = host
@@ -104,7 +74,7 @@ class GepaAdapter:
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """End the phase from the event loop's thread."""
+        """End the phase; called from the event loop's thread."""
         self._is_cancelled = True
         if self._waiting is not None:
             self._waiting.cancel()
@@ -112,14 +82,18 @@ class GepaAdapter:
     def evaluate(
         self, batch: list[TaskPlace], candidate: dict[str, str], capture_traces: bool = False, **_: Any
     ) -> "EvaluationBatch[Measured | None, str]":
-        """Return the rewards of a candidate on a batch; a refused one scores minus infinity and costs nothing."""
+        """Return the rewards of a candidate on a batch; a refused candidate scores minus infinity and costs nothing."""
         del capture_traces  # outcomes are returned as trajectories either way
         refusal = self._wait(lambda: self._host.refusal(candidate))
         if refusal:
-            self._count_refusal(refusal)
+            self.refused += 1
+            if self.refused >= self._patience:
+                self.stopped = "no_proposals"
             lowest, nothing = [float("-inf")] * len(batch), cast("list[Measured | None]", [None] * len(batch))
             return EvaluationBatch([refusal] * len(batch), lowest, nothing, num_metric_calls=0)
-        self._accept(candidate)
+        if (key := tuple(sorted(candidate.items()))) not in self._tried:
+            self._tried.add(key)
+            self.refused = 0
         before = self._host.spent_rollouts()
         try:
             self._wait(lambda: self._host.measure(candidate, batch))
@@ -143,7 +117,7 @@ class GepaAdapter:
         return {name: self._records(name, candidate, measured) for name in components_to_update}
 
     def reflect(self, prompt: str | list[dict[str, Any]], **_: Any) -> str:
-        """Ask the optimiser's model and return its answer; ends the phase when it is down or cannot be paid."""
+        """Ask the optimiser's model and return its answer; ends the phase if it is down or the budget is spent."""
         if self.stopped:
             raise RunError(self.stopped)
         request = prompt if isinstance(prompt, str) else "\n\n".join(str(part.get("content")) for part in prompt)
@@ -159,7 +133,7 @@ class GepaAdapter:
             raise
 
     def should_stop(self, _state: Any = None, **_: Any) -> bool:
-        """Return whether the library is to stop before its next iteration."""
+        """Return true if the library should stop before its next iteration."""
         if self._is_cancelled:
             raise PhaseCancelledError
         paid = self._host.spent_rollouts()
@@ -180,17 +154,6 @@ class GepaAdapter:
             }
             for run in runs
         ]
-
-    def _accept(self, candidate: dict[str, str]) -> None:
-        key = tuple(sorted(candidate.items()))
-        if key not in self._tried:
-            self._tried.add(key)
-            self.refused = 0
-
-    def _count_refusal(self, why: str) -> None:
-        self.refused += 1
-        if self.refused >= self._patience:
-            self.stopped = "no_proposals"
 
     def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run a coroutine on the event loop, block this thread until it is done, and return its result."""
@@ -213,7 +176,7 @@ class GepaAdapter:
 
 
 def _filled(found: Sequence[Measured | None]) -> list[float]:
-    """Return the rewards of a batch, for the library wants one per task.
+    """Return the rewards of a batch, one per task, as the library requires.
 
     A task that infrastructure broke every time gets the mean of the others, which does not change the batch's mean.
     """

@@ -1,11 +1,11 @@
-"""The results of a search's steps: live versions, files for people, scores, metrics, the reason for the end.
+"""The results of a search's steps: live versions, files for users, scores, metrics, the reason for the end.
 
-There is one score of a candidate at any time, and everything that names one has it from here: the store's versions,
-`lineage.jsonl`, the metrics of a step, and `result.json`. Before the final measurement it is the mean of all rewards
-on validation tasks; after it, that of the fresh ones for those who are in the result.
+A candidate has one score at any time, and all outputs use it: the store's versions, `lineage.jsonl`, the metrics of a
+step, and `result.json`. Before the final measurement the score is the mean of all rewards on validation tasks. After
+it, candidates in the result have the mean of their fresh rewards.
 
-A version has the score of the candidate that brought it. The live versions have that of the published candidate, all
-of whose texts are live together.
+A version has the score of the candidate that introduced it. The live versions have the score of the published
+candidate, all of whose texts are live together.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agl.contracts import VersionScore
-from agl.schemas import Json, Record, to_json
+from agl.schemas import Json, to_json
+from agl_algo_apo.measurement.estimates import Estimate
 from agl_algo_apo.search.progress import STOP_WORDS, StopReason
-from agl_algo_apo.texts.lineage import Lineage, resource_of
+from agl_algo_apo.texts.lineage import resource_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from agl.schemas import Json
-    from agl_algo_apo.acceptance.final_measurement import How, Result
-    from agl_algo_apo.measurement.estimates import Estimate
-    from agl_algo_apo.measurement.evaluation import Evaluator
+    from agl_algo_apo.acceptance.final_measurement import How
     from agl_algo_apo.search.tools import SearchTools
 
 
 async def publish_best(search: SearchTools, step: int, *, is_final: bool) -> tuple[str, ...]:
-    """Make the best texts live where they are not, at every improvement or at the end; returns the versions."""
+    """Make the best texts live if they are not, at every improvement or at the end; returns the new versions."""
     is_new = search.progress.best != search.progress.published
     if not is_new or (search.settings.publish == "end" and not is_final):
         return ()
@@ -49,13 +47,8 @@ async def publish_best(search: SearchTools, step: int, *, is_final: bool) -> tup
     return tuple(published)
 
 
-def current_scores(search: SearchTools) -> dict[str, CandidateScore]:
-    """Return the score of every candidate that was measured, by id."""
-    return candidate_scores(search.lineage, search.evaluator, seed=search.progress.seed, result=search.result)
-
-
 def write_files(search: SearchTools, *, is_improved: bool) -> None:
-    """Write the best texts where they are better, the lineage, and the result at the end."""
+    """Write the best texts if they have improved, the lineage, and, at the end, the result."""
     workdir = search.context.workdir
     if is_improved or search.progress.step == 1:
         write_best(workdir, search.best.texts)
@@ -65,11 +58,12 @@ def write_files(search: SearchTools, *, is_improved: bool) -> None:
         {**msgspec.structs.asdict(c), "score": msgspec.to_builtins(scores.get(c.id)), "journal": journal.get(c.id)}
         for c in search.lineage.all()
     ]
-    write_lineage(workdir, rows)
+    _write(workdir / "lineage.jsonl", b"".join(to_json(row) + b"\n" for row in rows))
     if search.result is not None:
         reason = {"stop_reason": search.progress.stop_reason, "stop_detail": search.progress.stop_detail}
         spent = {"spent": msgspec.structs.asdict(search.budget.spent), "texts": search.best.texts}
-        write_result(workdir, {**msgspec.structs.asdict(search.result), **reason, **spent})
+        result = to_json({**msgspec.structs.asdict(search.result), **reason, **spent})
+        _write(workdir / "result.json", msgspec.json.format(result, indent=2) + b"\n")
 
 
 def metrics_of(search: SearchTools) -> dict[str, float]:
@@ -90,14 +84,14 @@ def metrics_of(search: SearchTools) -> dict[str, float]:
 
 
 def stop_words(search: SearchTools) -> str:
-    """Return the reason for the end with the result, in one line."""
+    """Return the reason for the end, with the result, in one line."""
     reason: StopReason = search.progress.stop_reason or "budget"
     detail = f" ({search.progress.stop_detail})" if search.progress.stop_detail else ""
     return f"{reason}: {STOP_WORDS[reason]}{detail}. {search.result.words if search.result else ''}".strip()
 
 
 def note_scores(search: SearchTools) -> None:
-    """Note in the journal the score of every candidate on the tasks of the selection, and the final ones."""
+    """Record in the journal each candidate's score on validation tasks, and the scores of the final measurement."""
     for candidate in search.lineage.all():
         rewards = search.evaluator.scores.rewards(candidate.id, "val")
         if rewards:
@@ -117,16 +111,6 @@ def write_best(workdir: Path, texts: Mapping[str, str]) -> None:
         _write(workdir / "best" / f"{name}.txt", text.encode())
 
 
-def write_lineage(workdir: Path, rows: Iterable[Json]) -> None:
-    """Write ``lineage.jsonl``: one candidate a line, in the order in which they were made."""
-    _write(workdir / "lineage.jsonl", b"".join(to_json(row) + b"\n" for row in rows))
-
-
-def write_result(workdir: Path, result: Json) -> None:
-    """Write ``result.json``."""
-    _write(workdir / "result.json", msgspec.json.format(to_json(result), indent=2) + b"\n")
-
-
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
@@ -134,70 +118,42 @@ def _write(path: Path, data: bytes) -> None:
     os.replace(partial, path)
 
 
-class CandidateScore(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The score of a candidate with its 95 % interval over ``n`` tasks, and the rewards that it is made of."""
+class CandidateScore(Estimate, frozen=True, kw_only=True, omit_defaults=False):
+    """The score of a candidate, and the source of the rewards behind it."""
 
-    mean: float
-    low: float
-    high: float
-    n: int
     how: How
 
 
-def candidate_scores(
-    lineage: Lineage, evaluator: Evaluator, *, seed: str, result: Result | None
-) -> dict[str, CandidateScore]:
-    """Return the score of every candidate that was measured on validation tasks, by id.
-
-    Args:
-        lineage: All candidates.
-        evaluator: Has their rewards.
-        seed: Id of the first candidate.
-        result: Result of the final measurement, ``None`` before it.
-    """
+def current_scores(search: SearchTools) -> dict[str, CandidateScore]:
+    """Return the score of every candidate with rewards on validation tasks, by id."""
     scores: dict[str, CandidateScore] = {}
-    for candidate in lineage.all():
-        rewards = evaluator.scores.rewards(candidate.id, "val")
-        if rewards:
-            how: How = "first measurement" if candidate.id == seed else "selection"
-            scores[candidate.id] = _score(evaluator.estimate(rewards), how)
-    if result is not None:
-        scores[seed] = _score(result.seed_score, result.how)
-        scores[result.winner] = _score(result.score, result.how)
+
+    def put(candidate: str, value: Estimate, how: How) -> None:
+        scores[candidate] = CandidateScore(**msgspec.structs.asdict(value), how=how)
+
+    for candidate in search.lineage.all():
+        if rewards := search.evaluator.scores.rewards(candidate.id, "val"):
+            how: How = "first measurement" if candidate.id == search.progress.seed else "selection"
+            put(candidate.id, search.evaluator.estimate(rewards), how)
+    if (result := search.result) is not None:
+        put(search.progress.seed, result.seed_score, result.how)
+        put(result.winner, result.score, result.how)
         if result.beaten_score is not None:
-            scores[result.beaten] = _score(result.beaten_score, result.how)
+            put(result.beaten, result.beaten_score, result.how)
     return scores
 
 
-def version_scores(
-    lineage: Lineage,
-    scores: Mapping[str, CandidateScore],
-    *,
-    seed: str,
-    published: str,
-    live: Mapping[str, str],
-) -> list[VersionScore]:
-    """Return the scores of all versions whose candidates were measured.
-
-    Args:
-        lineage: All candidates.
-        scores: The score of each, by id.
-        seed: Id of the first candidate.
-        published: Id of the candidate whose texts are live.
-        live: The live version of every tuned resource.
-    """
+def version_scores(search: SearchTools) -> list[VersionScore]:
+    """Return the scores of all versions whose candidates were measured."""
+    progress, context, scores = search.progress, search.context, current_scores(search)
     owners: dict[tuple[str, str], str] = {}
-    for candidate in lineage.all():
+    for candidate in search.lineage.all():
         for version in candidate.versions.items():
             owners.setdefault(version, candidate.id)  # children share unchanged versions; the first one owns them
-    if published != seed:
-        owners |= dict.fromkeys(live.items(), published)
+    if progress.published != progress.seed:
+        owners |= {(name, context.current(name).version): progress.published for name in context.tunes}
     return [
         VersionScore(name=name, version=version, **msgspec.structs.asdict(scores[owner]))
         for (name, version), owner in owners.items()
         if owner in scores
     ]
-
-
-def _score(value: Estimate, how: How) -> CandidateScore:
-    return CandidateScore(**msgspec.structs.asdict(value), how=how)

@@ -21,39 +21,15 @@ from agl.errors import ConfigError
 from agl.schemas import Weights, WeightsProbe, write_probe
 from agl_algo_torch.learner.model import has_lora, load_trainable_state, no_bars, trainable_state, without_master
 from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
+from agl_objectives.directories import write_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
     from torch import Tensor, nn
 
     from agl_algo_torch.learner.model import LoadedModel
 
 FORMAT = 1
 """Version of the training checkpoint's layout."""
-
-
-def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
-    """Call `fill` on an empty temporary directory next to `target`, flush it to disk and rename it to `target`.
-
-    An existing `target` is replaced. After a crash at any point, `target` is the old directory, the new directory or
-    absent, but never a mixture. Leftovers of an earlier crash are removed.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (target.with_name(f".{target.name}.{kind}") for kind in ("new", "old"))
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    fresh.mkdir()
-    fill(fresh)
-    # Contents before names: after a power cut, a renamed directory must not hold empty files.
-    for path in sorted(fresh.rglob("*")):
-        if path.is_file():
-            _flush(path)
-    if target.exists():
-        target.rename(old)
-    fresh.rename(target)
-    _flush_directory(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def save_served(loaded: LoadedModel, target: Path) -> Weights:
@@ -153,21 +129,6 @@ def keep_start(origin: Weights, target: Path) -> Weights:
     return msgspec.structs.replace(origin, uri=str(target.absolute()))
 
 
-def step_directory(parent: Path, step: int) -> Path:
-    """Return the directory of a step's files; names sort in the order of the steps."""
-    return parent / f"{step:06d}"
-
-
-def prune(parent: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-    """Remove the directories of steps up to `step`, except the newest `keep` and those of the steps `kept`."""
-    newest = step_directory(parent, step).name
-    found = sorted(path for path in parent.glob("[0-9]*") if path.is_dir() and path.name <= newest)
-    staying = {step_directory(parent, each).name for each in kept}
-    for path in found[:-keep]:
-        if path.name not in staying:
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def _read_state(source: Path) -> dict[str, Any]:
     path = source / "state.json"
     if not path.is_file():
@@ -200,21 +161,6 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[
         moments[f"{name}/exp_avg"] = state["exp_avg"]
         moments[f"{name}/exp_avg_sq"] = state["exp_avg_sq"]
     return moments, steps
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _flush_directory(path: Path) -> None:
-    if os.name != "posix":  # other systems cannot open a directory to flush it
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 _TEXT = "Seven times eight is fifty-six: 7*8=56. A list in Python, [1, 2, 3], has three items."

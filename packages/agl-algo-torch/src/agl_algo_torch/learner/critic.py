@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from agl_algo_torch.learner.batch import micro_batches
-from agl_algo_torch.learner.checkpoint import load_training, prune, save_training, step_directory
+from agl_algo_torch.learner.checkpoint import load_training, save_training
 from agl_algo_torch.learner.model import checkpoint_gradients, computing
 from agl_algo_torch.learner.optim import apply_gradients, build_optimizer
 from agl_algo_torch.learner.packing import pack, packs_rows
 from agl_algo_torch.learner.scoring import last_hidden_states
 from agl_algo_torch.learner.typed_torch import backward, seed_everything
 from agl_algo_torch.learner.weights import serving_copy
+from agl_objectives.directories import prune, step_directory
 from agl_objectives.reports import Skipped
 
 if TYPE_CHECKING:

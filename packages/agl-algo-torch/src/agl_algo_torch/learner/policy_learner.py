@@ -17,15 +17,7 @@ import torch
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.learner.batch import MicroBatch, RowSample, from_tokens, micro_batches, recompute_logprobs
-from agl_algo_torch.learner.checkpoint import (
-    load_training,
-    prune,
-    read_origin,
-    save_served,
-    save_training,
-    served_weights,
-    step_directory,
-)
+from agl_algo_torch.learner.checkpoint import load_training, read_origin, save_served, save_training, served_weights
 from agl_algo_torch.learner.model import (
     LoadedModel,
     add_lora,
@@ -38,6 +30,7 @@ from agl_algo_torch.learner.optim import apply_gradients, build_optimizer
 from agl_algo_torch.learner.packing import pack, packs_rows
 from agl_algo_torch.learner.scoring import find_head
 from agl_algo_torch.learner.typed_torch import seed_everything
+from agl_objectives.directories import prune, step_directory
 from agl_objectives.reports import Skipped
 from agl_objectives.settings import Compute, Lora, Optim
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agl_algo_torch.learner.batch import RowSample
-from agl_algo_torch.learner.checkpoint import prune, step_directory, write_directory
 from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
+from agl_objectives.directories import prune, step_directory, write_directory
 from agl_objectives.replay import ReplayPool
 
 if TYPE_CHECKING:

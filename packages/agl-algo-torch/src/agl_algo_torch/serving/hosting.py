@@ -25,7 +25,7 @@ from torch import nn
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.learner.batch import MicroBatch, row_chunks
-from agl_algo_torch.learner.checkpoint import load_training, save_training, write_directory
+from agl_algo_torch.learner.checkpoint import load_training, save_training
 from agl_algo_torch.learner.model import add_lora, load_model, no_bars
 from agl_algo_torch.learner.optim import build_optimizer
 from agl_algo_torch.learner.packing import pack, packs_rows
@@ -35,6 +35,7 @@ from agl_algo_torch.serving.codec import TextCodec, stop_checker
 from agl_algo_torch.serving.engine import Engine, EngineSettings
 from agl_algo_torch.serving.sampling import SamplingParams
 from agl_algo_torch.serving.sequence import EngineError, Event, Generation, GenerationRequest
+from agl_objectives.directories import write_directory
 from agl_objectives.settings import Lora, Optim
 
 if TYPE_CHECKING:

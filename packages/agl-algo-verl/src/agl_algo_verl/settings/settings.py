@@ -1,27 +1,27 @@
-"""VERL's configuration keys, as far as training in one process uses them, typed and checked before anything runs.
+"""VERL's configuration keys that training in one process uses, typed and checked before anything runs.
 
 The structs have VERL's own nesting and names, and VERL's defaults except where a docstring says `Differs`. A key that
-is not here is looked up in the configuration that VERL ships (`keys.py`), so that a message can tell a spelling
-mistake from a key of VERL that this engine would ignore, and from one that the experiment decides.
+is not here is looked up in the configuration that VERL ships (`keys.py`), so that a message can distinguish a
+misspelled key, a key of VERL that this engine would ignore, and a key that the experiment decides.
 
-Symbols in comments are those of `models.py` (losses), `shaping.py` (KL penalty, GAE) and `critic.py`.
+For the symbols in comments see `models.py` (losses), `shaping.py` (KL penalty, GAE) and `critic.py`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from agl.errors import ConfigError
+from agl_algo_verl.algorithm import Replay, Sampling
 from agl_algo_verl.losses.choice import with_aggregation
 from agl_algo_verl.losses.correction import correction_of
 from agl_algo_verl.settings.checks import check_settings
 from agl_algo_verl.settings.keys import leaves, nested, read_keys
-from agl_algo_verl.settings.own import Keys, Replay, Sampling, Saving
 from agl_objectives.reports import MAX_NONFINITE
+from agl_objectives.settings import Count, NotNegative, Positive, Saving, Settings, Share, Whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,14 +44,11 @@ Estimator = Literal[
 Loss = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "gpg", "dro"]
 KlEstimate = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 KlLoss = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
-Count = Annotated[int, Meta(ge=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Positive = Annotated[float, Meta(gt=0)]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-class RolloutCorrectionKeys(Keys, frozen=True, kw_only=True):
-    """Correction of the loss for tokens that another policy drew (`correction.py`). Off by default, as in VERL."""
+class RolloutCorrectionKeys(Settings, frozen=True, kw_only=True):
+    """Correction of the loss for tokens that another policy sampled (`correction.py`). Off by default, as in VERL."""
 
     rollout_is: Literal["token", "sequence"] | None = None
     rollout_is_threshold: float | str = 2.0  # a ratio above it counts as this; "LOW_HIGH" drops those outside
@@ -62,8 +59,8 @@ class RolloutCorrectionKeys(Keys, frozen=True, kw_only=True):
     loss_type: Literal["ppo_clip"] = "ppo_clip"  # of VERL's bypass_mode
 
 
-class KlControlKeys(Keys, frozen=True, kw_only=True):
-    """The weight of the KL penalty in the reward; `adaptive` moves it until the KL is `target_kl` (`learner.py`)."""
+class KlControlKeys(Settings, frozen=True, kw_only=True):
+    """The weight of the KL penalty in the reward; `adaptive` changes it until the KL is `target_kl` (`learner.py`)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     kl_coef: float = 0.001  # beta, and where an adaptive one starts
@@ -71,8 +68,8 @@ class KlControlKeys(Keys, frozen=True, kw_only=True):
     target_kl: float = 0.1  # nats per token
 
 
-class AlgorithmKeys(Keys, frozen=True, kw_only=True):
-    """Advantages and what changes them. Differs: `adv_estimator` is `grpo`, which needs no critic."""
+class AlgorithmKeys(Settings, frozen=True, kw_only=True):
+    """Advantages, and the keys that change them. Differs: `adv_estimator` is `grpo`, which needs no critic."""
 
     adv_estimator: Estimator = "grpo"
     norm_adv_by_std_in_grpo: bool = True  # False is Dr. GRPO
@@ -84,10 +81,10 @@ class AlgorithmKeys(Keys, frozen=True, kw_only=True):
     rollout_correction: RolloutCorrectionKeys = RolloutCorrectionKeys()
 
 
-class DataKeys(Keys, frozen=True, kw_only=True):
+class DataKeys(Settings, frozen=True, kw_only=True):
     """Lengths in tokens. Differs: `filter_overlong_prompts` is on; rows beyond a length are left out and counted.
 
-    Off, a prompt that is too long stops the run, as VERL's `truncation = "error"` does.
+    If it is off, a prompt that is too long stops the run, as with VERL's `truncation = "error"`.
     """
 
     train_batch_size: Count = 1024
@@ -96,8 +93,8 @@ class DataKeys(Keys, frozen=True, kw_only=True):
     filter_overlong_prompts: bool = True
 
 
-class OptimKeys(Keys, frozen=True, kw_only=True):
-    """AdamW of the policy; warm-up and decay count steps of the experiment."""
+class OptimKeys(Settings, frozen=True, kw_only=True):
+    """The policy's AdamW; warm-up and decay count steps of the experiment."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
@@ -111,12 +108,12 @@ class OptimKeys(Keys, frozen=True, kw_only=True):
 
 
 class CriticOptimKeys(OptimKeys, frozen=True, kw_only=True):
-    """AdamW of the critic."""
+    """The critic's AdamW."""
 
     lr: float = 1e-5
 
 
-class MixedPrecisionKeys(Keys, frozen=True, kw_only=True):
+class MixedPrecisionKeys(Settings, frozen=True, kw_only=True):
     """Precisions of the engine. Differs: by default `param_dtype` is `fp32` on the CPU, where VERL's `bf16` is slow."""
 
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -124,8 +121,8 @@ class MixedPrecisionKeys(Keys, frozen=True, kw_only=True):
     buffer_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
 
-class FsdpKeys(Keys, frozen=True, kw_only=True):
-    """VERL's FSDP2 engine: precision, and what it keeps in the CPU's memory."""
+class FsdpKeys(Settings, frozen=True, kw_only=True):
+    """VERL's FSDP2 engine: its precision, and the parts that it offloads to the CPU's memory."""
 
     model_dtype: Literal["fp32", "bf16"] = "fp32"
     mixed_precision: MixedPrecisionKeys = MixedPrecisionKeys()
@@ -133,7 +130,7 @@ class FsdpKeys(Keys, frozen=True, kw_only=True):
     optimizer_offload: bool = False
 
 
-class PolicyLossKeys(Keys, frozen=True, kw_only=True):
+class PolicyLossKeys(Settings, frozen=True, kw_only=True):
     """The choice among VERL's policy losses."""
 
     loss_mode: Loss = "vanilla"
@@ -145,7 +142,7 @@ class PolicyLossKeys(Keys, frozen=True, kw_only=True):
     dro_beta: float | None = None  # weight of dro's quadratic bound
 
 
-class ActorKeys(Keys, frozen=True, kw_only=True):
+class ActorKeys(Settings, frozen=True, kw_only=True):
     """Updates and loss of the policy.
 
     Differs: by default a mini-batch is the whole step, and micro-batches are cut by tokens.
@@ -173,31 +170,31 @@ class ActorKeys(Keys, frozen=True, kw_only=True):
     fsdp_config: FsdpKeys = FsdpKeys()
 
     def number(self, name: str) -> Any:
-        """Return the value of a dotted key; of a bound that is not given, `clip_ratio`, whatever VERL's own default."""
+        """Return the value of a dotted key; a ratio bound that is not set is `clip_ratio`, whatever VERL's default."""
         value: Any = self
         for part in name.split("."):
             value = getattr(value, part)
         return self.clip_ratio if value is None and name.startswith("clip_ratio_") else value
 
 
-class ModelKeys(Keys, frozen=True, kw_only=True):
-    """The network and its adapters. Differs: by default `use_remove_padding` is on where it can be (`packing.py`)."""
+class ModelKeys(Settings, frozen=True, kw_only=True):
+    """The network and its adapters. Differs: by default `use_remove_padding` is on if possible (`packing.py`)."""
 
     use_remove_padding: bool | None = None  # rows packed one behind the other
     enable_gradient_checkpointing: bool = False  # less memory for a second forward pass
-    lora_rank: Annotated[int, Meta(ge=0)] = 0  # r; 0 trains all weights
+    lora_rank: Whole = 0  # r; 0 trains all weights
     lora_alpha: int = 16  # adapters are scaled by alpha / r
     target_modules: str | tuple[str, ...] = "all-linear"
     exclude_modules: str | None = None
 
 
-class RolloutKeys(Keys, frozen=True, kw_only=True):
-    """Collecting. Differs: `n` is 8; with VERL's 1 nothing could be compared."""
+class RolloutKeys(Settings, frozen=True, kw_only=True):
+    """Collecting. Differs: `n` is 8; with VERL's 1 there would be nothing to compare."""
 
     n: Count = 8  # rollouts of a task, which are a group
 
 
-class ActorRolloutRefKeys(Keys, frozen=True, kw_only=True):
+class ActorRolloutRefKeys(Settings, frozen=True, kw_only=True):
     """Everything about the policy: its training, its network, its rollouts."""
 
     actor: ActorKeys = ActorKeys()
@@ -205,14 +202,14 @@ class ActorRolloutRefKeys(Keys, frozen=True, kw_only=True):
     rollout: RolloutKeys = RolloutKeys()
 
 
-class CriticModelKeys(Keys, frozen=True, kw_only=True):
-    """The critic's network. Differs: the switch is off by default."""
+class CriticModelKeys(Settings, frozen=True, kw_only=True):
+    """The critic's network. Differs: gradient checkpointing is off by default."""
 
     enable_gradient_checkpointing: bool = False
 
 
-class CriticKeys(Keys, frozen=True, kw_only=True):
-    """The value model of `adv_estimator = "gae"`; its mini-batches and epochs are the actor's where none are given."""
+class CriticKeys(Settings, frozen=True, kw_only=True):
+    """The value model of `adv_estimator = "gae"`; by default its mini-batches and epochs are the actor's."""
 
     optim: CriticOptimKeys = CriticOptimKeys()
     model: CriticModelKeys = CriticModelKeys()
@@ -225,21 +222,21 @@ class CriticKeys(Keys, frozen=True, kw_only=True):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum"] = "token-mean"
 
 
-class ColocateAsyncKeys(Keys, frozen=True, kw_only=True):
+class ColocateAsyncKeys(Settings, frozen=True, kw_only=True):
     """Collecting ahead."""
 
     num_warmup_batches: Count = 1  # batches of groups asked for ahead of the step that trains them
 
 
-class SamplerKeys(Keys, frozen=True, kw_only=True):
+class SamplerKeys(Settings, frozen=True, kw_only=True):
     """The age of groups, in versions of the policy."""
 
     max_off_policy_threshold: int = 8  # versions that a group may span
     max_off_policy_strategy: Literal["drop", "wait"] = "drop"  # instead of a group that would span more
 
 
-class V1Keys(Keys, frozen=True, kw_only=True):
-    """Synchronous training, or rollouts that go on while the models learn (`rows/supply.py`)."""
+class V1Keys(Settings, frozen=True, kw_only=True):
+    """Synchronous training, or rollouts that continue while the models learn (`rows/supply.py`)."""
 
     trainer_mode: Literal["sync", "colocate_async"] = "sync"
     colocate_async: ColocateAsyncKeys = ColocateAsyncKeys()
@@ -247,12 +244,12 @@ class V1Keys(Keys, frozen=True, kw_only=True):
 
     @property
     def is_async(self) -> bool:
-        """True if rollouts go on while the models learn."""
+        """True if rollouts continue while the models learn."""
         return self.trainer_mode != "sync"
 
 
-class OverlongBufferKeys(Keys, frozen=True, kw_only=True):
-    """DAPO's punishment of long answers, off by default (`rows.soft_overlong`). `log` must stay false."""
+class OverlongBufferKeys(Settings, frozen=True, kw_only=True):
+    """DAPO's penalty for long answers, off by default (`rows.soft_overlong`). `log` must stay false."""
 
     enable: bool = False
     len: int = 0  # L_cache: the last tokens before `max_resp_len`, in which an answer loses reward
@@ -260,20 +257,20 @@ class OverlongBufferKeys(Keys, frozen=True, kw_only=True):
     log: bool = False
 
 
-class RewardKwargsKeys(Keys, frozen=True, kw_only=True):
-    """The arguments of VERL's reward manager `dapo`; the punishment counts the tokens of a call, not of a rollout."""
+class RewardKwargsKeys(Settings, frozen=True, kw_only=True):
+    """The arguments of VERL's reward manager `dapo`; the penalty counts the tokens of a call, not of a rollout."""
 
     overlong_buffer_cfg: OverlongBufferKeys = OverlongBufferKeys()
     max_resp_len: int | None = None  # L_max
 
 
-class RewardKeys(Keys, frozen=True, kw_only=True):
-    """Punishments; rewards themselves are the experiment's."""
+class RewardKeys(Settings, frozen=True, kw_only=True):
+    """Penalties; the rewards themselves come from the experiment."""
 
     reward_kwargs: RewardKwargsKeys = RewardKwargsKeys()
 
 
-class TrainerKeys(Keys, frozen=True, kw_only=True):
+class TrainerKeys(Settings, frozen=True, kw_only=True):
     """The length of the training: `total_training_steps`, or else `total_epochs` over the tasks."""
 
     critic_warmup: int = 0  # before this step the critic alone learns
@@ -287,11 +284,11 @@ OWN = (
     *("loss", "loss_params", "estimator", "estimator_params", "sampling", "replay", "saving", "anchor_coef"),
     *("threads", "max_nonfinite", "entropy", "probe"),
 )
-"""Parameters beside VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
+"""Parameters of agl next to VERL's keys, with the names and meaning that they have in `grpo` of agl-algo-torch."""
 
 
-class VerlSettings(Keys, frozen=True, kw_only=True):
-    """Everything that training in one process uses of VERL's configuration, and the parameters `OWN` beside it."""
+class VerlSettings(Settings, frozen=True, kw_only=True):
+    """All of VERL's configuration that training in one process uses, and the parameters in `OWN`."""
 
     algorithm: AlgorithmKeys = AlgorithmKeys()
     data: DataKeys = DataKeys()
@@ -306,13 +303,11 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()  # its refill takes the place of algorithm.filter_groups
     replay: Replay = Replay()
     saving: Saving = Saving()
-    threads: Annotated[int, Meta(ge=0)] = 0  # torch's on the CPU; 0 leaves torch's choice, and is one on a cluster
-    max_nonfinite: Annotated[int, Meta(ge=0)] = MAX_NONFINITE  # updates in a row without a finite gradient
+    threads: Whole = 0  # torch's on the CPU; 0 leaves torch's choice, and is one on a cluster
+    max_nonfinite: Whole = MAX_NONFINITE  # updates in a row without a finite gradient
     entropy: bool = True  # whether the entropies of tokens are measured, in one process
     probe: bool = True  # whether weights on Ray get a probe
-    anchor_coef: Annotated[float, Meta(ge=0)] = (
-        0.1  # weight of the KL on calls of agents that share the weights and are not trained
-    )
+    anchor_coef: NotNegative = 0.1  # weight of the KL on calls of agents that share the weights and are not trained
 
     @property
     def has_critic(self) -> bool:
@@ -326,12 +321,12 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
 
     @property
     def has_reference(self) -> bool:
-        """True if a KL term needs a frozen copy of the policy at the start."""
+        """True if a KL term needs a frozen copy of the initial policy."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def correction(self) -> Correction:
-        """Return the settings of the correction for tokens that another policy drew."""
+        """The correction for tokens that another policy sampled; raises ConfigError for invalid values."""
         return correction_of(self.algorithm.rollout_correction)
 
     @property
@@ -341,29 +336,29 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
 
     @property
     def is_packed(self) -> bool:
-        """True if rows are packed one behind the other; False while that is left open."""
+        """True if rows are packed one after the other; False while that is undecided."""
         return bool(self.actor_rollout_ref.model.use_remove_padding)
 
     @property
     def is_dynamic(self) -> bool:
-        """True if micro-batches are cut by tokens rather than by rows."""
+        """True if micro-batches are cut by tokens and not by rows."""
         return self.actor.use_dynamic_bsz or not self.actor.ppo_micro_batch_size_per_gpu
 
     def steps(self, tasks: int) -> int:
-        """Return the steps of the whole run for a number of training tasks.
+        """Return the number of steps of the whole run for a number of training tasks.
 
-        A batch may span two epochs, so no task is left out; tasks that fill no whole batch at the very end are.
+        A batch may span two epochs, so no task is left out, except tasks at the very end that do not fill a batch.
         """
         given = self.trainer.total_training_steps
-        # epochs * tasks / batch, rounded down; a batch is never larger than the tasks there are
+        # epochs * tasks / batch, rounded down; a batch is never larger than the number of tasks
         return given or max(1, self.trainer.total_epochs * tasks // min(self.data.train_batch_size, tasks))
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[VerlSettings, list[str]]:
-    """Return the settings in VERL's nested keys, and a note for the person on every key that something else decides.
+    """Return the settings in VERL's nested keys, and a note for the user on every key that the experiment overrules.
 
-    `loss_agg_mode` is the one that the loss asks for, where none is given.
-    Raises ConfigError for keys that are unknown or would be ignored, and for combinations that cannot train.
+    If `loss_agg_mode` is not set, it is the one that the loss requests. Raises ConfigError for keys that are unknown or
+    would be ignored, and for combinations that cannot train.
     """
     own = {name: config[name] for name in OWN if name in config}
     keys = {name: value for name, value in config.items() if name not in OWN}

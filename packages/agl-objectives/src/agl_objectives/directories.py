@@ -10,29 +10,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
+__all__ = ["prune", "step_directory", "write_directory"]
+
 
 def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
-    """Call `fill` on a temporary directory beside `target`, flush it to disk and rename it to `target`.
+    """Call `fill` on an empty temporary directory next to `target`, flush it to disk and rename it to `target`.
 
-    A `target` that exists is replaced; leftovers of an earlier crash are removed.
+    A `target` that exists is replaced. A crash at any point leaves the old one, the new one, or none, but never a
+    mixture. Leftovers of an earlier crash are removed.
     """
+    target.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (target.with_name(f".{target.name}.{kind}") for kind in ("new", "old"))
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    fresh.mkdir(parents=True)
+    fresh.mkdir()
     fill(fresh)
+    # Contents before names: after a power cut, a renamed directory must not hold empty files.
     for path in sorted(fresh.rglob("*")):
         if path.is_file():
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
+            _flush(path)
     if target.exists():
         target.rename(old)
     fresh.rename(target)
+    _flush_directory(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def step_directory(parent: Path, step: int) -> Path:
-    """Return the directory of a step's files; the names sort as the steps do."""
+    """Return the directory of a step's files; names sort in the order of the steps."""
     return parent / f"{step:06d}"
 
 
@@ -40,6 +45,22 @@ def prune(parent: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> 
     """Remove the directories of steps up to `step`, except the newest `keep` and those of `kept`."""
     newest = step_directory(parent, step).name
     found = sorted(path for path in parent.glob("[0-9]*") if path.is_dir() and path.name <= newest)
+    staying = {step_directory(parent, each).name for each in kept}
     for path in found[:-keep]:
-        if int(path.name) not in kept:
+        if path.name not in staying:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_directory(path: Path) -> None:
+    if os.name != "posix":  # other systems cannot open a directory to flush it
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
