@@ -238,11 +238,12 @@ def test_models_that_are_made_at_once_are_no_more_than_the_server_holds(
 ) -> None:
     served = launch(most_models=1)
     clients = [connect(served.url) for _ in range(3)]
-    made = [client.create_lora_training_client(served.name, rank=2) for client in clients]
+    futures = [client.create_lora_training_client(served.name, rank=2) for client in clients]
+    made = [future.result() for future in futures]  # all of them first: one that trains meanwhile would count too
     trained: list[tinker.TrainingClient] = []
-    for future in made:
+    for training in made:
         with suppress(tinker.NotFoundError):
-            update(training := future.result())
+            update(training)
             trained.append(training)
     assert 1 == len(trained)
 
