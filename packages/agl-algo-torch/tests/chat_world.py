@@ -1,4 +1,4 @@
-"""A world of conversations in ChatML: two calls per rollout on one row, with words about every answer that is bad."""
+"""A world of conversations in ChatML: two calls per rollout on one row, with feedback about every bad answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TOKENS = 2
 
 
 def good_tokens(response: list[int]) -> float:
-    """1 where the first token is in the upper half of the vocabulary."""
+    """Return 1 if the first token is in the upper half of the vocabulary, else 0."""
     return float(response[0] >= 128)
 
 
 class ChatWorld:
-    """Plays rollouts of two calls with the live weights; a bad one is told so where `remarks` is on."""
+    """Plays rollouts of two calls with the live weights; with `remarks` a bad rollout gets feedback."""
 
     def __init__(self, *, remarks: bool = True, temperature: float = 1.0) -> None:
         self.remarks, self.temperature = remarks, temperature

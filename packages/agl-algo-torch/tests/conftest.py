@@ -1,4 +1,4 @@
-"""A tiny model with a byte-level tokenizer and a ChatML template with tools, made on the spot."""
+"""Fixtures: a tiny random model with a byte-level tokenizer and a ChatML template with tools."""
 
 import asyncio
 import os
@@ -36,13 +36,13 @@ TEMPLATE = """\
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """The models are so small that a second thread only waits for the first."""
+    """Run torch in one thread; the models are so small that a second one would only wait."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def make_tokenizer() -> Callable[..., Any]:
-    """`make_tokenizer(merges=...)`: byte-level, with merges such as `("a", "b")`."""
+    """`make_tokenizer(merges=...)` makes a byte-level tokenizer with merges such as `("a", "b")`."""
 
     def make(*, merges: tuple[tuple[str, str], ...] = ()) -> Any:
         vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -65,7 +65,7 @@ def make_tokenizer() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def make_loaded(make_tokenizer: Callable[..., Any]) -> Callable[..., LoadedModel]:
-    """`make_loaded(seed=..., merges=...)`: a random Qwen2 of two layers with its tokenizer."""
+    """`make_loaded(seed=..., merges=...)` makes a random Qwen2 of two layers with a tokenizer."""
 
     def make(*, seed: int = 0, merges: tuple[tuple[str, str], ...] = (), context: int = 1024) -> LoadedModel:
         tokenizer = make_tokenizer(merges=merges)
@@ -91,7 +91,7 @@ def make_loaded(make_tokenizer: Callable[..., Any]) -> Callable[..., LoadedModel
 
 @pytest.fixture
 def serve(make_loaded: Callable[..., LoadedModel]) -> Iterator[Callable[..., TorchPolicy]]:
-    """`serve(loaded, **options)`: a started policy named `tiny`, stopped at the end of the test."""
+    """`serve(loaded, **options)` starts a policy named `tiny`, which is stopped at the end of the test."""
     policies: list[TorchPolicy] = []
 
     def start(loaded: LoadedModel | None = None, **options: Any) -> TorchPolicy:
@@ -107,7 +107,7 @@ def serve(make_loaded: Callable[..., LoadedModel]) -> Iterator[Callable[..., Tor
 
 @pytest.fixture
 def connect() -> Iterator[Callable[[TorchPolicy], openai.OpenAI]]:
-    """`connect(policy)`: a client of a started policy that retries nothing."""
+    """`connect(policy)` makes a client of a started policy, without retries."""
     clients: list[openai.OpenAI] = []
 
     def make(policy: TorchPolicy) -> openai.OpenAI:
@@ -121,7 +121,7 @@ def connect() -> Iterator[Callable[[TorchPolicy], openai.OpenAI]]:
 
 @pytest.fixture
 def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
-    """A saved tiny model."""
+    """Directory of a saved tiny model."""
     made = make_loaded()
     with torch.no_grad():
         made.model.model.embed_tokens.weight.mul_(8.0)  # else adapters below a frozen head could not matter

@@ -31,7 +31,7 @@ QUESTION, ANSWER = [40, 50], [60, 61, 62]
 
 
 def other_call(rollout_id: str, **changes: Any) -> Transition:
-    """The call of an agent on the same weights that the agent filter leaves out."""
+    """Return a call of an agent with the same weights that is not trained."""
     call = Transition(
         rollout_id=rollout_id,
         attempt_id=f"{rollout_id}.1",
@@ -46,7 +46,7 @@ def other_call(rollout_id: str, **changes: Any) -> Transition:
 
 
 class SharedWorld(World):
-    """Each rollout also has a call of an agent that is not trained."""
+    """A world in which each rollout also has a call of an agent that is not trained."""
 
     def play(self, order: RolloutOrder) -> Episode:
         episode = super().play(order)
@@ -71,7 +71,7 @@ class TestConformance(AlgorithmConformance):
 
 
 def drift(model: Path, start: Path) -> float:
-    """The change of the other agent's answer, in nats per token."""
+    """Return how much the log-probability of the other agent's answer has changed, in nats per token."""
 
     def logp(path: Path) -> torch.Tensor:
         ids = torch.tensor([QUESTION + ANSWER])

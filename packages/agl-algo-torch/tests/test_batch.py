@@ -1,4 +1,4 @@
-"""Rows to tensors, and the invariant: splitting a rollout into rows leaves its gradient as it was."""
+"""Rows become tensors, and splitting a rollout into rows does not change its gradient."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def rollouts(draw: st.DrawFn) -> list[tuple[list[int], list[int], float]]:
 
 
 def cut(name: str, rollout: tuple[list[int], list[int], float], parts: list[int]) -> list[RowSample]:
-    """The rows that train, in turn, the trained tokens of each part; every row repeats the context before it."""
+    """Return one row per part, which trains the tokens of that part and repeats the context before them."""
     ids, mask, advantage = rollout
     rows: list[RowSample] = []
     for part in sorted(set(parts)):

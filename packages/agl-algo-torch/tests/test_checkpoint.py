@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, exact, never pickle."""
+"""Checkpoints are complete or absent, exact, and never pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The published clients of Anthropic and OpenAI call a policy's server through the gateway, and every token trains."""
+"""Calls by the published clients of Anthropic and OpenAI, through the gateway, train every token of their answers."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ QUESTIONS = ("what is in it?", "and now?")
 
 
 async def messages(url: str, key: str, *, is_streamed: bool) -> None:
-    """Two turns by Anthropic's client."""
+    """Converse for two turns with Anthropic's client."""
     tools = [{"name": "read", "description": "reads a file", "input_schema": SCHEMA}]
     said: list[Any] = []
     async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client:
@@ -51,7 +51,7 @@ async def messages(url: str, key: str, *, is_streamed: bool) -> None:
 
 
 async def responses(url: str, key: str, *, is_streamed: bool) -> None:
-    """Two turns by OpenAI's client."""
+    """Converse for two turns with OpenAI's client."""
     tools = [{"type": "function", "name": "read", "parameters": SCHEMA, "strict": False}]
     said: list[Any] = []
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
@@ -75,7 +75,7 @@ async def responses(url: str, key: str, *, is_streamed: bool) -> None:
 
 @asynccontextmanager
 async def attempt(policy: TorchPolicy) -> AsyncIterator[tuple[EmbeddedGateway, MemoryStore, str, str, str]]:
-    """A gateway before the policy, and an attempt with its token."""
+    """Start a gateway before the policy, and open an attempt with an access token."""
     gateway, store = EmbeddedGateway(), MemoryStore()
     upstream = Upstream(name="tiny", base_url=policy.base_url, api_key_env=POLICY_KEY_ENV, is_trained=True)
     url = await gateway.start(store=store, upstreams=[upstream], secret=SECRET)

@@ -1,4 +1,4 @@
-"""A finished experiment that is given more steps ends with the weights of one that had them from the start."""
+"""A finished experiment that gets more steps ends with the same weights as one that had all steps from the start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIALOGUE = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant
 
 
 def write(task: dict[str, str], llm: agl.LLM) -> float:
-    """One call; the reward is arbitrary and follows from the answer."""
+    """Make one call; the reward is an arbitrary function of the answer."""
     with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
         answer = client.chat.completions.create(
             model=llm.model,
@@ -37,7 +37,7 @@ def write(task: dict[str, str], llm: agl.LLM) -> float:
 
 @pytest.fixture
 def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
-    """A saved tiny model that gives every token some chance."""
+    """Directory of a saved tiny model that may sample any token."""
     made = make_loaded()
     made.model.save_pretrained(tmp_path / "model")
     made.tokenizer.save_pretrained(tmp_path / "model")
@@ -45,7 +45,7 @@ def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
 
 
 class Stage:
-    """An experiment of `sft` and then `grpo`, in a folder of its own."""
+    """An experiment of `sft` and then `grpo`, with its own folder."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Distillation from a teacher in a folder and behind a server, in a world of two calls per rollout."""
+"""Distillation from a teacher in a folder and from one behind a server, in a world of two calls per rollout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 @pytest.fixture
 def teacher_dir(make_loaded: Callable[..., LoadedModel], tmp_path: Path) -> Path:
-    """Another model with the same tokenizer."""
+    """Directory of another model with the same tokenizer."""
     return saved(make_loaded(seed=9), tmp_path / "teacher")
 
 
@@ -77,7 +77,7 @@ class TestConformance(AlgorithmConformance):
 
 @pytest.mark.long
 class TestConformanceWithEverything(AlgorithmConformance):
-    """Rewards beside the teacher, several updates and adapters must resume as exactly."""
+    """Rewards in addition to the teacher, several updates and adapters must resume as exactly as the defaults."""
 
     @pytest.fixture
     def scenario(self, model_dir: Path, teacher_dir: Path) -> AlgorithmScenario:
@@ -88,7 +88,7 @@ class TestConformanceWithEverything(AlgorithmConformance):
 
 @pytest.mark.long
 class TestConformanceWithChosenTasks(AlgorithmConformance):
-    """Rounds and a curriculum must resume as exactly."""
+    """Rounds and a curriculum must resume as exactly as the defaults."""
 
     @pytest.fixture
     def scenario(self, model_dir: Path, teacher_dir: Path) -> AlgorithmScenario:
@@ -184,7 +184,7 @@ def test_teacher_that_is_the_policy_or_a_folder_without_a_slash_is_refused(model
 
 @asynccontextmanager
 async def server(answer: Callable[[dict[str, Any]], web.Response]) -> AsyncIterator[LLM]:
-    """A server of completions that answers as it is told."""
+    """Start a server of completions with the given answers."""
 
     async def handle(request: web.Request) -> web.Response:
         return answer(await request.json())

@@ -1,4 +1,4 @@
-"""Divergences between a policy and its teacher, beside what torch's own distributions give."""
+"""Divergences between a policy and its teacher equal those of torch's own distributions."""
 
 import math
 from itertools import pairwise

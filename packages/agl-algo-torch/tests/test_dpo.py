@@ -1,4 +1,4 @@
-"""DPO: its loss by hand, its gradient against autograd, and whether preferred tokens become more likely."""
+"""DPO: the loss by hand, the gradient against autograd, and whether preferred tokens become more likely."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_pairs_of_another_algorithms_groups_are_learned_once(model_dir: Path, tm
 
 
 def test_gradient_equals_that_of_the_whole_loss(model_dir: Path, tmp_path: Path) -> None:
-    """Equation 7."""
+    """The gradient is that of equation 7 of DPO's paper."""
     group = with_rewards(paid_by_another(model_dir, count=4, rows=2), 0.0, 1.0, 2.0, 0.0)
     pairs = make_pairs(group, gap=1e-6, pairing="all")
 
@@ -108,7 +108,7 @@ def test_pairs_are_the_extremes_or_all_that_differ_enough(model_dir: Path) -> No
 
 
 def test_answers_to_different_tasks_of_a_group_are_no_pair(model_dir: Path) -> None:
-    """With a `group_key` tasks may share a group, and the policy's chances of answers to two prompts do not compare."""
+    """With a `group_key` tasks may share a group, but probabilities of answers to two prompts cannot be compared."""
     played = with_rewards(paid_by_another(model_dir, count=4), 0.0, 1.0, 0.5, 0.75)
     tasks = ["a", "b", "a", "b"]
     group = [

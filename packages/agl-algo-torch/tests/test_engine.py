@@ -1,4 +1,4 @@
-"""The engine over small random models, compared with teacher-forced recomputes."""
+"""The engine over small random models, compared with recomputed log-probabilities."""
 
 import threading
 import time
@@ -54,7 +54,7 @@ def make_model(kind: str = "qwen2", *, seed: int = 0) -> Any:
 
 
 class Running:
-    """An engine with what it reported."""
+    """A started engine, and helpers that submit requests and wait for the answers."""
 
     def __init__(self, model: Any, **settings: Any) -> None:
         self.model = model

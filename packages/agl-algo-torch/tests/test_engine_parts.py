@@ -1,4 +1,4 @@
-"""The parts below the engine that have an algebra: the batch's memory, shared prefixes, and text that grows."""
+"""Property tests of the parts of the engine: the cache of a batch, shared prefixes, and growing text."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ LAYOUT = CacheLayout(
 
 
 def key_values(numbers: list[int]) -> KeyValues:
-    """One row whose token `i` holds `numbers[i]` everywhere."""
+    """Return keys and values of one row in which token `i` has `numbers[i]` everywhere."""
     column = torch.tensor(numbers, dtype=torch.float32)[:, None]
     return [column.expand(count, heads, len(numbers), dim) for count, heads, dim in LAYOUT.stores]
 

@@ -1,4 +1,4 @@
-"""A self-teacher is told the failures, words and siblings that a trace holds, and never a hidden field."""
+"""Lessons have the failures, feedback and siblings in a trace, and never a hidden field."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def leaves(value: Any) -> list[Any]:
 @settings(deadline=None)
 @given(hidden=values, around=st.lists(st.sampled_from(["expected", " ", "'", ":", "was not", "\n", "_"]), min_size=2))
 def test_no_hidden_value_is_ever_told(hidden: Any, around: list[str]) -> None:
-    """However a value is written, and whatever stands beside it."""
+    """It is masked in every spelling, and next to any other text."""
     written = [form for leaf in leaves(hidden) for form in (str(leaf), repr(leaf), json.dumps(leaf), str(leaf).upper())]
     remarks = [words(mark.join([around[0], form, around[-1]])) for form in written for mark in around]
     remarks.append(words(repr(hidden)))
@@ -168,7 +168,7 @@ short_values = st.text(letters, min_size=1, max_size=3) | st.integers(0, 999)
     after=st.sampled_from(["", "px", "%", "."]),
 )
 def test_no_short_hidden_value_is_ever_told(hidden: Any, before: str, after: str) -> None:
-    """Also where letters stand beside a number, and in scripts that write words without a space."""
+    """It is masked next to letters if it is a number, and in scripts without spaces between words."""
     told = said(episode_of(words(f"it is {before}{hidden}{after}!"), task={"secret": hidden}, hidden=("secret",)))
     assert str(hidden) not in told
 

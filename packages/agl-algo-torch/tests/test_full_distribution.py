@@ -1,4 +1,4 @@
-"""Calls that train are drawn from the distribution that training computes, whatever the agent asks for."""
+"""Calls that train are sampled from the distribution that training computes, whatever parameters the agent sets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ASKED = {"temperature": 0.7, "top_p": 0.8, "extra_body": {"top_k": 40}}
 
 
 async def calls_of(policy: TorchPolicy, *, rule: str, mode: str) -> list[ModelCall]:
-    """The calls of one rollout, whose agent asks for 128 answers of 16 tokens from a part of the distribution."""
+    """Return the calls of a rollout whose agent requests 128 answers of 16 tokens with top-k and top-p."""
     store, gateway = MemoryStore(), EmbeddedGateway()
     upstream = Upstream(
         name="llm",
@@ -50,7 +50,7 @@ async def calls_of(policy: TorchPolicy, *, rule: str, mode: str) -> list[ModelCa
 
 
 def scores(loaded: LoadedModel, calls: list[ModelCall]) -> torch.Tensor:
-    """The score of each token along the entropy's direction, `log p(x) + H(p)` at the asked temperature: mean 0."""
+    """Return `log p(x) + H(p)` of each token at the requested temperature, whose mean over samples of p is 0."""
     found: list[torch.Tensor] = []
     for call in calls:
         prompt, answer = unpack_ids(call.prompt_ids), unpack_ids(call.response_ids)

@@ -1,4 +1,4 @@
-"""Going back to an earlier state: its weights and moments, a smaller rate, and files that pruning leaves."""
+"""Going back to an earlier state restores its weights and moments, lowers the rate, and finds its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward pass: the same gradients, with less kept; and AdamW on a GPU."""
+"""Gradient checkpointing gives the same gradients and keeps fewer values; and AdamW on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def learner_of(model_dir: Path, *, device: str = "cpu", lora: Lora | None = None
 
 
 def gradient_and_kept(learner: PolicyLearner, critic: CriticLearner | None = None) -> tuple[dict[str, Any], int]:
-    """The gradient of a pass, and the number of values that it kept for the backward pass, those of weights apart."""
+    """Return the gradient of a pass, and the number of values kept for the backward pass, without the weights."""
     model, kept = critic.model if critic else learner.loaded.model, dict[int, int]()
     weights = {p.data_ptr() for p in model.parameters()}
 

@@ -1,4 +1,4 @@
-"""GRPO as an algorithm, in a world where tokens of a certain kind are rewarded."""
+"""GRPO as an algorithm, in a world that rewards tokens of one half of the vocabulary."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def run(bench: AlgorithmBench) -> list[dict[str, float]]:
 def metrics_of(
     tmp_path: Path, model_dir: Path, world: World | None = None, **params: Any
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics per step, and the weights at the end."""
+    """Return the metrics of every step, and the weights at the end."""
     bench = AlgorithmBench(scenario_of(model_dir, world, **params), tmp_path)
     metrics = asyncio.run(run(bench))
     weights = bench.published[-1].resource
@@ -79,7 +79,7 @@ class TestConformance(AlgorithmConformance):
 
 @pytest.mark.long
 class TestConformanceWithEverything(AlgorithmConformance):
-    """Several updates, a KL penalty and adapters must resume as exactly."""
+    """Several updates, a KL penalty and adapters must resume as exactly as the defaults."""
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
@@ -88,7 +88,7 @@ class TestConformanceWithEverything(AlgorithmConformance):
 
 @pytest.mark.long
 class TestConformanceWithRounds(AlgorithmConformance):
-    """Rounds that replace silent groups, and what a curriculum knows, must resume as exactly."""
+    """Rounds that replace silent groups, and the state of a curriculum, must resume as exactly as the defaults."""
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
@@ -201,7 +201,7 @@ def test_every_task_is_used_once_before_any_is_used_twice(model_dir: Path, tmp_p
 
 
 class Credit:
-    """The reward to the first call, and a fixed advantage to the second."""
+    """Gives the reward to the first call, and a finished advantage to the second."""
 
     def assign(self, group: Any) -> list[list[CallCredit]]:
         return [
@@ -256,7 +256,7 @@ broken_losses = 0
 
 
 def breaks(tokens: TokenBatch) -> LossTerms:
-    """A loss that is not a number as often as `broken_losses` says."""
+    """A loss that is NaN in the next `broken_losses` calls."""
     global broken_losses
     is_broken, broken_losses = broken_losses > 0, broken_losses - 1
     return LossTerms(loss_M=-tokens.advantages_M * tokens.logp_M * (float("nan") if is_broken else 1.0))
@@ -284,7 +284,7 @@ def test_a_step_without_a_finite_gradient_publishes_nothing_and_the_next_one_tra
 
 @pytest.mark.parametrize("params", [{}, {"refill": 1, "curriculum": "frontier"}], ids=["plain", "refill"])
 def test_rewards_that_no_gradient_can_hold_are_skipped(model_dir: Path, tmp_path: Path, params: dict[str, Any]) -> None:
-    """Their sums overflow, in float32 even they do; the update is left out and the run goes on."""
+    """The sums of such rewards overflow, and so do the rewards in float32; updates are skipped, and the run goes on."""
     world = World(lambda response: 1.7e308 if response[0] >= 128 else -1.7e308)
     bench = AlgorithmBench(scenario_of(model_dir, world, **params), tmp_path)
 

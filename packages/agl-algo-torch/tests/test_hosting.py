@@ -1,4 +1,4 @@
-"""Adapters that other programs train and sample from: what an error, a load and a withdrawal leave."""
+"""Adapters that other programs train and sample from: the state after an error, a load and a cancellation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def likelihood(logp_N: Tensor, inputs: Mapping[str, Tensor], row_N: Tensor) -> T
 
 
 def fails_from(number: int, error: Callable[[Tensor], Tensor]) -> Any:
-    """A loss whose passes from `number` on are spoilt."""
+    """Return a loss that applies `error` from its pass `number` on."""
     passes = [0]
 
     def loss(logp_N: Tensor, inputs: Mapping[str, Tensor], row_N: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def test_withdrawal_just_before_the_answer_does_not_disturb_the_engine(model_dir
 
 
 def wait_for_the_listener(sampler: Sampler) -> Callable[[Any], None]:
-    """The engine's listener of a request that is withdrawn once the listener has looked whether it is."""
+    """Return the engine's listener of a request that is cancelled right after the listener has checked for that."""
     taken: list[Any] = []
 
     def submit(_: Any, *, listeners: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The template ``weights`` of ``agl init`` runs as it is written, with a tiny model."""
+"""The template ``weights`` of ``agl init`` runs unchanged with a tiny model."""
 
 import sys
 from collections.abc import Callable

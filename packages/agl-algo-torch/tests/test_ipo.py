@@ -1,4 +1,4 @@
-"""IPO: its loss by hand, its gradient against autograd, and whether preferred tokens become more likely."""
+"""IPO: the loss by hand, the gradient against autograd, and whether preferred tokens become more likely."""
 
 from __future__ import annotations
 

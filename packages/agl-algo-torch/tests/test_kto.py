@@ -1,4 +1,4 @@
-"""KTO: its labels, its loss by hand, its gradient against autograd, and whether good tokens become more likely."""
+"""KTO: labels, the loss by hand, the gradient against autograd, and whether good tokens become more likely."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_good_tokens_become_more_likely(model_dir: Path, tmp_path: Path, params:
 
 
 def test_rollouts_without_siblings_teach_by_their_own_reward(model_dir: Path, tmp_path: Path) -> None:
-    """Feedback on conversations, each of which is a group of its own."""
+    """Rewards of conversations, which are groups of one rollout, teach with `good_from`."""
     alone = [
         replace_group(episode, group=f"conversation-{index}")
         for index, episode in enumerate(paid_by_another(model_dir, count=64))

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies against formulas in plain Python."""
+"""Log-probabilities and entropies are those of formulas in plain Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading, adapters, and what is exported for serving."""
+"""Loading models, adapters, and exporting weights for serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objective over rows: every loss in micro-batches of any size, importance of whole rollouts, entropy bonus."""
+"""The objective over rows: losses in micro-batches of any size, importance of whole rollouts, the entropy bonus."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def objective(loss: str, *, correction: Correction = Correction(), **settings: A
 
 
 def learner_of(model: nn.Module) -> Any:
-    """What an objective asks of a learner."""
+    """Return a learner with the one method that an objective calls."""
     return SimpleNamespace(
         logprobs=lambda rows: recompute_logprobs(model, rows, token_budget=64, device=CPU),
     )
 
 
 def gradient(made: PolicyObjective, samples: list[RowSample], *, budget: int) -> tuple[torch.Tensor, dict[str, float]]:
-    """The gradient of one update with respect to the table of logits, and what is logged."""
+    """Return the gradient of one update with respect to the table of logits, and the metrics."""
     model, tally = Bigram(), Tally()
     weight, total = made.weights(samples)
     kept = [index for index, row in enumerate(samples) if made.has_gradient(row)]

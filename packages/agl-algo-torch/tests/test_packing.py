@@ -1,4 +1,4 @@
-"""Packed rows: what a model says about each is what it says about the row alone, and nothing is computed twice."""
+"""Packed rows have the log-probabilities of rows that run alone, and no token is computed twice."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rows(*lengths: int) -> list[RowSample]:
 
 
 def learn(model: Any, samples: list[RowSample], *, is_packed: bool) -> tuple[dict[int, Any], dict[str, Any]]:
-    """The log-probabilities of each row and the gradient of a weighted sum of them."""
+    """Return the log-probabilities of each row, and the gradient of their weighted sum."""
     model.zero_grad()
     (batch,) = micro_batches(samples, [1.0] * len(samples), token_budget=10_000, device=CPU, is_packed=is_packed)
     logp_M = batch.logprobs(model)

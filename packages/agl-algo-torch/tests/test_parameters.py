@@ -1,4 +1,4 @@
-"""Parameters that make no sense are refused when an algorithm is made, before a model is loaded."""
+"""Parameters that make no sense are refused when an algorithm is constructed, before a model is loaded."""
 
 import re
 from typing import Any
@@ -154,7 +154,7 @@ def test_setting_that_would_change_nothing_is_refused_where_it_has_no_effect_alo
 def test_rounds_are_refused_where_groups_are_compared_with_each_other(
     manager: PluginManager, algorithm: str, params: dict[str, Any]
 ) -> None:
-    """A group whose rollouts are equal teaches there, and would be dropped."""
+    """If the estimator compares over the batch, a group of equal rollouts teaches, but `refill` would drop it."""
     build(manager, algorithm, estimator="reinforce++", **params)
     build(manager, algorithm, estimator="reinforce++-baseline", refill=2, **params)
     with pytest.raises(AglError, match=f"{algorithm} got refill = 2.*over the whole batch"):

@@ -1,4 +1,4 @@
-"""The forecasts of ``agl check --forecast`` against what happens here: memory of a step, and the time of an update."""
+"""The forecasts of ``agl check --forecast`` are near the measured memory of a step and time of an update."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WIDE = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "v
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, and the most of them at a time."""
+    """Counts the bytes of all tensors that are alive, and their maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Peak(TorchDispatchMode):
 
 
 def peak_of(sizes: dict[str, int], *, is_checkpointed: bool, dtype: torch.dtype | None) -> int:
-    """Return the most bytes of the second update of a model, its weights and moments included."""
+    """Return the largest number of bytes during the second update of a model, with weights and moments."""
     torch.manual_seed(0)
     config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
     model = Qwen2ForCausalLM(config).eval()

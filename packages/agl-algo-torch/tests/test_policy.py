@@ -1,4 +1,4 @@
-"""The policy as the trainer sees it: start, load, publish, stop."""
+"""The policy as the trainer uses it: start, load, publish, stop."""
 
 import asyncio
 import os

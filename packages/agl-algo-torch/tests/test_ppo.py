@@ -88,7 +88,7 @@ def test_sampler_and_trainer_agree(model_dir: Path, tmp_path: Path) -> None:
 
 
 class Finished:
-    """A credit that gives advantages."""
+    """A credit that gives finished advantages."""
 
     def assign(self, group: Any) -> list[list[CallCredit]]:
         return [
@@ -121,7 +121,7 @@ numbers = st.floats(-5, 5, allow_nan=False, width=32)
 
 @given(st.lists(st.tuples(st.integers(1, 4), numbers, st.integers(0, 3)), min_size=1, max_size=5), st.data())
 def test_without_discount_every_token_is_worth_its_calls_return(parts: list[Any], data: st.DataObject) -> None:
-    """Calls of some tokens each with a return, and what the policy read between them."""
+    """The row has calls of several tokens, each with a return, and tokens between them that the policy read."""
     place, segments, returns, mask = 1, list[Segment](), dict[str, float](), [0]
     expected: list[float] = []
     for index, (length, value, gap) in enumerate(parts):

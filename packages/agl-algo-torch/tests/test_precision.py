@@ -1,4 +1,4 @@
-"""Training in bfloat16: small updates arrive, the path is that of float32, and exports have the type."""
+"""Training in bfloat16 keeps small updates, follows the path of float32, and exports bfloat16."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def learner_of(model_dir: Path, dtype: str) -> PolicyLearner:
 
 
 def train(learner: PolicyLearner, updates: int = UPDATES) -> list[float]:
-    """The losses before each update."""
+    """Train and return the loss before each update."""
     losses: list[float] = []
     for _ in range(updates):
         (batch,) = micro_batches(SAMPLES, [1.0] * 4, total=20.0, token_budget=100, device=learner.loaded.device)

@@ -1,4 +1,4 @@
-"""An export holds what its weights say of a fixed text."""
+"""Exported weights have a probe: the model's log-probabilities of a fixed text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests cannot bring code or stop the server, and nobody without the key can ask."""
+"""Requests cannot run code or block the server, and are refused without the key."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""The recipes of papers on the page about algorithms are settings that `grpo` takes."""
+"""`grpo` accepts the recipes of papers on the page about algorithms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "choose-an-algorithm.md"
 
 
 def recipes() -> dict[str, dict[str, Any]]:
-    """The settings with a value, by paper."""
+    """Return the settings with a value in the page's table, by paper."""
     _, _, section = PAGE.read_text(encoding="utf-8").partition("## From papers to settings\n")
     rows = re.findall(r"^\| (.+) \(arXiv [\d.]+\) \| (.+) \|$", section.partition("\n## ")[0], re.MULTILINE)
     return {paper: tomllib.loads("\n".join(re.findall(r"`([a-z_.]+ = [^`]+)`", settings))) for paper, settings in rows}
@@ -28,7 +28,7 @@ def test_recipe_is_accepted(paper: str) -> None:
 
 
 def blocks() -> list[dict[str, Any]]:
-    """The algorithms of the page's experiments."""
+    """Return the algorithms in the page's experiment files."""
     found = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return [algorithm for text in found for algorithm in tomllib.loads(text)["algorithm"]]
 

@@ -1,4 +1,4 @@
-"""Silent groups that are replaced, in whole experiments: killed in the middle, and told by `agl why`."""
+"""Whole experiments replace silent groups, also after a kill, and `agl why` reports them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def write_program(folder: Path) -> Path:
 
 
 async def records(folder: Path) -> tuple[dict[str, int], set[str]]:
-    """The task of each rollout, and the rollouts that were trained."""
+    """Return the task number of each rollout, and the ids of the rollouts that were trained."""
     store = SQLiteStore(f"sqlite:///{folder}/runs.db")
     try:
         found = await store.rollouts(RolloutQuery(experiment="refilled"))

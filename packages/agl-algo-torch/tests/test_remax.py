@@ -1,4 +1,4 @@
-"""ReMax: rollouts are compared with a greedy one of their task, which is asked for, recorded and never trained."""
+"""ReMax compares rollouts with a greedy one of their task, which is run, recorded and never trained."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class GreedyWorld(World):
-    """A world in which the greedy rollout of a task earns what `greedy` says; `None` is no reward."""
+    """A world in which the greedy rollout of a task has the reward `greedy`, or none for `None`."""
 
     def __init__(self, greedy: float | None) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class TestConformance(AlgorithmConformance):
 
 
 def remax_of_the_paper(rewards_R_T: torch.Tensor, baseline_R: torch.Tensor, mask_R_T: torch.Tensor) -> torch.Tensor:
-    """The sum of all rewards from a token on, less the reward of the greedy answer: arXiv 2310.10505, algorithm 1."""
+    """Return the sum of the rewards from each token on, minus the greedy reward (arXiv 2310.10505, algorithm 1)."""
     reversed_R_T = (rewards_R_T * mask_R_T).flip(1)
     return (reversed_R_T.cumsum(1).flip(1) - baseline_R[:, None]) * mask_R_T
 
@@ -102,7 +102,7 @@ def test_advantages_are_those_of_the_papers_formula_at_every_token(model_dir: Pa
 
 
 class PerAgent:
-    """Gives the first call a tenth of the reward and the second all of it, with a baseline key each."""
+    """Gives the first call a tenth of the reward and the second the whole reward, with different baseline keys."""
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
         return [
@@ -159,7 +159,7 @@ def test_rounds_that_compare_rollouts_with_each_other_are_refused() -> None:
 
 
 async def write(task: dict[str, str], llm: agl.LLM) -> float:
-    """Ask with a temperature and a cut of its own."""
+    """Make one call with a temperature and a top-p; greedy rollouts must override both."""
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
         said: Any = [{"role": "user", "content": task["text"]}]
         answer = await client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Rollouts of earlier steps that are trained once more: which, with what weights, and how they are recorded."""
+"""Replay of rollouts of earlier steps: the choice of rollouts, their importance weights, and their records."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TestConformance(AlgorithmConformance):
 
 
 class TestConformanceOfPPO(AlgorithmConformance):
-    """The same with a critic beside."""
+    """PPO also replays the same rollouts after a restart."""
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
@@ -128,7 +128,7 @@ def test_the_share_is_that_of_all_rollouts_that_a_step_trains_on() -> None:
 
 
 class Known:
-    """An objective whose log-probabilities are known."""
+    """An objective with a constant log pi_old."""
 
     def __init__(self, old: float) -> None:
         self.old = old
@@ -225,7 +225,7 @@ def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: 
 
 
 async def say(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> float:
-    """One call; the rollouts of a task differ."""
+    """Make one call; the reward differs between the rollouts of a task."""
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
         said: list[Any] = [{"role": "user", "content": task["text"]}]
         await client.chat.completions.create(model=llm.model, messages=said, max_tokens=3)

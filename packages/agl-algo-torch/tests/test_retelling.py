@@ -1,4 +1,4 @@
-"""Lessons put into recorded prompts, token by token."""
+"""Lessons are inserted into recorded prompts, whose tokens do not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_lesson_is_a_user_message_right_before_the_answer(make_tokenizer: Any) -
 
 
 def test_recorded_tokens_stay_as_they_were_sampled(make_tokenizer: Any) -> None:
-    """A word that was sampled in pieces, and what the template wrote after the beginning of the answer."""
+    """The prompt has a word that was sampled in pieces, and text of the template after the opening of the answer."""
     tokenizer = make_tokenizer(merges=(("a", "b"),))
     pieces = tokenizer.convert_tokens_to_ids(["a", "b"])
     thinking = tokenizer("<think>")["input_ids"]

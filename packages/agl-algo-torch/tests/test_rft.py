@@ -1,4 +1,4 @@
-"""Fine-tuning on the best rollouts: its own, and those that another algorithm paid for."""
+"""Fine-tuning on the best rollouts, which RFT itself or another algorithm has collected."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_good_rollouts_of_another_algorithm_are_imitated_once(model_dir: Path, t
 
 @pytest.mark.long
 class TestConformanceWithChosenTasks(AlgorithmConformance):
-    """Rounds and a curriculum must resume as exactly."""
+    """Rounds and a curriculum must resume as exactly as the defaults."""
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:

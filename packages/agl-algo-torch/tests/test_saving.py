@@ -1,4 +1,4 @@
-"""Steps that wait to be saved: what a kill and a stop leave, and what memory serves meanwhile."""
+"""Steps that are not saved yet: the state after a kill and after a stop, and weights served from memory."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ save_every = {save_every}
 
 
 class Told(Quiet):
-    """Keeps what a run says."""
+    """Collects the messages of a run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Told(Quiet):
 
 
 class Small:
-    """An experiment with `grpo` in a folder of its own; `on_call` gets the number of each call of the agent."""
+    """An experiment with `grpo` in its own folder; `on_call` gets the number of each call of the agent."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         folder.mkdir()
@@ -133,7 +133,7 @@ class Small:
         )
 
     def write(self, task: dict[str, str], llm: agl.LLM) -> float:
-        """One call; the reward is arbitrary and follows from the answer."""
+        """Make one call; the reward is an arbitrary function of the answer."""
         self.calls += 1
         self.on_call(self.calls)
         with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
@@ -146,7 +146,7 @@ class Small:
         return self.trainer(told, **settings).fit(self.write, TASKS, resume=resume)
 
     def stopped(self, **settings: Any) -> list[str]:
-        """Run until something sets `stop`, then stop the run as Ctrl-C does; returns what it said."""
+        """Run until `stop` is set, then stop the run as Ctrl-C does; returns the run's messages."""
         told = Told()
 
         async def work() -> None:
@@ -161,11 +161,11 @@ class Small:
         return told.lines
 
     def states(self) -> list[str]:
-        """The steps whose checkpoints are on disk."""
+        """Return the names of the checkpoints on disk, which are numbers of steps."""
         return sorted(path.name for path in self.folder.glob("**/grpo/state/[0-9]*"))
 
     def outcome(self) -> Mapping[str, Any]:
-        """The ledger, the numbers of each step and the last weights."""
+        """Return the ledger of trained rollouts, the rewards of each step, and the last weights."""
         newest = max(self.folder.glob("**/grpo/weights/[0-9]*"))
         weights = {name: tensor.tolist() for name, tensor in load_model(str(newest)).model.state_dict().items()}
         return {**asyncio.run(self._stored()), "newest": newest.name, "weights": weights}
@@ -186,7 +186,7 @@ class Small:
 
 
 def check_same(expected: Mapping[str, Any], found: Mapping[str, Any], *, steps: int = STEPS) -> None:
-    """Every rollout is trained once, in its own step, and the weights and numbers are those of an undisturbed run."""
+    """Check that every rollout trained once, in its own step, and that metrics and weights are the expected ones."""
     assert dict.fromkeys(range(1, steps + 1), ROLLOUTS) == Counter(found["ledger"].values())
     assert dict.fromkeys(found["ledger"], "succeeded") == found["rollouts"]
     assert {**expected, "weights": None} == {**found, "weights": None}
@@ -199,7 +199,7 @@ def check_same(expected: Mapping[str, Any], found: Mapping[str, Any], *, steps: 
 
 @pytest.fixture
 def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
-    """A saved tiny model that gives every token some chance."""
+    """Directory of a saved tiny model that may sample any token."""
     made = make_loaded()
     made.model.save_pretrained(tmp_path / "model")
     made.tokenizer.save_pretrained(tmp_path / "model")
@@ -210,7 +210,7 @@ def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
 def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     takes_from_memory: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy of the folder at some moment is what a kill at that moment would leave."""
+    """A kill at a moment leaves a folder like a copy that is made at that moment."""
     if not takes_from_memory:
         monkeypatch.delattr(TorchPolicy, "offer_weights")  # as with vLLM, every step then writes its weights
     dead = "agl_run.run.saving.worker_is_dead"
@@ -360,7 +360,7 @@ def write_experiment(small: Small, *, steps: int, save_every: int) -> None:
 
 
 async def copy_rollouts(source: Small, target: Small) -> None:
-    """Give an experiment that has not begun the finished rollouts of another one."""
+    """Copy the finished rollouts of an experiment to another one that has not begun."""
     manager = agl.PluginManager.from_environment()
     old, new = (
         manager.build(manager.store_entry("sqlite"), url=f"sqlite:///{each.folder}/runs.db")
@@ -387,6 +387,6 @@ def wait_for_a_step(small: Small, process: subprocess.Popen[bytes], *, before: i
 
 
 def steps_with_numbers(small: Small) -> int:
-    """The number of steps that wrote a reward, the repeated ones included."""
+    """Return the number of steps that logged a reward, repeated steps included."""
     file = small.folder / "small" / "metrics.jsonl"
     return file.read_text().count('"reward"') if file.exists() else 0

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of trained tokens, a chunk of positions at a time: as from all logits at once."""
+"""Log-probabilities and entropies in chunks of positions are those from all logits at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
 
 
 def batch_of(*, rows: int = 5, length: int = 12, vocabulary: int = 60) -> MicroBatch:
-    """Rows of several lengths, about a third of whose tokens train, at several temperatures."""
+    """Return rows of several lengths and temperatures, in which about a third of the tokens train."""
     generator = torch.Generator().manual_seed(0)
     samples = []
     for number in range(rows):
@@ -91,7 +91,7 @@ def assert_same(model: Any, batch: MicroBatch, *, tolerance: float) -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven positions at a time."""
+    """Make a chunk seven positions long."""
     monkeypatch.setattr(scoring, "FEWEST_POSITIONS", 7)
     monkeypatch.setattr(scoring, "CHUNK_LOGITS", 0)
 

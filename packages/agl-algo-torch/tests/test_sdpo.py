@@ -1,4 +1,4 @@
-"""SDPO as an algorithm, in a world of conversations with words about bad answers."""
+"""SDPO as an algorithm, in a world of conversations with feedback about bad answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 @pytest.fixture
 def model_dir(model_dir: Path) -> Path:
-    """The model, less sure of its answers, so that rewards differ."""
+    """Directory of a model with a flatter distribution of answers, so that rewards differ."""
     loaded = load_model(str(model_dir), device="cpu")
     with torch.no_grad():
         loaded.model.get_input_embeddings().weight.div_(3.0)  # type: ignore[operator]
@@ -67,7 +67,7 @@ class TestConformance(AlgorithmConformance):
 
 @pytest.mark.long
 class TestConformanceWithEverything(AlgorithmConformance):
-    """The policy at the start, GRPO's loss and adapters must resume as exactly."""
+    """The policy at the start, GRPO's loss and adapters must resume as exactly as the defaults."""
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
@@ -76,7 +76,7 @@ class TestConformanceWithEverything(AlgorithmConformance):
 
 @pytest.mark.long
 class TestConformanceWithChosenTasks(AlgorithmConformance):
-    """Rounds and a curriculum must resume as exactly."""
+    """Rounds and a curriculum must resume as exactly as the defaults."""
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
@@ -91,7 +91,7 @@ def questions(count: int) -> list[dict[str, str]]:
 def first_update(
     tmp_path: Path, model_dir: Path, world: ChatWorld | None = None, **params: Any
 ) -> tuple[AlgorithmBench, dict[str, torch.Tensor]]:
-    """The gradient of the first step, and the bench with its rollouts."""
+    """Return the bench with the rollouts of the first step, and the gradient of that step."""
     bench = AlgorithmBench(scenario_of(model_dir, world or ChatWorld(temperature=0.7), steps=1, **params), tmp_path)
     found: dict[str, torch.Tensor] = {}
 
@@ -117,7 +117,7 @@ def first_update(
 def test_gradient_is_that_of_the_divergence_from_the_told_policy(
     tmp_path: Path, model_dir: Path, token_budget: int
 ) -> None:
-    """Call by call, without rows and micro-batches, and with the lesson rendered by the template."""
+    """The expected gradient comes from single calls without micro-batches; the template renders the lesson."""
     params = {"sources": ("rewards",), "top_k": 0, "divergence": "reverse", "closing_words": ""}
     bench, found = first_update(
         tmp_path, model_dir, group_size=8, feedback_words="Bad: {feedback}", token_budget=token_budget, **params
@@ -221,7 +221,7 @@ def test_failed_rollouts_learn_from_siblings_and_lone_successes_do_not(tmp_path:
 def test_success_is_taught_only_where_its_teacher_agrees(
     tmp_path: Path, model_dir: Path, is_solved: bool, successes: str
 ) -> None:
-    """Call by call; a rollout of which something was said is taught everywhere though it succeeded."""
+    """A rollout that succeeded with feedback is taught at every token."""
 
     class Successful(ChatWorld):
         def play(self, order: Any) -> Any:
@@ -262,7 +262,7 @@ def test_success_is_taught_only_where_its_teacher_agrees(
 
 
 def test_groups_without_a_success_teach_by_words_alone(tmp_path: Path, model_dir: Path) -> None:
-    """GRPO has no gradient there."""
+    """GRPO has no gradient in such groups."""
 
     class Failed(ChatWorld):
         def play(self, order: Any) -> Any:
@@ -285,7 +285,7 @@ def test_mixing_adds_the_gradient_of_grpo(tmp_path: Path, model_dir: Path) -> No
 
 
 def teachers_texts(bench: AlgorithmBench, patch: pytest.MonkeyPatch, store: Any = None) -> list[str]:
-    """The words that the teacher of each call reads at the first step, the recorded prompt left out."""
+    """Return the text that the teacher of each call reads in addition to the recorded prompt, in the first step."""
     found: list[str] = []
     told = Teaching._teacher_sample
 
@@ -310,7 +310,7 @@ def teachers_texts(bench: AlgorithmBench, patch: pytest.MonkeyPatch, store: Any 
 
 
 class Quoting(ChatWorld):
-    """A world whose reward quotes the hidden field, in whatever words."""
+    """A world in which the reward's feedback quotes the hidden field in several spellings."""
 
     def play(self, order: Any) -> Any:
         rollout = msgspec.structs.replace(order.rollout, hidden=("answer",))
@@ -334,7 +334,7 @@ def test_hidden_field_that_a_reward_quotes_is_not_in_the_teachers_tokens(
 
 
 class OneFailedTool:
-    """A store whose rollouts have one failed tool each, on a page of its own."""
+    """A store in which each rollout has one failed tool, on a separate page of spans."""
 
     async def spans(self, rollout_id: str, *, after: int = 0, **_: Any) -> list[Span]:
         if after >= 2:

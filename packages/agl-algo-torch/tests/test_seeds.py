@@ -1,4 +1,4 @@
-"""A seed fixes what a policy in training writes, in whatever order its requests meet."""
+"""A seed determines the answers of a policy in training, whatever the order of concurrent requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TASKS = [{"text": text} for text in ("one", "two", "three", "four")]
 
 
 async def talk(task: dict[str, str], llm: agl.LLM) -> float:
-    """Two agents at once, of two turns each, at a pace that differs in every run."""
+    """Run two agents of two turns each at once, with pauses that differ in every run."""
 
     async def say(name: str, client: openai.AsyncOpenAI) -> int:
         said: list[Any] = [{"role": "user", "content": f"{name} {task['text']}"}]
@@ -40,7 +40,7 @@ async def talk(task: dict[str, str], llm: agl.LLM) -> float:
 
 
 async def written(url: str) -> dict[str, list[list[int]]]:
-    """The sampled ids of every rollout, by its place, in an order of their own."""
+    """Return the sampled ids of every rollout, sorted, by the rollout's position in the run."""
     store = SQLiteStore(url)
     rollouts = await store.rollouts(RolloutQuery(experiment="seeded"))
     found = {

@@ -1,4 +1,4 @@
-"""From production to training: conversations that a gateway served and people rated are what `rft` imitates."""
+"""From production to training: `rft` imitates conversations that a gateway served and people rated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COUNT = 6
 
 
 async def serve_people(policy: TorchPolicy, url: str) -> list[str]:
-    """Conversations of two turns each, ended, and some of them liked; the ids of these, in order."""
+    """Serve finished conversations of two turns each; returns the sorted rollout ids of those that people liked."""
     store = SQLiteStore(url)
     service = GatewayService(
         store=store,
@@ -64,7 +64,7 @@ async def nothing_runs(store: SQLiteStore) -> bool:
 
 
 async def converse(client: openai.AsyncOpenAI, store: SQLiteStore, name: str, *, is_liked: bool) -> str:
-    """Two calls of a conversation, and what its user thought of it; the rollout's id."""
+    """Make two calls of a conversation, and rate it as its user does; returns the rollout's id."""
     said: list[dict[str, str]] = []
     about: dict[str, str] = {}
     for word in ("a", "b"):

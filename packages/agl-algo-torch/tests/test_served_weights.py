@@ -1,4 +1,4 @@
-"""Weights are exchanged in place: adapters beside a base that stays, whole weights, and one after the other."""
+"""Weights are exchanged in place: adapters on an unchanged base, whole weights, and sequences of both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def logits(loaded: LoadedModel) -> Tensor:
 
 
 class Stock:
-    """Makes bases and adapters on disk, and the models that they stand for."""
+    """Makes bases and adapters on disk, each with the equal model in memory."""
 
     def __init__(self, make: Make, folder: Path) -> None:
         self._make, self._folder = make, folder
@@ -61,7 +61,7 @@ class Stock:
 
 
 def untied(base: Callable[..., tuple[Weights, LoadedModel]]) -> Callable[..., tuple[Weights, LoadedModel]]:
-    """Return what makes bases whose heads have weights of their own."""
+    """Return a function like `base` whose models have a head with separate weights."""
 
     def make(stock: Stock, seed: int = 0) -> tuple[Weights, LoadedModel]:
         weights, loaded = base(stock, seed)
@@ -133,7 +133,7 @@ def test_a_policy_that_merges_adapters_merges_them(stock: Stock) -> None:
 
 
 def held(weights: Weights, trained: LoadedModel) -> HeldAdapter:
-    """The adapter of a model as another package's algorithm holds it."""
+    """Return the adapter of a model as an algorithm of another package offers it."""
     config = trained.model.peft_config["default"].to_dict()  # type: ignore[union-attr, index]
     return HeldAdapter(base=weights.base_model, config=config, tensors=peft.get_peft_model_state_dict(trained.model))
 
@@ -171,7 +171,7 @@ def test_whole_weights_from_memory_replace_an_adapter_and_its_base(stock: Stock)
 
 
 def changed(weights: Weights, *, config: dict[str, object]) -> Weights:
-    """Return a copy of an adapter with other fields in its configuration."""
+    """Return a copy of an adapter on disk with changed fields in its configuration."""
     folder = Path(f"{weights.uri}-changed")
     shutil.copytree(weights.uri, folder)
     file = folder / "adapter_config.json"

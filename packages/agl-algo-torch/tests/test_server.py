@@ -1,4 +1,4 @@
-"""The endpoints, asked by the real openai client."""
+"""The server's endpoints, called by the real openai client."""
 
 import asyncio
 import copy
@@ -372,7 +372,7 @@ DIALOGUE: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def calculator(make_loaded: Make) -> LoadedModel:
-    """A model that knows one dialogue with tools by heart."""
+    """A model that repeats one dialogue with tools by heart."""
     loaded = make_loaded(seed=1)
     text = loaded.tokenizer.apply_chat_template(DIALOGUE, tools=[CALC], tokenize=False)
     memorise(loaded, [text])

@@ -1,4 +1,4 @@
-"""Dialogues to tokens, and supervised fine-tuning as an algorithm."""
+"""Tokenising dialogues, and supervised fine-tuning as an algorithm."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TestConformance(AlgorithmConformance):
 
 @pytest.mark.long
 class TestConformanceWithDropout(AlgorithmConformance):
-    """Check that dropout leaves out the same after a restart."""
+    """Check that dropout removes the same units after a restart."""
 
     collects = False
 
@@ -92,7 +92,7 @@ class TestConformanceWithDropout(AlgorithmConformance):
 
 
 def text_of(tokenizer: Any, sample: Any) -> list[str]:
-    """The trained stretches of a row, as text."""
+    """Return the trained parts of a row as texts."""
     stretches, current = [], []
     for token, is_trained in zip(sample.ids.tolist(), [*sample.mask.tolist()], strict=True):
         if is_trained:

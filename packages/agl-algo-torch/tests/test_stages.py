@@ -1,4 +1,4 @@
-"""Stages that start where a LoRA stage ended: what they are compared with, and which weights they train."""
+"""Stages that start from the adapter of a LoRA stage: their KL reference, and the weights that they train."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings(lora: Lora | None) -> LearnerSettings:
 
 @pytest.fixture
 def adapter(model_dir: Path, tmp_path: Path) -> Weights:
-    """The weights that a LoRA stage of rank 4 published, well away from its base."""
+    """The weights that a LoRA stage of rank 4 has published, clearly different from the base."""
     learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings(LORA))
     for _ in range(3):
         learner.loaded.model(input_ids=IDS, labels=IDS).loss.backward()
@@ -95,7 +95,7 @@ def test_kl_after_a_lora_stage_is_measured_from_that_stages_end(
 def test_resumed_run_compares_with_the_stages_start_and_not_with_where_it_resumed(
     adapter: Weights, model_dir: Path, tmp_path: Path, params: dict[str, Any]
 ) -> None:
-    """Another algorithm publishes in between, and removes what it published before, as algorithms do."""
+    """In between another algorithm publishes weights, and removes those that it published before."""
     at_start = logits(PolicyLearner(origin=adapter, settings=settings(LORA)).loaded.model)
     bench = bench_of(GRPO, adapter, tmp_path / "work", steps=3, kl_coef=0.1, **params)
     other = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings(LORA))

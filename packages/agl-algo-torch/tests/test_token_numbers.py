@@ -1,4 +1,4 @@
-"""Steps report the entropy of every token that they trained, and its advantage where the tokens of a call differ."""
+"""Steps report the entropy of every trained token, and its advantage if the tokens of a call differ in it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMON = {"steps": 1, "tasks_per_step": 2, "group_size": 4, "lr": 1e-2, "device"
 
 @pytest.fixture
 def model_dir(model_dir: Path) -> Path:
-    """The model, less sure of its answers, so that rewards differ."""
+    """Directory of a model with a flatter distribution of answers, so that rewards differ."""
     loaded = load_model(str(model_dir), device="cpu")
     with torch.no_grad():
         loaded.model.get_input_embeddings().weight.div_(3.0)  # type: ignore[operator]
@@ -47,7 +47,7 @@ def model_dir(model_dir: Path) -> Path:
 def step_of(
     make: Callable[[], Any], model_dir: Path, folder: Path, *, reward: float | None = None
 ) -> tuple[StepReport, AlgorithmBench]:
-    """One step of an algorithm in a world of two calls per rollout, with two tokens each."""
+    """Run one step of an algorithm in a world of two calls per rollout, with two tokens each."""
     world = ChatWorld()
 
     def play(order: RolloutOrder) -> Episode:
@@ -61,7 +61,7 @@ def step_of(
 
 
 def calls_of(report: StepReport, bench: AlgorithmBench) -> list[tuple[CallUse, Row, Segment]]:
-    """Every trained call with its row and its part of it."""
+    """Return every trained call with its row and its segment of the row."""
     rows = [(name, row) for name, episode in bench.collected.items() for row in episode.rows]
     parts = {(name, part.span_id): (row, part) for name, row in rows for part in row.segments}
     return [(use, *parts[name, use.span_id]) for name, uses in report.uses.items() for use in uses if use.row >= 0]

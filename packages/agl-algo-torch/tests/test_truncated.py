@@ -1,4 +1,4 @@
-"""Answers that were cut at a limit of tokens: counted in every step, and left out of the loss where asked for."""
+"""Answers cut at a limit of tokens are counted in every step, and left out of the loss with `mask_truncated`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def cut(whole: Episode, *, call: int) -> Episode:
-    """The episode as if the answer to one call had been cut."""
+    """Return the episode as if one call had been cut at a limit of tokens."""
     calls = list(whole.transitions)
     calls[call] = msgspec.structs.replace(calls[call], finish_reason="length")
     return msgspec.structs.replace(whole, transitions=tuple(calls))

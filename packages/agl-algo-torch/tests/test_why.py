@@ -134,7 +134,7 @@ def _named(found: dict[str, tuple[CallUse, ...]]) -> list[tuple[str, CallUse]]:
 
 
 async def talk(task: dict[str, Any], llm: agl.LLM) -> float:
-    """Two calls; the reward is the task's, or differs between the rollouts of a task."""
+    """Make two calls; the reward is the task's, or differs between the rollouts of a task."""
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
         said: list[Any] = [{"role": "user", "content": task["text"]}]
         answer = await client.chat.completions.create(model=llm.model, messages=said, max_tokens=4)

@@ -1,4 +1,4 @@
-"""One row per conversation: answers that come back in another notation stay the ids that were sampled."""
+"""A conversation stays one row: answers that come back in another notation keep their sampled ids."""
 
 import json
 from collections.abc import Callable
@@ -19,12 +19,12 @@ TURNS = 50
 
 
 def written(turn: int) -> str:
-    """A call as the model writes it: without white space, which the template prints."""
+    """Return a tool call as the model writes it, without the white space that the template would print."""
     return f'<tool_call>{{"name":"calc","arguments":{{"b":{turn},"a":"x"}}}}</tool_call>'
 
 
 def received(turn: int, *, text: str = "", arguments: str = "") -> Message:
-    """The answer as a client writes it back: other white space, other order of keys."""
+    """Return the answer as a client sends it back, with other white space and another order of keys."""
     arguments = arguments or f'{{ "a" : "x",\n  "b" : {turn} }}'
     function = {"name": "calc", "arguments": arguments}
     return {"role": "assistant", "content": text, "tool_calls": [{"id": f"call-{turn}", "function": function}]}
@@ -35,7 +35,7 @@ def sent(turn: int) -> Message:
 
 
 class Conversation:
-    """A conversation with a builder of prompts, whose model's answers are given."""
+    """A conversation with a prompt builder and prescribed answers of the model."""
 
     def __init__(self, loaded: LoadedModel, *, template: str = "") -> None:
         if template:
@@ -46,7 +46,7 @@ class Conversation:
         self.calls: list[tuple[list[int], list[int]]] = []
 
     def turn(self, turn: int, *, back: Message | None = None) -> None:
-        """Answer with a call, and let the client write it back and add its result."""
+        """Answer with a tool call; the client then sends it back with the result."""
         prompt = self.builder.build(self.messages, tools=None, options={})
         ids = [*self.codec.encode(written(turn)), *sorted(self.codec.stop_ids)[:1]]
         self.builder.remember(prompt, ids, message=sent(turn))

@@ -1,4 +1,4 @@
-"""DPO, IPO and KTO on texts: what is trained of them, what it learns, and what is refused."""
+"""DPO, IPO and KTO on texts: the tokens that train, the effect of training, and refused files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A world in which tokens of a certain kind are rewarded: two calls per rollout, sampled from the live weights."""
+"""A world that rewards one half of the vocabulary: two calls per rollout, sampled from the live weights."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 PROMPT, TOKENS = [10, 20, 30], 2
 Reward = Callable[[list[int]], float]
 RatioLoss = Callable[[dict[str, torch.Tensor], dict[str, int]], torch.Tensor]
-"""A loss of the rollouts' log-ratios and numbers of trained tokens, by id."""
+"""A loss as a function of the log-ratios and the numbers of trained tokens, both by rollout id."""
 
 
 def good_tokens(response: list[int]) -> float:
-    """The share of tokens in the upper half of the vocabulary, of which the random model samples few."""
+    """Return the share of tokens in the upper half of the vocabulary; the random model samples few of them."""
     return sum(token >= 128 for token in response) / len(response)
 
 
 class World:
-    """Plays rollouts of two calls with the weights that are live; both calls are on one row, or on a row each."""
+    """Plays rollouts of two calls with the live weights; both calls are on one row, or each on its own row."""
 
     def __init__(self, reward: Reward = good_tokens, *, rows: int = 1, bias: float = 0.0) -> None:
         self.reward, self.rows, self.bias = reward, rows, bias
@@ -70,7 +70,7 @@ class World:
 
 
 def episode(rollout: Any, ids: list[int], logprobs: list[float], reward: float, *, rows: int) -> Episode:
-    """Two calls of half the response each, on one row or on a row each."""
+    """Return an episode of two calls with half of the response each, on one row or on two."""
     middle = len(PROMPT) + TOKENS // 2
     bounds = [(len(PROMPT), middle), (middle, len(ids))]
     parts = [Segment(start=a, stop=b, span_id=f"{rollout.rollout_id}/{i}") for i, (a, b) in enumerate(bounds)]
@@ -109,7 +109,7 @@ def episode(rollout: Any, ids: list[int], logprobs: list[float], reward: float, 
 
 
 def paid_by_another(model_dir: Path, *, count: int = 32, rows: int = 1) -> list[Episode]:
-    """Groups of four rollouts with the model as it is."""
+    """Return `count` rollouts of another algorithm, in groups of four, sampled from the model."""
 
     def order(index: int) -> RolloutOrder:
         rollout = Rollout(
@@ -163,7 +163,7 @@ def check_gradient(
     *,
     reference: float = -3.0,
 ) -> None:
-    """Two passes with a factor per rollout must give what autograd gives for the whole loss in one go."""
+    """Check that the two passes of an update give the gradient that autograd gives for the whole loss."""
 
     async def body() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         async with bench:
@@ -193,7 +193,7 @@ def gradient(model: Any) -> dict[str, torch.Tensor]:
 
 
 def log_policy(model: Any, rows: Sequence[Any]) -> torch.Tensor:
-    """The log-probability of a rollout's trained tokens, with autograd and without batches."""
+    """Return the log-probability of a rollout's trained tokens, with gradient and without batches."""
     total = torch.zeros(())
     for row in rows:
         logp = model(input_ids=row.ids[None]).logits[0, :-1].log_softmax(-1)
@@ -203,7 +203,7 @@ def log_policy(model: Any, rows: Sequence[Any]) -> torch.Tensor:
 
 
 def made(factory: Callable[..., Any], **given: Any) -> Any:
-    """Return an algorithm with settings by their bare names, so that a test can change one of several at a time."""
+    """Return an algorithm with settings by their bare names (`sorted_settings`), which a test can override."""
     entry = AlgorithmEntry(name=factory.__name__.lower(), factory=factory, summary="under test")
     return PluginManager().build(entry, **sorted_settings(factory, given))
 
@@ -211,7 +211,7 @@ def made(factory: Callable[..., Any], **given: Any) -> Any:
 def sorted_settings(factory: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return settings sorted into the tables of an algorithm.
 
-    A name that is in several tables, or is the name of a parameter as well, begins with its table's: `critic_lr`.
+    A name that is in several tables, or that is also a parameter, has the name of its table as prefix: `critic_lr`.
     """
     own = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
     tables = {name: default.__struct_fields__ for name, default in own.items() if isinstance(default, msgspec.Struct)}

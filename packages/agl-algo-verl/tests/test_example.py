@@ -41,7 +41,7 @@ def test_the_example_runs_and_its_model_can_be_taken_away(tmp_path: Path) -> Non
     run(folder, str(CALC.parent / "make_model.py"))
     changes = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
     run(folder, "-m", "agl", "run", "verl-inproc.toml", *changes)
-    rows = [json.loads(line) for line in (folder / "out/verl/run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "out/verl/calc-verl/metrics.jsonl").read_text().splitlines()]
     gaps = [row["value"] for row in rows if (row["algorithm"], row["name"]) == ("verl", "logprob_gap")]
     assert 2 == len(gaps)
     assert max(gaps) < 1e-5

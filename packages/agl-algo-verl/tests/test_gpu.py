@@ -59,7 +59,7 @@ def test_vllm_serves_what_verl_trains_on_ray(tmp_path: Path) -> None:
     run(folder, str(CALC.parent / "make_model.py"))
     changes = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
     run(folder, "-m", "agl", "run", "verl-gpu.toml", *changes)
-    rows = [json.loads(line) for line in (folder / "out/verl-gpu/run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "out/verl-gpu/calc-verl-gpu/metrics.jsonl").read_text().splitlines()]
     gaps = {row["step"]: row["value"] for row in rows if row["name"] == "logprob_gap"}
     assert [1, 2] == sorted(gaps)
     assert max(gaps.values()) < 3e-2

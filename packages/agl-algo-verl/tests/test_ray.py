@@ -86,7 +86,7 @@ def environment() -> dict[str, str]:
 
 def metrics(folder: Path, name: str) -> dict[int, float]:
     """A number of VERL's by step; a step that was repeated, because it was not saved yet, must give the same again."""
-    file = folder / "out/verl-ray/run/metrics.jsonl"
+    file = folder / "out/verl-ray/calc-verl-ray/metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     found = [(row["step"], row["value"]) for row in rows if (row["algorithm"], row["name"]) == ("verl", name)]
     assert all(value == pytest.approx(dict(found)[step]) for step, value in found)

@@ -69,7 +69,7 @@ def test_verl_trains_on_the_cluster_of_the_runner_that_places_its_agents(tmp_pat
     )
     done = train(folder, **{"experiment.name": "beside"})
     assert 0 == done.returncode, done.stdout + done.stderr
-    metrics = folder / "out/verl-ray/run/experiment-beside/metrics.jsonl"  # the refused run has the folder itself
+    metrics = folder / "out/verl-ray/beside/metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     found = {row["step"]: row["value"] for row in rows if (row["algorithm"], row["name"]) == ("verl", "loss")}
     assert [1, 2] == sorted(found)

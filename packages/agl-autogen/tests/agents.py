@@ -1,4 +1,4 @@
-"""AutoGen agents as people write them; nothing here knows of the tracer."""
+"""AutoGen agents as people write them; this module knows nothing of the tracer."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -85,7 +85,7 @@ async def streaming(task: Any, llm: LLM) -> str:
 
 
 async def asked_directly(task: Any, llm: LLM) -> str:
-    """Turns without a run around them, one of them streamed."""
+    """Turns without an enclosing run, one of them streamed."""
     async with model_of(llm) as model:
         calc, check = (AssistantAgent(name, model_client=model) for name in ("calc", "check"))
         question = TextMessage(content=task["marker"], source="user")
@@ -94,7 +94,7 @@ async def asked_directly(task: Any, llm: LLM) -> str:
 
 
 async def read_in_between(task: Any, llm: LLM) -> str:
-    """An agent whose reader asks another one before it reads on."""
+    """An agent whose reader asks another agent before it reads on."""
     async with model_of(llm) as model:
         calc, check = (AssistantAgent(name, model_client=model) for name in ("calc", "check"))
         said = ""
@@ -140,7 +140,7 @@ async def model_call_in_a_tool(task: Any, llm: LLM) -> str:
 
 
 async def team_in_a_team(task: Any, llm: LLM) -> str:
-    """Teams with names of their own, one a member of the other."""
+    """Two named teams, one of which is a member of the other."""
     async with model_of(llm) as model:
         red, green = (AssistantAgent(name, model_client=model, description=name) for name in ("red", "green"))
         desk = RoundRobinGroupChat([red], name="desk", max_turns=1)
@@ -175,7 +175,7 @@ async def on_the_core_alone(task: Any, llm: LLM) -> str:
 
 
 class StoppedError(Exception):
-    """The agent's own exception."""
+    """An exception that the agent itself raises."""
 
 
 async def raising(task: Any, llm: LLM) -> str:

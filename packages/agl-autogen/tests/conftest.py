@@ -1,4 +1,4 @@
-"""Run the adapter's rollouts with calls recorded in the process or by the gateway."""
+"""Runs the adapter's rollouts, with calls recorded in the process or by the gateway."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ Play = Callable[[Any, Sequence[Any]], list[Played]]
 
 
 def tracers() -> list[Any]:
-    """As a session installs them."""
+    """Install the tracers as a session does."""
     return [AutoGenTracer(), OtelTracer(), WireTracer()]
 
 
@@ -27,7 +27,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["wire", "gateway"])
 def run(request: pytest.FixtureRequest, model_server: ScriptedModelServer) -> Play:
-    """Runs an agent on tasks at once and gives what was recorded."""
+    """Return a function that runs an agent on several tasks at once, and returns the records."""
     gateway: Any = None
     if request.param == "gateway":
         gateway = pytest.importorskip("agl_gateway.embedded", reason="agl-gateway is not installed").EmbeddedGateway()

@@ -1,4 +1,4 @@
-"""A model client that calls past the wire: the run says so and names its class."""
+"""A model client that bypasses the wire hook: the run reports it by its class."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.adapters import play
 
 
 class Pigeon(ReplayChatCompletionClient):
-    """Answers over a wire of its own; defined after the adapter may have been imported."""
+    """Answers without HTTP; may be defined after the adapter was imported."""
 
 
 async def half_seen(task: dict[str, Any], main_llm: Any) -> None:

@@ -1,4 +1,4 @@
-"""The calculator in the manner of Agent Lightning's example with AutoGen: only the import line is another."""
+"""The calculator of Agent Lightning's example with AutoGen; only the import line differs."""
 
 import asyncio
 import os

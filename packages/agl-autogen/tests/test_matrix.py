@@ -48,7 +48,7 @@ def tools_then(text: str, *calls: ToolCall) -> Callable[[ModelRequest], Step]:
 
 
 def select(request: ModelRequest) -> Step:
-    """The answers of the selector and its agents: red goes first, then green, as no other is left."""
+    """Return the answers of the selector and its agents: first red, then green, the only one left."""
     if "select the next role" in str(request.body):
         return Reply(text="red")
     return Reply(text="DONE" if "hello from" in str(request.body) else "hello from red")

@@ -1,4 +1,4 @@
-"""Clients that a program keeps in its modules, in eight rollouts at once and in one run after the other."""
+"""Clients in a program's modules, used by eight rollouts at once and by one run after the other."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ Make = Callable[[OpenAIChatCompletionClient], Callable[[Any], Any]]
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Collect connections of loops that ended where their warnings are expected."""
+    """Collect the connections of ended loops here, where their warnings are expected."""
     yield
     gc.collect()
 
@@ -51,7 +51,7 @@ async def ask(client: OpenAIChatCompletionClient, question: str) -> float:
 
 
 def own_loop(client: OpenAIChatCompletionClient) -> Callable[[Any], Any]:
-    """Starts a loop for each rollout."""
+    """Starts an event loop for each rollout."""
     return lambda task: asyncio.run(ask(client, task["marker"]))
 
 

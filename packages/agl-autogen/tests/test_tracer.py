@@ -1,4 +1,4 @@
-"""The tracer passes the tests that every tracer passes, and leaves AutoGen as it found it."""
+"""The tracer passes the tests for all tracers, and restores AutoGen."""
 
 import asyncio
 import subprocess
@@ -35,7 +35,7 @@ def tool_of(function: Any) -> FunctionTool:
 
 
 async def use(function: Any) -> None:
-    """An agent's turn, then one of its tools."""
+    """Run an agent's turn, and then one of its tools."""
     agent = AssistantAgent("calc", model_client=ReplayChatCompletionClient(["hi"]))
     await agent.run(task="hello")
     await tool_of(function).run_json({}, CancellationToken())
@@ -134,7 +134,7 @@ team = RoundRobinGroupChat(members, max_turns=2)
 
 @pytest.mark.parametrize("order", ["agent first", "tracer first"])
 def test_order_of_imports_does_not_matter(order: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A team that was built before the tracer was installed has the runtime's tracing on; it stays out all the same."""
+    """A team built before the tracer was installed has runtime tracing on; its runtime spans are left out anyway."""
     monkeypatch.delenv("AUTOGEN_DISABLE_RUNTIME_TRACING")
     (tmp_path / "team_agent.py").write_text(TEAM)
     command = [sys.executable, "-c", ORDER, order]

@@ -1,4 +1,4 @@
-"""CrewAI crews and flows as people write them; nothing here knows of the tracer."""
+"""CrewAI crews and flows as people write them; this module knows nothing of the tracer."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def in_sequence(task: Any, llm: LLM) -> str:
 
 
 def at_once(task: Any, llm: LLM) -> str:
-    """Two tasks that CrewAI runs in threads of its own, then one that waits for both."""
+    """Two tasks that CrewAI runs in threads, and one that waits for both."""
     model = model_of(llm)
     agents = [agent_of(role, model) for role in ("red", "green", "last")]
     tasks = [
@@ -136,7 +136,7 @@ def model_call_in_a_tool(task: Any, llm: LLM) -> str:
 
 
 def between_foreign_spans(task: Any, llm: LLM) -> str:
-    """A crew within somebody's span, and somebody's span within the crew's tool."""
+    """A crew inside a custom span, and a custom span inside the crew's tool."""
     foreign = trace.get_tracer("foreign")
 
     @tool("ask")
@@ -151,7 +151,7 @@ def between_foreign_spans(task: Any, llm: LLM) -> str:
 
 
 class StoppedError(Exception):
-    """The agent's own exception."""
+    """An exception that the agent itself raises."""
 
 
 def raising(task: Any, llm: LLM) -> str:

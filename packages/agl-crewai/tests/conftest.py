@@ -1,4 +1,4 @@
-"""Run the adapter's rollouts with calls recorded in the process or by the gateway."""
+"""Runs the adapter's rollouts, with calls recorded in the process or by the gateway."""
 
 import os
 import warnings
@@ -25,13 +25,13 @@ with warnings.catch_warnings():  # CrewAI, and the older OpenTelemetry that it m
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let a habit of CrewAI pass: it leaves its HTTP clients, unclosed, to the garbage collector."""
+    """Ignore that CrewAI leaves its HTTP clients unclosed to the garbage collector."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
 
 
 def tracers() -> list[Any]:
-    """As a session installs them."""
+    """Install the tracers as a session does."""
     return [CrewAITracer(), OtelTracer(), WireTracer()]
 
 
@@ -44,7 +44,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(params=["wire", "gateway"])
 def run(request: pytest.FixtureRequest, model_server: ScriptedModelServer) -> Play:
-    """Runs an agent on tasks at once and gives what was recorded."""
+    """Return a function that runs an agent on several tasks at once, and returns the records."""
     gateway: Any = None
     if request.param == "gateway":
         gateway = pytest.importorskip("agl_gateway.embedded", reason="agl-gateway is not installed").EmbeddedGateway()

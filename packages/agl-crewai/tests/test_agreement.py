@@ -1,4 +1,4 @@
-"""A model of the program's own that calls past the wire: the run says so and names its class, once for each call."""
+"""A program's own model that bypasses the wire hook: the run reports it by its class, once for each call."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ ONE = [{"marker": "task-0;"}]
 
 
 class Pigeon(BaseLLM):
-    """Answers over a wire of its own."""
+    """Answers without HTTP."""
 
     def call(self, *args: Any, **options: Any) -> str:
         return "Final Answer: coo"
@@ -43,7 +43,7 @@ class ReportingPigeon(Pigeon):
 
 
 class Relay(BaseLLM):
-    """Asks through a client over httpx."""
+    """Answers through a client over httpx."""
 
     def call(self, messages: Any, *args: Any, **options: Any) -> str:
         with openai.OpenAI(base_url=self.base_url, api_key=self.api_key) as client:

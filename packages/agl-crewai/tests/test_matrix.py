@@ -50,7 +50,7 @@ def tools_then(*calls: ToolCall) -> Callable[[ModelRequest], Step]:
 
 
 def delegate(request: ModelRequest) -> Step:
-    """The writer asks the researcher for what its own task names."""
+    """The writer asks the researcher for the data that its own task names."""
     marker = request.last_text.partition("task-")[2].partition(";")[0]
     arguments = {"task": f"task-{marker};", "context": "none", "coworker": "researcher"}
     return tools_then(ToolCall("delegate_work_to_coworker", arguments))(request)

@@ -1,4 +1,4 @@
-"""Models that a program keeps in its modules, in eight rollouts at once and in one run after the other."""
+"""Models in a program's modules, used by eight rollouts at once and by one run after the other."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The tracer passes the tests that every tracer passes, and leaves CrewAI as it found it."""
+"""The tracer passes the tests for all tracers, and restores CrewAI."""
 
 import asyncio
 import contextlib
@@ -156,7 +156,7 @@ def test_tool_that_reports_a_failure_is_an_error(recorder: SpanRecorder) -> None
 
 
 class Saying(BaseLLM):
-    """A model that says what it is given, without calls of tools in its API."""
+    """A model that returns the given texts, without tool calls in its API."""
 
     texts: list[str] = []
     wait_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Formats of plugins, and files that are complete or not there."""
+"""``agl data export`` with formats of plugins; a file is written completely or not at all."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from agl_store_sqlite._store import SQLiteStore
 
 
 class Names:
-    """Writes the ids of rollouts; refuses the one that is called so."""
+    """Writes the ids and rewards of rollouts; refuses the task ``broken``."""
 
     def __init__(self, *, setup: ExportSetup) -> None:
         self._setup = setup
@@ -73,7 +73,7 @@ async def _record(store: TableStore, number: int, task: Any) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Callable[..., None]:
-    """Fills ``runs/runs.db`` with a rollout for each task, whose rewards are 0, 1 ..."""
+    """A function that fills ``runs/runs.db`` with one rollout for each task, with the rewards 0, 1, 2 and so on."""
     import asyncio
 
     async def fill(tasks: tuple[Any, ...]) -> None:

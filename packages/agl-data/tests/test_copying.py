@@ -1,4 +1,4 @@
-"""``agl data copy``: everything arrives as it was, an interrupted copy can be repeated, and nothing is overwritten."""
+"""``agl data copy`` copies everything unchanged, completes an interrupted copy, and overwrites nothing."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def reward(rollout_id: str, attempt_id: str, value: float) -> Span:
 
 
 async def fill(store: Store, experiment: str) -> None:
-    """Record an experiment: a retried rollout with late spans, a cancelled, a started again and a queued one."""
+    """Record an experiment with four rollouts: retried with late spans, cancelled, started again, and queued."""
     ids = [f"{experiment}-{number}" for number in range(4)]
     rollouts = [
         Rollout(rollout_id=each, task={"q": each}, experiment=experiment, retry=RETRY, resources={experiment: "v2"})
@@ -67,7 +67,7 @@ async def fill(store: Store, experiment: str) -> None:
 
 
 async def contents(store: Store) -> dict[str, Any]:
-    """Everything that a store holds, in builtin values."""
+    """Return the whole contents of a store as builtin values."""
     names = [version.name for version in await store.resources()]
     records = await store.experiments()
     found = {

@@ -1,4 +1,4 @@
-"""A conversation is exported once, however a client writes its earlier answers when it sends them back."""
+"""A conversation is exported once, even if the client rewrites earlier answers when it sends them back."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ ANSWER = {"role": "assistant", "content": "5"}
 
 
 def called(arguments: str = '{"a":2,"b":3}', **more: Any) -> dict[str, Any]:
-    """An answer that calls a tool."""
+    """Return an answer that calls a tool."""
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call], **more}
 
 
 def exported(*conversations: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The dialogues of calls that ended these conversations."""
+    """Return the dialogues for calls that end with these conversations."""
     spans = [call_span(number) for number in range(len(conversations))]
     for index, (span, (*asked, answer)) in enumerate(zip(spans, conversations, strict=True)):
         body = {"request": {"messages": asked}, "response": {"choices": [{"message": answer}]}}

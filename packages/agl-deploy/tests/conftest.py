@@ -1,4 +1,4 @@
-"""An experiment to deploy, and the command that does it."""
+"""An experiment to deploy, and functions that run ``agl deploy`` on it."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def deploy(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run ``agl deploy`` and return how it ended."""
+    """Run ``agl deploy``, and return the finished process."""
     command = [sys.executable, "-m", "agl", "deploy", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
@@ -59,7 +59,7 @@ def manager() -> PluginManager:
 
 
 def change(file: Path, old: str, new: str) -> None:
-    """Replace a part of a file."""
+    """Replace a text in a file."""
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))

@@ -1,6 +1,6 @@
-"""The chart: linted, rendered with many values, and every manifest against Kubernetes' own schemas.
+"""The chart is linted and rendered with many values, and every manifest is checked by Kubernetes' own schemas.
 
-Helm's library takes 244 MB and Kubernetes' schemas 150 MB, so they have a session of their own: ``nox -s deploy``.
+Helm's library takes 244 MB and Kubernetes' schemas 150 MB, so these tests run in a separate session, ``nox -s deploy``.
 """
 
 import json
@@ -28,7 +28,7 @@ kubernetes = pytest.importorskip("kubernetes_validate", reason="needs kubernetes
 
 KUBERNETES = ["1.30", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37"]
 OPERATORS = ("keda.sh/", "monitoring.coreos.com/")
-"""APIs that operators bring; Kubernetes' own schemas do not have them."""
+"""APIs of operators, for which Kubernetes itself has no schemas."""
 
 Values = dict[str, Any]
 ELSEWHERE = {"bundled": False, "url": "postgresql://agl@db.example:5432/agl?sslmode=verify-full"}
@@ -280,7 +280,7 @@ def test_trainer_is_evicted_where_the_values_allow_it(chart: Any) -> None:
         {one["metadata"]["name"]: one["spec"] for one in manifests(chart, SETS[name]) if "Budget" in one["kind"]}
         for name in ("as written", "evictable trainer")
     ]
-    assert 1 == budgets[0]["answers-trainer"]["minAvailable"]  # of a job's pods Kubernetes counts no maxUnavailable
+    assert 1 == budgets[0]["answers-trainer"]["minAvailable"]  # Kubernetes has no maxUnavailable for pods of a job
     assert {"answers-gateway", "answers-worker"} == budgets[1].keys()
 
 

@@ -1,4 +1,4 @@
-"""The services of the compose file, run as plain processes: their commands, variables and health checks as written."""
+"""Runs the services of the compose file as plain processes, with the commands, variables and health checks in it."""
 
 import base64
 import importlib.util
@@ -59,7 +59,7 @@ def server_module() -> ModuleType:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """The port of a PostgreSQL server with the user and the database that the compose file's would have."""
+    """The port of a PostgreSQL server with the user and the database of the compose file's server."""
     module = server_module()
     with module.found_binaries() as binaries:
         server = module.Server(binaries)
@@ -73,9 +73,9 @@ def port() -> Iterator[int]:
 
 
 class Services:
-    """Starts services of a compose file with nothing but what the file gives them.
+    """Starts services of a compose file, with only the settings that the file gives them.
 
-    Hosts are those of this machine, ports are free ones, and folders of the images are the test's.
+    Host names are replaced by this machine's, ports by free ones, and folders of the images by folders of the test.
     """
 
     def __init__(self, project: Path, database: int) -> None:
@@ -95,7 +95,7 @@ class Services:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, service: str = "") -> subprocess.Popen[bytes]:
-        """Start a service; ``name`` tells its processes apart."""
+        """Start a service; ``name`` distinguishes several processes of the same service."""
         own = self.compose["services"][service or name]
         log = self._opened.enter_context((self.project / f"{name}.log").open("wb"))
         self.processes[name] = subprocess.Popen(
@@ -113,7 +113,7 @@ class Services:
         return not subprocess.run(self._words(words), env=self._environment(own), capture_output=True).returncode
 
     def metrics(self) -> set[str]:
-        """The names that the gateway and the console show to Prometheus."""
+        """Return the names of the metrics that gateway and console expose to Prometheus."""
         password = base64.b64encode(f"prometheus:{SECRETS['AGL_CONSOLE_PASSWORD']}".encode()).decode()
         found = set[str]()
         for port in ("4747", "8000"):

@@ -1,4 +1,4 @@
-"""The files of ``agl deploy docker`` and ``compose``: what they hold, and what linters say."""
+"""The files of ``agl deploy docker`` and ``agl deploy compose``: their contents, checked by tests and by linters."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def test_secret_that_the_experiment_names_too_is_given_once(project: Path) -> No
     change(project / "experiment.toml", '"DEPLOY_MODEL_KEY"', '"AGL_SECRET"')
     compose = (written(project, "compose", "experiment.toml") / "compose.yaml").read_text()
     machine = (written(project, "skypilot", "experiment.toml") / "sky.yaml").read_text()
-    assert 2 == compose.count("AGL_SECRET: ")  # the gateway's and the trainer's
+    assert 2 == compose.count("AGL_SECRET: ")  # of the gateway and of the trainer
     assert 1 == machine.count("AGL_SECRET: ")
 
 

@@ -1,4 +1,4 @@
-"""The rules for Prometheus and the dashboard for Grafana: one source, expressions that parse, values that fit."""
+"""Prometheus' rules and Grafana's dashboard: they have one source, and valid expressions that fit the metrics."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def files(project: Path, manager: PluginManager) -> dict[str, str]:
 
 
 def expressions(files: dict[str, str]) -> Iterator[str]:
-    """All expressions of the rules and the dashboard."""
+    """Yield all expressions of the rules and the dashboard."""
     for name in RULES:
         for group in yaml.safe_load(files[f"chart/files/{name}"])["groups"]:
             yield from (rule["expr"] for rule in group["rules"])

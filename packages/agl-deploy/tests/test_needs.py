@@ -1,4 +1,4 @@
-"""The needs of an experiment on another machine, and the experiments that are refused or warned about."""
+"""The needs of experiments on other machines, and the errors and warnings for some experiments."""
 
 import json
 import sys
@@ -85,7 +85,7 @@ def test_module_that_python_runs_is_read_too(project: Path, read) -> None:
 
 
 class Elsewhere:
-    """A plugin with the components of packages that are not installed here."""
+    """A plugin with components of packages that are not installed here."""
 
     @hookimpl
     def agl_policies(self) -> Iterable[PolicyEntry]:

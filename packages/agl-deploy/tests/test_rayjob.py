@@ -1,4 +1,4 @@
-"""The RayJob of ``agl deploy ray``: its shape, its entry point, and what each pod may reach and know."""
+"""The RayJob of ``agl deploy ray``: its structure, its entry point, and each pod's network access and secrets."""
 
 import json
 import os
@@ -46,7 +46,7 @@ RAYJOB: dict[str, Any] = {
         "metadata": {
             "type": "object",
             "additionalProperties": False,
-            # Of 53 characters for a cluster's name KubeRay takes six for its own.
+            # KubeRay uses six of the 53 characters of a cluster's name for its own suffix.
             "properties": {"name": {"pattern": "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$"}, "labels": TEXTS},
         },
         "spec": {
@@ -99,14 +99,14 @@ RAYJOB: dict[str, Any] = {
         },
     },
 }
-"""The part of KubeRay's RayJob that is written, as strictly as its operator takes it."""
+"""A schema of the generated parts of KubeRay's RayJob, as strict as KubeRay's operator."""
 
 ON_RAY = OnRay(version="2.60.0", runs_agents=True, shares_files=False, takes_jobs=True)
 
 
 @pytest.fixture
 def needs(project: Path, manager: PluginManager) -> Needs:
-    """What the experiment would need if Ray ran its agents; Ray itself is not installed for these tests."""
+    """The needs of the experiment if Ray ran its agents; Ray itself is not installed for these tests."""
     return msgspec.structs.replace(read_needs(project / "experiment.toml", manager), ray=ON_RAY)
 
 
@@ -243,7 +243,7 @@ def test_ray_without_its_server_for_jobs_is_refused(needs: Needs) -> None:
 
 @pytest.fixture
 def with_ray(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An experiment on Ray, with plugins and a stand-in of Ray's distribution, whose extra needs pyyaml."""
+    """An experiment on Ray, with plugins and a fake distribution of Ray, whose extra needs pyyaml."""
     site = project / "site"
     packages = {
         "ray": ("2.60.0", 'Provides-Extra: default\nRequires-Dist: pyyaml; extra == "default"\n', ""),

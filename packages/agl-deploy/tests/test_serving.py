@@ -1,4 +1,4 @@
-"""The files that serve a labelled version with vLLM: the weights of the label, and vLLM's command for them."""
+"""The files that serve a labelled version with vLLM: they fetch the version's weights, and run vLLM on them."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def needs(project: Path, manager: PluginManager) -> Needs:
 
 
 def served_with(project: Path, folder: Path, *words: str) -> list[str]:
-    """Run the script with a vLLM that prints its arguments, and return them."""
+    """Run the script with a fake vLLM that prints its arguments, and return these."""
     (project / "bin").mkdir()
     vllm = project / "bin" / "vllm"
     vllm.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")

@@ -1,4 +1,4 @@
-"""Every text for a shell that is written or kept in the repository has nothing that shellcheck finds."""
+"""Shellcheck finds nothing in the shell scripts of the repository and of generated files."""
 
 import re
 import shutil
@@ -33,7 +33,7 @@ def shellcheck(text: str, *, shell: str = "sh") -> None:
 
 
 def values_in(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value within plain data, with its key; those of a list have none."""
+    """Yield every value within plain data, with its key; items of a list have an empty key."""
     yield key, value
     if isinstance(value, dict):
         for name, one in value.items():
@@ -44,7 +44,7 @@ def values_in(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def lines_in(text: str) -> Iterator[str]:
-    """Yield what shells run of a YAML file: lines of jobs and tasks, and ``sh -c`` commands."""
+    """Yield the shell commands in a YAML file: lines of jobs and tasks, and ``sh -c`` commands."""
     for document in yaml.safe_load_all(text):
         for key, value in values_in(document):
             if key in ("entrypoint", "setup", "run") and isinstance(value, str):

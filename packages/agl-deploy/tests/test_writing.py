@@ -1,4 +1,4 @@
-"""Generated files never overwrite what somebody edited."""
+"""Generated files never overwrite files that somebody has edited."""
 
 from pathlib import Path
 

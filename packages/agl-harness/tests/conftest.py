@@ -1,4 +1,4 @@
-"""A small harness of our own that asks the model for shell commands, and an experiment that runs it."""
+"""A small harness for tests, which asks the model for shell commands, and an experiment that runs it."""
 
 import asyncio
 import json
@@ -95,13 +95,13 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model() -> Iterator[ScriptedModelServer]:
-    """A model that has nothing to do, unless a test says otherwise."""
+    """A model that asks for no commands, unless a test gives it a script."""
     with ScriptedModelServer(default=Reply(text="Done.")) as server:
         yield server
 
 
 def asks(*commands: str) -> list[Reply]:
-    """Replies that ask for shell commands, one after the other."""
+    """Return replies that ask for shell commands, one at a time."""
     return [Reply(text="", tool_calls=(ToolCall(name="bash", arguments={"command": line}),)) for line in commands]
 
 
@@ -115,10 +115,10 @@ def dev(
 
 
 def workspaces(project: Path) -> list[Path]:
-    """The folders of sandboxes that are left."""
+    """Return the folders of the remaining sandboxes."""
     return [path for path in project.glob("runs/**/workspaces/*") if path.is_dir()]
 
 
 def wait(work: Callable[[], Awaitable[Any]]) -> Any:
-    """Run async work in a loop of its own."""
+    """Run async work in a new event loop, and return its result."""
     return asyncio.run(work())  # pyright: ignore[reportArgumentType]  # any awaitable

@@ -1,6 +1,6 @@
-"""An environment of Harbor's that is a folder on this machine, with bubblewrap: its base class without a container.
+"""A Harbor environment without a container: a folder on this machine, isolated with bubblewrap.
 
-Runs in the Python that has ``harbor``, and imports nothing of agl.
+It runs in the Python that has ``harbor``, and imports nothing from agl.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 
 
 class FolderEnvironment(BaseEnvironment):
-    """Its root folder is ``folder/SESSION``, with the programs of this machine in it, read-only."""
+    """An environment whose root folder is ``folder/SESSION``, with this machine's programs read-only."""
 
     def __init__(self, *args: Any, folder: str, bubblewrap: str, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -50,7 +50,7 @@ class FolderEnvironment(BaseEnvironment):
         shutil.copytree(self._place(source_dir), target_dir, symlinks=True, dirs_exist_ok=True)
 
     def _place(self, path: str) -> Path:
-        """Follow links as a program within would."""
+        """Return the path on this machine, following links as a program in the environment would."""
         found = self._root
         for part in Path(path).parts[1:]:
             found = found / part

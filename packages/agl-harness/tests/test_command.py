@@ -1,4 +1,4 @@
-"""``agl harness run`` and ``agl harness doctor``, with the harness of these tests."""
+"""``agl harness run`` and ``agl harness doctor``, with a harness made for these tests."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Harbor task folders: what comes into the sandbox, the hidden tests and their reward, and what is refused."""
+"""Harbor tasks: the files in the sandbox, the hidden tests and their reward, and the tasks that are refused."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ else echo 0 > /logs/verifier/reward.txt; fi
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
-    """Write texts below a folder."""
+    """Write texts into files below a folder."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -80,7 +80,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def task(project: Path) -> Path:
-    """A folder of Harbor tasks with one in it."""
+    """A folder with one Harbor task."""
     return write(
         project / "tasks" / "add",
         {
@@ -97,7 +97,7 @@ def task(project: Path) -> Path:
 
 
 def only(result: Any) -> Any:
-    """Return the one episode of a trial."""
+    """Return the only episode of a dry run."""
     (episode,) = result.episodes
     return episode
 
@@ -145,7 +145,7 @@ PLANTS = (
     "cd /tests; seq -f 'x%0150.0f' 20000 | xargs touch",
     "mkdir -p /tests/a/b; touch /tests/a/b/c; chmod 555 /tests/a/b /tests/a",
 )
-"""Shell commands by which a harness would keep its own reward in place."""
+"""Shell commands with which a harness tries to keep a reward of its own."""
 
 
 @pytest.mark.long
@@ -198,7 +198,7 @@ WRITTEN = (
     ("(setsid sleep 600 &); echo 1 > reward.txt", 1.0, ""),
     ("sleep 600", 0.0, "stopped at 2 s"),
 )
-"""Ends of test scripts, the reward that each gives, and a part of its feedback."""
+"""Last lines of test scripts, each with the reward that it gives and a part of the feedback."""
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Sandboxes of Harbor's environments, with Harbor itself: its factory, its base class and its templates.
+"""Sandboxes in Harbor's environments, tested with Harbor itself: its factory, its base class and its templates.
 
 ``AGL_HARBOR_PYTHON`` names a Python that has the package ``harbor``; it needs 3.12.
 """
@@ -35,7 +35,7 @@ needs_harbor = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Harbor import the environment of these tests."""
+    """Make the environment of these tests importable for Harbor."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
@@ -108,7 +108,7 @@ def test_program_that_dies_is_a_dead_sandbox_and_the_next_one_is_new(tmp_path: P
 
 
 def _programs(text: str) -> list[int]:
-    """Return the processes that hold environments of a test."""
+    """Return the ids of processes whose command line contains ``text``."""
     found: list[int] = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Harnesses are installed into folders of their own, found there or on the path, and named when they are missing."""
+"""Harnesses are installed into separate folders, found there or on the PATH, and named if they are missing."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page on coding harnesses runs."""
+"""The code on the documentation page about coding harnesses runs."""
 
 import importlib.util
 import sys

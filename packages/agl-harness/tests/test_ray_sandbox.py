@@ -1,4 +1,4 @@
-"""Sandboxes on a Ray cluster of this machine, which is started once."""
+"""Sandboxes on a Ray cluster on this machine, which is started once for all tests."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """A cluster of this machine with two CPUs and a resource of its own."""
+    """A cluster on this machine with two CPUs and a custom resource."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, resources={"desk": 4})
     yield
     ray.shutdown()
@@ -39,7 +39,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def boxes(tmp_path: Path) -> RaySandboxes:
-    """A backend whose sandboxes take up little, so that several fit."""
+    """A backend whose sandboxes reserve few resources, so that several fit."""
     return RaySandboxes(base=tmp_path, num_cpus=0.1, resources={"desk": 1}, folder=str(tmp_path / "boxes"))
 
 

@@ -20,7 +20,7 @@ REPAIR = "sed -i 's/a - b/a + b/' calc.py"
 
 
 def only(result: Any) -> Any:
-    """Return the one episode of a trial."""
+    """Return the only episode of a dry run."""
     (episode,) = result.episodes
     return episode
 
@@ -229,7 +229,7 @@ print(urllib.request.urlopen(urllib.request.Request(url, request.SerializeToStri
 
 
 def test_sandbox_that_an_agent_claims_is_not_believed(project: Path, model: ScriptedModelServer) -> None:
-    """The gateway takes spans with an attempt's token, and so what a harness says of its own attempt."""
+    """A harness can send spans to the gateway with its attempt's token; such a span must not name the sandbox."""
     claim = CLAIM.replace("HERE", str(project / "elsewhere"))
     (project / "elsewhere" / "workspace").mkdir(parents=True)
     (project / "elsewhere" / "workspace" / "calc.py").write_text("def add(a, b):\n    return a + b\n")

@@ -1,4 +1,4 @@
-"""Local sandboxes: the contract's methods, what is kept apart, limits, and what is left when something is killed."""
+"""Local sandboxes: the contract's methods, isolation, limits, and cleaning up after killed processes."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
 @pytest.fixture(params=KINDS)
 def sandboxes(request: pytest.FixtureRequest, tmp_path: Path) -> LocalSandboxes:
-    """A backend with plain processes, and one with bubblewrap."""
+    """A backend with plain processes, and another with bubblewrap."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "answer").write_text("42")
     return LocalSandboxes(base=tmp_path / "boxes", hidden=[tmp_path / "secret"], isolation=request.param)
@@ -43,7 +43,7 @@ class TestConformance(SandboxConformance):
 
 
 def run(sandboxes: LocalSandboxes, script: str, **options: Any) -> Any:
-    """Run a shell script in a sandbox of its own, and return how it ended."""
+    """Run a shell script in a new sandbox, and return the result."""
 
     async def work() -> Any:
         sandbox = await sandboxes.create("one")

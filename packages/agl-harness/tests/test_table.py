@@ -1,4 +1,4 @@
-"""The table of harnesses: ours is whole, and a person's own entry counts as much."""
+"""The table of harnesses: the built-in entries are complete, and users can add their own."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""Counts of tests in what test runners print and write."""
+"""Counting tests in the output and the reports of test runners."""
 
 import subprocess
 import sys

@@ -48,9 +48,9 @@ VERSIONS = [
 async def fill(
     store: Store, rewards: dict[str, Sequence[float | None]], validated: dict[str, Sequence[Any]] | None = None
 ) -> None:
-    """Publish the versions, and run a rollout with each reward; ``None`` fails.
+    """Publish the versions, and record a rollout for each reward; for ``None`` a failed rollout.
 
-    ``validated`` has the tasks of a version whose rollouts are validations.
+    ``validated`` has the tasks of each version whose rollouts are validation rollouts.
     """
     await store.publish(VERSIONS)
     await store.save_scores([VersionScore(name="prompt", version="v2", mean=0.8, low=0.7, high=0.9, n=32, how="trial")])
@@ -79,7 +79,7 @@ async def fill(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Result]:
-    """`run("list", "prompt")` on a store that is filled once, with `rewards` and validation tasks by version."""
+    """Runs ``agl resources`` on a store that the first call fills with ``rewards`` and validation tasks by version."""
     path = tmp_path / "runs.db"
 
     def call(
@@ -359,7 +359,7 @@ def test_confidence_must_make_an_interval(values: dict[str, Any]) -> None:
 
 
 def command(run: Callable[..., Result], tmp_path: Path, *arguments: str) -> Result:
-    """Another command on the same store."""
+    """Run a command other than ``agl resources`` on the store of ``run``."""
     run("list")
     return CliRunner().invoke(cli, [*arguments, "--store", f"sqlite:///{tmp_path}/runs.db"])
 

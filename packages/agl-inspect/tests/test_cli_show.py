@@ -183,7 +183,7 @@ ID = "arithmetic-12-grpo-train-00017-00003-002"
 
 
 def table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int) -> list[str]:
-    """The lines of a table on a terminal of that width."""
+    """Return the lines that a table takes on a terminal of ``width`` columns."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(width))
     columns = ("rollout", "experiment", "status", "reward", "task")
@@ -228,7 +228,7 @@ from agl_inspect.terminal.program import main
 atexit.register(lambda: sys.stderr.write(Path("/proc/self/status").read_text()))
 main()
 """
-"""The command, which writes the system's record of its process to standard error at its end."""
+"""A program that runs the command ``agl``, and at its end writes its ``/proc/self/status`` to standard error."""
 
 
 @pytest.mark.long
@@ -261,7 +261,7 @@ def test_rollout_of_many_long_calls_is_read_in_little_memory(record: Callable[..
 
 
 class Watched(MemoryStore):
-    """Counts the spans that its callers let it look through."""
+    """A store that counts the spans that it returned or searched."""
 
     seen = 0
 

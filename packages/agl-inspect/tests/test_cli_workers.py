@@ -19,7 +19,7 @@ from agl_store_sqlite._store import SQLiteStore
 
 @pytest.fixture
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Runs a coroutine function on ``runs/agl.db`` of an empty folder, by a clock that is so many seconds late."""
+    """Runs a coroutine function on ``runs/agl.db`` in an empty folder, with a clock that is ``late_s`` seconds late."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
 

@@ -45,7 +45,7 @@ def complete(*words: str) -> list[str]:
 
 
 def ask(folder: Path, words: str) -> tuple[int, str, str]:
-    """The program's answer to click's script for the shell."""
+    """Return the program's exit status, output and errors, called as click's completion script calls it."""
     asked = {"_AGL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "2"}
     line = [sys.executable, "-P", "-m", "agl"]
     done = subprocess.run(line, cwd=folder, env=os.environ | asked, capture_output=True, text=True, timeout=60)
@@ -97,7 +97,7 @@ def test_named_store_is_the_one_that_is_read(folder):
 
 
 def files(folder: Path) -> list[str]:
-    """The files there, without those of SQLite's log, which readers make too."""
+    """Return the files below a folder, without those of SQLite's log, because reading creates them too."""
     return sorted(path.name for path in folder.rglob("*") if not path.name.endswith(("-shm", "-wal")))
 
 

@@ -16,7 +16,7 @@ OLD, NEW = b"an-old-key-0123456789", b"a-new-key-0123456789"
 
 
 def write(path: Path, content: bytes, *, mode: int = 0o600) -> Path:
-    """Exchange the file as a whole, as tools that keep secrets do."""
+    """Replace the whole file in one step, as tools that manage secrets do."""
     draft = path.with_name("draft")
     draft.write_bytes(content)
     draft.chmod(mode)

@@ -1,4 +1,4 @@
-"""One trainer per experiment and store: a live owner is named, a dead one replaced, a replaced one saves nothing."""
+"""Only one trainer owns an experiment: a live owner is named, a dead owner is replaced, a replaced one cannot save."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ def own(store: Store, folder: str, *, lease_s: float = 60.0, beat_s: float = 0.0
 
 
 async def leave_owner(store: Store, **changes: Any) -> None:
-    """Leave the owner that a killed trainer leaves, unless told otherwise one on another machine."""
+    """Write the token and beat that a killed trainer leaves; without ``changes``, the trainer of another machine."""
     owner = Owner(worker="host@elsewhere:1:0", host="host", host_id="elsewhere", pid=1, workdir="/trainers/one")
     token = msgspec.json.encode(msgspec.structs.replace(owner, **changes))
     await store.save_state({"experiment/e/owner": token, "experiment/e/owner/beat": b"7"})

@@ -1,4 +1,4 @@
-"""A plan finds each seeded fault and no other, and estimates what it says from little, without bias."""
+"""A forecast finds each seeded fault and no other, and estimates its numbers from few rollouts, without bias."""
 
 import itertools
 import random
@@ -244,7 +244,7 @@ SEEDED: dict[str, Change] = {
 
 
 def examined(change: Change = lambda recording: recording, *, part: float = 1.0) -> Examined:
-    """Return the facts of twelve rollouts, of which ``part`` are changed."""
+    """Return the facts of twelve rollouts; ``change`` is applied to the share ``part`` of them."""
     made = [make(task, sample) for task in TASKS for sample in range(SAMPLES)]
     made = [change(one) if place < part * len(made) else one for place, one in enumerate(made)]
     facts = [facts_of(one, other=made[(place + SAMPLES) % len(made)].rollout.task) for place, one in enumerate(made)]
@@ -278,7 +278,7 @@ def test_fault_in_a_third_of_the_rollouts_is_found(rule: str) -> None:
 
 
 def test_hidden_values_that_stand_in_every_prompt_are_no_leak() -> None:
-    """The words of another task's answer stand there as often, so that they say nothing."""
+    """The answers of other tasks are in the prompts just as often, so the own answer there is not a leak."""
     every = " ".join(str(task["answer"]) for task in TASKS)
 
     found = examined(lambda one: edited(one, lambda messages: [{"role": "system", "content": every}, *messages]))
@@ -331,7 +331,7 @@ def test_time_that_two_calls_share_counts_once() -> None:
 @pytest.mark.parametrize("shares", [(0.3, 0.7), (0.5, 0.3, 0.2), (1.0,)])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_counted_share_of_silent_groups_has_no_bias(shares: tuple[float, ...], size: int) -> None:
-    """The mean over everything that five rollouts of a task can give is the chance that ``size`` draws agree."""
+    """The expected estimate over all outcomes of five rollouts is the probability that ``size`` draws agree."""
     expected = sum(share**size for share in shares)
     mean = 0.0
     for drawn in itertools.product(range(len(shares)), repeat=5):
@@ -472,10 +472,10 @@ def test_first_step_of_a_recording_counts_for_tokens_and_not_for_time() -> None:
 
 
 def run_step(batch: str, *, shares_a_processor: bool, draw: random.Random, rollouts: int = 32) -> list[Observed]:
-    """Run rollouts of random work, 8 at once: beside each other, or on one processor that all of them share."""
+    """Simulate rollouts of random work, 8 at once, either independent of each other or sharing one processor."""
     work = [draw.expovariate(1.0) for _ in range(rollouts)]
     places, now = 8, 0.0
-    running: dict[int, tuple[float, float]] = {}  # its beginning, and the work that is left
+    running: dict[int, tuple[float, float]] = {}  # the start of a rollout, and its remaining work
     done: list[Observed] = []
     while work or running:
         while work and len(running) < places:

@@ -1,4 +1,4 @@
-"""Retention by itself: what a run and a server remove, what they never remove, and what a kill leaves."""
+"""Retention of a run and of a server: the rollouts that are removed, those that stay, and the state after a kill."""
 
 import asyncio
 import random
@@ -105,7 +105,7 @@ def within(store: Store, work: Callable[..., Awaitable[Any]], *args: Any, **opti
 
 
 async def fill(store: Store, experiment: str, count: int) -> None:
-    """Record finished rollouts, the last one of which ended last."""
+    """Record ``count`` finished rollouts, which end in the order of their ids."""
     ids = [f"{experiment}-{number:03}" for number in range(count)]
     await store.enqueue([Rollout(rollout_id=rollout_id, task={}, experiment=experiment) for rollout_id in ids])
     for _ in ids:

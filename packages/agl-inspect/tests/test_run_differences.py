@@ -1,4 +1,4 @@
-"""The newest validations of runs are compared with the first run's, task by task where they share their tasks."""
+"""The newest validation of each run is compared with that of the first run, task by task if they share their tasks."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ FIRST = (0.1, 0.9, 0.5, 0.3, 0.7, 0.2)
 
 
 def compared(*validations: Sequence[Validation]) -> list[RunDifference]:
-    """Compare runs of which each has these validations, one after the other."""
+    """Compare runs; each argument holds the validations of one run, first to last."""
 
     async def compare() -> list[RunDifference]:
         store = MemoryStore()

@@ -1,4 +1,4 @@
-"""Versions that were never saved are said to be so, and what they were pinned to is asked for again."""
+"""Versions that were never saved are marked as such, and unfinished rollouts that are pinned to them are removed."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ def test_unfinished_rollouts_of_lost_versions_are_removed_and_all_others_stay() 
             await store.enqueue(rollouts[number : number + 1])
             await store.claim(worker=worker, lease_s=60)
         await store.enqueue(rollouts[2:])
-        await store.cancel(["r3"])  # finished, and so it stays
+        await store.cancel(["r3"])  # a cancelled rollout is finished, so it stays
 
         assert 2 == await remove_unreachable(store, "toy", {"grpo": AlgorithmState(step=3)})
         left = {each.rollout_id: each.status for each in await store.rollouts(RolloutQuery(experiment="toy"))}

@@ -1,4 +1,4 @@
-"""Each situation is found by its rule and by no other, and a healthy run is left alone."""
+"""For each problem of a run, its rule makes a finding and no other rule does; a healthy run has no finding."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ Values = Callable[[int], float]
 
 
 def wobble(step: int) -> float:
-    """Noise that follows from the step, between -1 and 1."""
+    """Return noise between -1 and 1 that depends only on the step."""
     return math.sin(7.0 * step)
 
 

@@ -54,7 +54,7 @@ def graph(llm: Any) -> Any:
 
 
 def flow(llm: Any) -> Any:
-    """LangGraph's functional API: an entry point with two tasks; the second calls the model in a chain."""
+    """LangGraph's functional API: an entry point with two tasks, of which the second calls the model in a chain."""
     model = model_of(llm)
 
     @task
@@ -73,7 +73,7 @@ def flow(llm: Any) -> Any:
 
 
 def flow_async(llm: Any) -> Any:
-    """The same with coroutines; a task calls another one, and both tasks' names are those of an agent's nodes."""
+    """The same flow with coroutines; a task calls another one, and both tasks are named like an agent's nodes."""
     model = model_of(llm)
 
     @task(name="model")

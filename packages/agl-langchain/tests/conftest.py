@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def collected() -> Iterator[None]:
-    """The same after the last test."""
+    """Collect garbage after the last test too, so that its warnings are ignored here."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -35,7 +35,7 @@ def collected() -> Iterator[None]:
 
 @pytest.fixture
 def server() -> Iterator[ScriptedModelServer]:
-    """A model that uses the tools it is offered."""
+    """Start a scripted model that uses the tools it is offered."""
     with ScriptedModelServer(respond=Script()) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""Runs agents as an experiment does and gives back what was recorded, beside what the model server saw."""
+"""Runs agents as an experiment would; returns the records, together with the requests that the model server saw."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ class Played:
 
     @property
     def who(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Agent and path of every call that trains, in order."""
+        """Return agent and path of every training call, in order."""
         return [(t.agent, t.path) for t in self.episode.transitions if not t.reject]
 
     def named(self, name: str) -> Span:
@@ -83,7 +83,7 @@ def mark_of(text: str) -> str:
 def play(
     agent: Any, server: ScriptedModelServer, *tracers: Tracer, count: int = 1, gateway: bool = False, task: str = ""
 ) -> list[Played]:
-    """Run ``count`` rollouts at once; each asks about its own mark."""
+    """Run ``count`` rollouts at once; each has a mark of its own in its question."""
     return asyncio.run(_play(agent, server, tracers, count=count, gateway=gateway, task=task))
 
 
@@ -139,7 +139,7 @@ async def _finished(store: MemoryStore, rollout_id: str) -> Played:
 
 
 def check(played: Sequence[Played], server: ScriptedModelServer, *, errors: int = 0) -> None:
-    """No call lost or misplaced, ids equal to the server's, one tree, nothing left open."""
+    """Check that no call is lost or misplaced, ids equal the server's, there is one tree, and all spans are closed."""
     for run in played:
         sent = [call for call in server.calls if mark_of(call.body.decode()) == run.mark]
         assert len(sent) == len(run.calls)
@@ -157,7 +157,7 @@ def check(played: Sequence[Played], server: ScriptedModelServer, *, errors: int 
 
 
 def check_tree(run: Played) -> None:
-    """One tree, in which every model call lies in a span that the framework reported."""
+    """Check that there is one tree in which every model call is inside a span that the framework reported."""
     ids = {span.span_id: span for span in run.spans}
     assert len(ids) == len(run.spans)
     assert [] == [span.name for span in run.spans if "still open" in span.status_message]
@@ -170,7 +170,7 @@ def check_tree(run: Played) -> None:
 
 @dataclass(frozen=True)
 class SentIds:
-    """The tokens of one answer as the server sent them."""
+    """The tokens of one answer, as the server sent them."""
 
     response_id: str
     prompt: list[int]

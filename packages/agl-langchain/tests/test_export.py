@@ -1,4 +1,4 @@
-"""The turns of an agent are exported as one conversation, so that none trains twice."""
+"""The turns of an agent are exported as one conversation, so that no turn trains twice."""
 
 from typing import Any
 

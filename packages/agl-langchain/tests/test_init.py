@@ -1,4 +1,4 @@
-"""The template ``langgraph`` of ``agl init`` runs as it is written, against a scripted model."""
+"""The template ``langgraph`` of ``agl init`` runs unchanged, against a scripted model."""
 
 from pathlib import Path
 

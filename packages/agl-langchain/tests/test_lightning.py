@@ -26,7 +26,7 @@ REWRITE = ChatPromptTemplate([("system", "Rewrite the query."), ("user", "{quest
 
 
 class State(MessagesState):
-    """The query and what was found out about it."""
+    """The query, and the findings about it."""
 
     question: str
     query: str
@@ -83,7 +83,7 @@ class Querist:
 
 
 class LitQuerist(agl.LitAgent[dict[str, Any]]):
-    """Runs the graph on a task; of its agents those train whose names hold ``write``."""
+    """Runs the graph on a task; agents whose names contain ``write`` train."""
 
     def __init__(
         self, trained_agents: str | None = r"write", val_temperature: float | None = None, max_turns: int = 3
@@ -111,7 +111,7 @@ class LitQuerist(agl.LitAgent[dict[str, Any]]):
 
 
 def run(database: Path, query: str) -> str:
-    """Return the rows of a query, or what is wrong with it."""
+    """Return the rows of a query, or its error."""
     connection = sqlite3.connect(database)
     try:
         return str(connection.execute(query).fetchall())
@@ -122,7 +122,7 @@ def run(database: Path, query: str) -> str:
 
 
 def respond(request: ModelRequest) -> Reply:
-    """Write a query with a wrong column, find that out, and write a right one."""
+    """Write a query with a wrong column, find the mistake, and write a right query."""
     job, text = request.turns[0].text, request.last_text
     if "Check" in job:
         return Reply(text="THE QUERY IS WRONG" if "Error" in text else "THE QUERY IS CORRECT")

@@ -31,7 +31,7 @@ COUNT = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A way to use a framework: the agent, the (agent, path) of its calls, and what the task says besides."""
+    """A way to use a framework: the agent, the (agent, path) of its calls, and additional text for the task."""
 
     agent: Callable[[Any, Any], Any]
     who: list[tuple[str, str]]

@@ -1,4 +1,4 @@
-"""Models that a program keeps in its modules, in eight rollouts at once and in one run after the other."""
+"""Models in a program's modules, used by eight rollouts at once and by one run after the other."""
 
 import asyncio
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def blocking(model: ChatOpenAI) -> Callable[[Any], Any]:
 
 
 def own_loop(model: ChatOpenAI) -> Callable[[Any], Any]:
-    """Starts a loop for each rollout; LangChain's asynchronous clients are shared by the process."""
+    """Starts an event loop for each rollout, while LangChain's asynchronous clients are shared by the process."""
 
     async def twice(question: str) -> None:
         for _ in range(2):

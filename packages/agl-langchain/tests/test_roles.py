@@ -1,4 +1,4 @@
-"""LangGraph nodes as roles: they choose a policy, and an algorithm chooses them, by the names in the graph's code."""
+"""LangGraph nodes as roles: their names in the graph's code select a policy, and an algorithm selects them."""
 
 import asyncio
 from typing import Any
@@ -27,7 +27,7 @@ def server():
 
 
 async def team(task: Any) -> None:
-    """Nodes that call one model, and a node that is an agent with a name of its own."""
+    """Nodes that call one model, and a node that is an agent with its own name."""
     model = ChatOpenAI(model="gpt-5", base_url="http://127.0.0.1:9/v1", api_key="sk-own")
     editor = create_agent(model, tools=[], name="editor")
     builder = StateGraph(MessagesState)

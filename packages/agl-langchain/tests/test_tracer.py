@@ -1,4 +1,4 @@
-"""The tracer reports names, hand-offs, interrupts, tools and streams, and leaves the rest alone."""
+"""The tracer reports names, hand-offs, interrupts, tools and streams, and changes nothing else."""
 
 import importlib
 import logging
@@ -54,7 +54,7 @@ def attempt_into(spans: list[agl.Span], tracer: LangChainTracer) -> ActiveAttemp
 
 
 def observe(work: Any, tracer: LangChainTracer) -> list[agl.Span]:
-    """The spans of ``work``; the tracer is installed for it alone."""
+    """Return the spans of ``work``, during which the tracer is installed."""
     spans: list[agl.Span] = []
     tracer.install()
     try:
@@ -281,7 +281,7 @@ class Unreadable:
 
 
 def end_of_tool(output: Any, tracer: LangChainTracer) -> agl.Span:
-    """The span of a tool that returns ``output``."""
+    """Return the span of a tool that returns ``output``."""
 
     def work() -> None:
         run_id, handler = uuid4(), tracer.get_langchain_handler()

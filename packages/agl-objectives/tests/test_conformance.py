@@ -1,4 +1,4 @@
-"""Every loss and estimator of this distribution keeps the contract."""
+"""Every loss and estimator of this distribution conforms to the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks of a step: none comes twice in it, all come equally often, and a repeated step draws the same."""
+"""A step draws no task twice, all tasks are drawn equally often, and a repeated step draws the same tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The estimators against formulas written out by hand, and the invariants that they share."""
+"""The estimators equal formulas written out by hand, and satisfy common invariants."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ rewards = st.lists(st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2,
 
 
 def one_call_each(groups: list[list[float]], estimator: str) -> list[list[float]]:
-    """Advantages of rollouts that make one call each, by group."""
+    """Return the advantages of rollouts with one call each, by group."""
     values = [v for group in groups for v in group]
     places = [g for g, group in enumerate(groups) for _ in group]
     result = estimate(

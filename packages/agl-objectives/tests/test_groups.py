@@ -1,4 +1,4 @@
-"""The groups of a step: silent ones are replaced within bounds, and a curriculum chooses tasks by recorded rewards."""
+"""Silent groups of a step are replaced within limits, and a curriculum chooses tasks by recorded rewards."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ COUNT, N = 4, 2
 
 
 class Village:
-    """Tasks with a known success: `loud` ones have a rollout of each reward, the others one reward only."""
+    """Tasks with known rewards: the rollouts of `loud` tasks have the rewards 0 and 1, all others have the reward 1."""
 
     def __init__(
         self, folder: Path, *, tasks: int = 20, loud: Callable[[int], bool] = lambda n: n % 2 == 0, **options: Any
     ) -> None:
         self.loud = loud
-        self.broken: set[int] = set()  # tasks of which no rollout can be used
+        self.broken: set[int] = set()  # tasks without a usable rollout
         self.keys: list[str] = []
         train = [{"n": n} for n in range(tasks)]
         self.bench = AlgorithmBench(
@@ -197,7 +197,7 @@ async def is_odd(group: Sequence[Episode]) -> bool:
 
 
 class Shared(Village):
-    """Tasks that share one group (`group_key`); greedy rollouts earn a tenth of their task's number, task 3 nothing."""
+    """Tasks that share one group (`group_key`). Greedy rollouts earn a tenth of the task number, in task 3 nothing."""
 
     def play(self, order: RolloutOrder) -> Episode:
         played = super().play(order)
@@ -246,7 +246,7 @@ def test_a_step_in_which_every_rollout_failed_does_not_end_a_curriculum(tmp_path
 
 
 class Turns:
-    """Credits whose value is the call's own, from `values` by the number of the sample."""
+    """A credit that gives each rollout of a group the value at its position in `values`."""
 
     def __init__(self, *values: float, is_advantage: bool = False) -> None:
         self.values, self.is_advantage = values, is_advantage
@@ -298,10 +298,10 @@ def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message:
 
 
 class TestCurriculum:
-    """The tasks that a curriculum draws."""
+    """Tests of the tasks that a curriculum draws."""
 
     def successes(self, folder: Path, *, curriculum: str, steps: int, share: Callable[[int], float]) -> Counter[int]:
-        """Count the tasks of the later steps, where a task succeeds in a fixed share of its rollouts."""
+        """Count how often the later half of the steps draws each task; a task succeeds in `share` of its rollouts."""
         village = Village(folder, tasks=40)
         draws = TaskDraws("grpo", curriculum=curriculum)  # type: ignore[arg-type]
         draws.begin(village.bench.context())

@@ -1,4 +1,4 @@
-"""The page about losses and estimators runs as a reader would run it."""
+"""The examples on the page about losses and estimators run."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""KL estimates against the definition, the shares of rollouts, and importance weights against plain Python."""
+"""KL estimates equal the definition, importance weights equal plain Python, and rollouts have the right shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses against the papers' formulas in plain Python."""
+"""Losses equal the papers' formulas in plain Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ token = st.tuples(number, number, number, st.floats(0.01, 1))
 
 
 def batch(tokens: list[tuple[float, float, float, float]], *, rollouts: list[int] | None = None) -> TokenBatch:
-    """Tokens of (log pi, log pi_old, A, weight); all of one rollout unless told otherwise."""
+    """Return tokens from tuples (log pi, log pi_old, A, weight); all are of one rollout by default."""
     logp, old, advantage, weight = (torch.tensor(column, dtype=F64) for column in zip(*tokens, strict=True))
     places = torch.tensor(rollouts or [0] * len(tokens))
     return TokenBatch(

@@ -1,4 +1,4 @@
-"""Losses and estimators by name: ours, those of an installed plugin, and functions of the user's own."""
+"""Losses and estimators by name: those of this distribution, of an installed plugin, and functions of the user."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def plain(tokens: TokenBatch, *, scale: float = 1.0) -> LossTerms:
-    """A loss of the user's own."""
+    """A loss that a user has written."""
     return LossTerms(loss_M=-scale * tokens.advantages_M * tokens.logp_M)
 
 
 def raw(scores: Scores) -> Estimates:
-    """An estimator of the user's own."""
+    """An estimator that a user has written."""
     return Estimates(found_S=scores.scores_S, unit_S=torch.ones_like(scores.scores_S))
 
 
@@ -38,7 +38,7 @@ def test_a_function_of_ones_own_is_a_loss_and_its_keywords_are_the_parameters() 
 
 
 class ReadsEntropy:
-    """A loss that weighs tokens by their entropy; its survey reads it as well where `early`."""
+    """A loss that weighs tokens by their entropy; with `early` its survey wrongly reads the entropy too."""
 
     def __init__(self, *, early: bool = False) -> None:
         self._early = early
@@ -172,7 +172,7 @@ def raw(scores):
 
 
 def install(folder: Path) -> None:
-    """Lay a small distribution into a folder of ``PYTHONPATH``, as pip would."""
+    """Write a small distribution into a folder of ``PYTHONPATH``, as pip would."""
     (folder / "half_plugin.py").write_text(PLUGIN)
     (folder / "half_loss.py").write_text(MODULE)
     info = folder / "half-1.0.dist-info"

@@ -9,7 +9,7 @@ from agl_objectives.saving import SaveInterval
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """A clock whose seconds a test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -19,7 +19,7 @@ class Clock:
 
 
 def steps_saved(every: int | str, *, steps: int, step_s: float, cost_s: float = 0.0) -> list[int]:
-    """The steps of a run that are saved."""
+    """Return the steps of a run that are saved."""
     clock = Clock()
     interval = SaveInterval("grpo", every, clock=clock)
     found: list[int] = []

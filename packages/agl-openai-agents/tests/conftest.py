@@ -13,14 +13,14 @@ from .rollouts import Script
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Programs here leave their HTTP clients to the garbage collector, so their sockets close unannounced."""
+    """Ignore unclosed sockets: these programs leave their HTTP clients to the garbage collector."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def collected() -> Iterator[None]:
-    """The same after the last test."""
+    """Collect garbage after the last test too, so that its warnings are ignored here."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -29,7 +29,7 @@ def collected() -> Iterator[None]:
 
 @pytest.fixture
 def server() -> Iterator[ScriptedModelServer]:
-    """A model that uses the tools it is offered."""
+    """Start a scripted model that uses the tools it is offered."""
     with ScriptedModelServer(respond=Script()) as running:
         yield running
 

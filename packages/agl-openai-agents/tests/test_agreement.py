@@ -1,4 +1,4 @@
-"""A model of the program's own that calls past the wire: the run says so and names its class, once for each call."""
+"""A program's own model that bypasses the wire hook: the run reports it by its class, once for each call."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,7 +21,7 @@ def message(text: str) -> ResponseOutputMessage:
 
 
 class Pigeon(Model):
-    """Answers over a wire of its own."""
+    """Answers without HTTP."""
 
     model = "dove"
 
@@ -51,7 +51,7 @@ class ReportingPigeon(Pigeon):
 
 
 class Relay(Model):
-    """Asks a model of the SDK, or a client over httpx."""
+    """Calls a model of the SDK, or a client over httpx."""
 
     def __init__(self, llm: Any, *, is_sdk: bool) -> None:
         self._llm = llm

@@ -1,4 +1,4 @@
-"""The tracer passes the tests that every tracer passes, with an agent, a tool and a span of the program's own."""
+"""The tracer passes the tests for all tracers, with an agent, a tool and a custom span."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScena
 
 
 class ProbeModel(Model):
-    """Answers at once, and does the work where a model call would leave."""
+    """Answers at once, and does the work at the point where a model call would be sent."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -57,7 +57,7 @@ class TestOpenAIAgentsTracer(TracerConformance):
 
 @pytest.fixture(autouse=True)
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside rollouts the SDK would post to its vendor."""
+    """Outside of rollouts the SDK would send traces to its vendor."""
     from agents import set_trace_processors
 
     set_trace_processors([])

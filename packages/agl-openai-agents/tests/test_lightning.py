@@ -25,7 +25,7 @@ def retrieve(query: str) -> str:
 
 
 class Librarian(agl.LitAgent[dict[str, Any]]):
-    """Answers from passages; validates with the method that trains, on resources of its own."""
+    """Answers from passages; validates with the training method, and with resources of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Librarian(agl.LitAgent[dict[str, Any]]):
 
 
 def respond(request: ModelRequest) -> Reply:
-    """Search for the question, then name the last word of what was found."""
+    """Search for the question, and answer with the last word of the result."""
     if request.turns[-1].role == "tool":
         return Reply(text=f"<answer>{request.last_text.rstrip('.').split()[-1]}</answer>")
     return Reply(tool_calls=(ToolCall("retrieve", {"query": request.last_text}),))

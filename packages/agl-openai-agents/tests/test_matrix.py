@@ -31,7 +31,7 @@ COUNT = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A way to use the SDK: the program, the (agent, path) of its calls, and what the task says besides."""
+    """A way to use the SDK: the program, the (agent, path) of its calls, and additional text for the task."""
 
     agent: Callable[[Any, Any], Any]
     who: list[tuple[str, str]]
@@ -46,7 +46,7 @@ def client_of(llm: Any) -> AsyncOpenAI:
 
 
 def program(work: Callable[[AsyncOpenAI, str], Awaitable[Any]]) -> Callable[[Any, Any], Any]:
-    """An asynchronous program with a client of its own."""
+    """An asynchronous program with its own client."""
 
     async def agent(task: Any, llm: Any) -> None:
         async with client_of(llm) as client:

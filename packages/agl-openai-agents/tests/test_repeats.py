@@ -1,4 +1,4 @@
-"""Agents and clients that a program keeps in its modules, in eight rollouts at once and in one run after the other."""
+"""Agents and clients in a program's modules, used by eight rollouts at once and by one run after the other."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def solve(task, main):
 '''
 
 HELPER = Agent[Any](name="helper", model="scripted")
-"""An agent whose calls go through the client that the SDK shares within a process."""
+"""An agent whose calls use the client that the SDK shares within a process."""
 
 Make = Callable[[AsyncOpenAI], Callable[[Any], Any]]
 
@@ -43,7 +43,7 @@ def run_sync(_: AsyncOpenAI) -> Callable[[Any], Any]:
 
 
 def own_loop(client: AsyncOpenAI) -> Callable[[Any], Any]:
-    """Starts a loop for each rollout, with a client of the program's own."""
+    """Starts an event loop for each rollout, with a client of the program's own."""
 
     async def twice(question: str) -> None:
         for _ in range(2):

@@ -141,7 +141,7 @@ def agl_algorithms():
 
 @pytest.fixture(scope="session", autouse=True)
 def _place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give the tests a key, plugins and no cluster of the machine."""
+    """Give the tests a key and plugins, and hide any Ray cluster of the machine."""
     toys = PluginFolder(tmp_path_factory.mktemp("toys"))
     toys.install(ALGORITHM, name="pacing")
     toys.open()
@@ -157,7 +157,7 @@ def _place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray(_place: None) -> Iterator[Any]:
-    """Ray, connected to a cluster with logical CPUs and GPUs."""
+    """Return Ray, connected to a cluster with logical CPUs and GPUs."""
     import ray
 
     size: dict[str, Any] = {"num_cpus": LOGICAL_CPUS, "num_gpus": LOGICAL_GPUS, "resources": {"desk": 1}}
@@ -192,7 +192,7 @@ class Experiment:
 
 @pytest.fixture
 def experiment(model: ScriptedModelServer) -> Callable[..., Experiment]:
-    """Writes an experiment whose agent notes its process, asks the model once and waits."""
+    """Return a function that writes an experiment whose agent notes its process, asks the model once and waits."""
 
     def write(folder: Path, *, tasks: int = 6, seconds: float = 0.0, more: str = "", name: str = "") -> Experiment:
         folder.mkdir(parents=True, exist_ok=True)

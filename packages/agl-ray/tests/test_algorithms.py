@@ -1,4 +1,4 @@
-"""Algorithms that take their steps in processes of their own, in the room that was reserved for them."""
+"""Algorithms that take their steps in other processes, on the shares that were reserved for them."""
 
 import json
 import os

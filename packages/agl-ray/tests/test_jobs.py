@@ -31,7 +31,7 @@ def _free_port() -> int:
 
 @pytest.fixture
 def job_server(_place: None) -> Iterator[str]:
-    """Ray with its job server, in a process of its own; gives the address."""
+    """Start Ray with its job server in another process, and yield the address."""
     dashboard, agent, gcs = _free_port(), _free_port(), _free_port()
     words = ["start", "--head", "--block", "--num-cpus", "4", "--object-store-memory", str(128 << 20), "--port", gcs]
     words += ["--include-dashboard", "true", "--dashboard-port", dashboard, "--dashboard-agent-listen-port", agent]

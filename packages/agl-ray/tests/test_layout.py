@@ -1,4 +1,4 @@
-"""Adding up what an experiment asks for, without Ray."""
+"""Adding up the shares of an experiment, without Ray."""
 
 import pytest
 

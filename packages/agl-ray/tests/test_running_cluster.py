@@ -1,4 +1,4 @@
-"""Checks and runs against a cluster that is there already, as a user starts them."""
+"""Checks and runs with an existing cluster, started as a user would."""
 
 import asyncio
 import subprocess
@@ -76,7 +76,7 @@ def test_waits_for_room_add_up_to_one_time(ray: Any) -> None:
 
 
 async def _ask_three_times(patience: Patience) -> None:
-    """Take all GPUs, then ask for one more and wait, whose time is over after the first of three tries."""
+    """Take all GPUs, and then wait for one more three times; the time limit ends during the first wait."""
     cluster = Cluster("auto", started={})
     await cluster.connect()
     held = Reservation(cluster, patience)

@@ -1,4 +1,4 @@
-"""Settings of the runner, and of the tables ``resources``, in an experiment file; Ray is not started."""
+"""Settings of the runner and of the tables ``resources`` in an experiment file; Ray is not started."""
 
 from pathlib import Path
 

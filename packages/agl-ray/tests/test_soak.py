@@ -1,4 +1,4 @@
-"""Long runs: actors that are killed again and again, and defaults at their real length."""
+"""Long runs: actors that are killed repeatedly, and default times at their full length."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ async def _read(url: str) -> list[Recording]:
 
 
 class _Run:
-    """An experiment in a thread, which continues whenever the process of its algorithm was killed."""
+    """An experiment in a thread, which continues after its algorithm's process was killed."""
 
     def __init__(self, given: Any) -> None:
         self._given = given
@@ -70,7 +70,7 @@ class _Run:
         self._running: Future[FitResult] = self._pool.submit(_fit, given)
 
     def is_over(self) -> bool:
-        """Return true once it has ended by itself."""
+        """Return true once the experiment has ended on its own."""
         if not self._running.done():
             return False
         error = self._running.exception()
@@ -91,7 +91,7 @@ class _Run:
 
 
 def _kill_one(run: _Run, given: Any, draw: random.Random, seen: set[int]) -> str:
-    """Kill a process once an attempt has begun since the last kill; returns its kind, ``""`` if the run ended first."""
+    """Kill a process once an attempt has begun since the last kill; return its kind, or ``""`` if the run has ended."""
     began = len(given.processes)
 
     def fresh() -> list[dict[str, Any]] | str:
@@ -133,7 +133,7 @@ def test_any_actor_is_killed_fifty_times_and_every_rollout_is_finished_once(
 
 
 def _check_trained(given: Any, recordings: list[Recording]) -> None:
-    """Each rollout has succeeded once, and is trained in the one step that asked for it."""
+    """Check that each rollout succeeded once and was trained only in the step that requested it."""
     succeeded = {
         recording.rollout.rollout_id: [attempt.status for attempt in recording.attempts].count("succeeded")
         for recording in recordings

@@ -136,7 +136,7 @@ def test_worker_without_room_is_an_error_within_seconds(ray: Any, experiment: An
 
 
 def _run(given: Any, ray: Any) -> subprocess.Popen[str]:
-    """Start ``agl run`` on the cluster, as a user does."""
+    """Start ``agl run`` on the cluster, as a user would."""
     words = [sys.executable, "-m", "agl", "run", str(given.file), "--ray", ray.get_runtime_context().gcs_address]
     return subprocess.Popen(
         words,

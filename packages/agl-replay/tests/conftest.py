@@ -12,7 +12,7 @@ InstallPlugin = Callable[..., None]
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on ``sys.path`` and on the ``PYTHONPATH`` of children, like a site-packages of this test alone."""
+    """A folder on ``sys.path`` and on the ``PYTHONPATH`` of child processes, like a ``site-packages`` for one test."""
     folder = tmp_path / "site"
     folder.mkdir()
     for name in ("AGL_DISABLED_PLUGINS", "AGL_PLUGINS_STRICT"):

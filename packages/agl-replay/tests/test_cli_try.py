@@ -70,7 +70,7 @@ CAREFUL = "Add carefully: {question}"
 
 
 def answer(request: ModelRequest) -> Reply:
-    """Answer right if the prompt says so, or if the sum is even in halves; shout where it asks for that."""
+    """Answer correctly if the prompt asks for care, or if the number is divisible by 4; shout if asked to."""
     text = request.last_text
     number = int(text.split()[-1])
     is_right = "carefully" in text or number % 4 == 0

@@ -17,7 +17,7 @@ def rollout(task: Any) -> Rollout:
 
 
 def chat(number: int, text: str | None, *, parent: str | None = None, tools: Any = None, **call: Any) -> Span:
-    """A model call at second ``number`` that answered ``text``."""
+    """Return a model call at second ``number`` that answered ``text``."""
     message = {"role": "assistant", "content": text, **({"tool_calls": tools} if tools else {})}
     response = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
     request = {"messages": [{"role": "user", "content": "question"}]}
@@ -90,7 +90,7 @@ def setup(folder: Path | str = ".", **policies: LLM) -> RewardSetup:
 
 
 def one(emitter: RewardEmitter, task: Any, spans: Sequence[Span] | str) -> Reward:
-    """The only reward of an attempt; a text stands for one answer."""
+    """Return the only reward of an attempt; a text stands for one answer."""
     given = [chat(1, spans)] if isinstance(spans, str) else spans
     (reward,) = evaluate(emitter, rollout(task), given)
     return reward
@@ -101,7 +101,7 @@ def several(emitter: RewardEmitter, task: Any, spans: Sequence[Span]) -> list[Re
 
 
 def database(path: Path) -> Path:
-    """Singers and songs, with a full-text index and a name with a space."""
+    """Create a database of singers and songs, with a full-text index and a name that contains a space."""
     connection = sqlite3.connect(path)
     connection.executescript(
         """

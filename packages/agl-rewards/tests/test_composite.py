@@ -14,7 +14,7 @@ from .cases import chat, one, setup, several, tool
 
 
 def composite(**parts: tuple[Any, float]) -> Composite:
-    """A composite of emitters that say what is given, with their weights."""
+    """Return a composite of emitters that return given rewards, with their weights."""
     made = RewardSetup(folder=setup().folder, policies={}, build=lambda _, params: lambda *_: params["says"])
     return Composite(
         parts={

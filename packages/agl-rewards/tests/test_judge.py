@@ -37,7 +37,7 @@ def judge(server: ScriptedModelServer, **params: Any) -> Judge:
 
 
 def scored(*steps: Any, **params: Any) -> tuple[Reward, int]:
-    """The reward after these answers of the server, and how often it was asked."""
+    """Return the reward after these answers of the server, and the number of requests."""
     with ScriptedModelServer(steps, default=None) as server:
         return one(judge(server, **params), TASK, "42"), len(server.calls)
 
@@ -133,7 +133,7 @@ def test_key_comes_from_the_environment_and_does_not_follow_a_redirect(monkeypat
 
 
 class redirecting:  # noqa: N801  # used as a context manager
-    """A server that sends every request elsewhere; gives its base URL."""
+    """Start a server that redirects every request, and yield its base URL."""
 
     def __init__(self, target: str) -> None:
         from http.server import BaseHTTPRequestHandler, HTTPServer

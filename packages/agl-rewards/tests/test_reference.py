@@ -1,4 +1,4 @@
-"""The reference has every reward with every parameter and its default, and registering them imports none of them."""
+"""The reference has every reward with every parameter and its default, and registering rewards imports none of them."""
 
 import inspect
 import re

@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def match(path: Path) -> Callable[..., Reward]:
-    """The reward of a query against the right one."""
+    """Return the reward of a query, compared with the right one."""
 
     def reward(query: str, right: Any = NAMES, **params: Any) -> Reward:
         return one(SqlMatch(database=str(path), **params), {"answer": right}, query)

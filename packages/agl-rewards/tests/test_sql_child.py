@@ -1,4 +1,4 @@
-"""Queries that eat memory or time, or end their process, cost only themselves."""
+"""Queries that use up memory or time, or end their process, affect only themselves."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ NUMBERS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE 
 MANY = f"{NUMBERS} SELECT zeroblob(9000000) FROM n"
 SORTED = f"{NUMBERS} SELECT count(*) FROM (SELECT DISTINCT zeroblob(9000000 + x) FROM n)"
 STUBBORN = "SELECT instr(hex(zeroblob(4900000)), hex(zeroblob(2400000)) || 'b')"
-"""One call of a function that runs for minutes and is never interrupted."""
+"""A single function call that runs for minutes and cannot be interrupted."""
 
 needs_limits = pytest.mark.skipif(sys.platform != "linux", reason="the system does not limit a child's memory")
 
@@ -29,14 +29,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def children() -> set[int]:
-    """Processes of this one that run queries."""
+    """Return this process's child processes that run queries."""
     listing = subprocess.run(["ps", "-ww", "-e", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
     rows = [line.split(None, 2) for line in listing.stdout.splitlines()]
     return {int(pid) for pid, parent, words in rows if int(parent) == os.getpid() and "query_child" in words}
 
 
 def peak_mb(pid: int) -> float:
-    """The most memory that a process has had."""
+    """Return the peak memory of a process in MB."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 

@@ -12,7 +12,7 @@ InstallPlugin = Callable[..., None]
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on ``sys.path`` and on the ``PYTHONPATH`` of children, like a site-packages of this test alone."""
+    """Return a folder on ``sys.path`` and on the children's ``PYTHONPATH``, as a site-packages for this test only."""
     folder = tmp_path / "site"
     folder.mkdir()
     for name in ("AGL_DISABLED_PLUGINS", "AGL_PLUGINS_STRICT"):
@@ -28,7 +28,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def install_plugin(site: Path) -> InstallPlugin:
-    """Installs a distribution: its files and the metadata that an installer writes."""
+    """Return a function that installs a distribution: its files, and the metadata that an installer writes."""
 
     def install(
         distribution: str, source: str, *, entry: str, version: str = "1.0", requires: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The kinds of agents, the arguments of their call, and the meaning of their return value."""
+"""The kinds of agents, the arguments with which they are called, and the meaning of their return values."""
 
 import asyncio
 import sys
@@ -155,7 +155,7 @@ def test_base_url_carries_the_attempt_only_with_a_token() -> None:
 
 
 class Accessor(str):
-    """A text of a class of its own, as LangChain's messages have it."""
+    """A subclass of ``str``, as LangChain's messages use for their text."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A program that is stopped while it starts holds nobody up, and nothing that it started outlives it."""
+"""Stopping a program while it starts delays nothing, and ends everything that the program started."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ with open(sys.argv[1] + ".new", "w") as file:
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 time.sleep(60)
 """
-"""Writes the id of a child in a session of its own, which holds the program's output open."""
+"""A program that writes the id of a child in another session; the child holds the program's output open."""
 
 
 async def start(file: Path) -> BoundProcess:
@@ -35,7 +35,7 @@ async def start(file: Path) -> BoundProcess:
 
 @pytest.mark.parametrize("turns", range(1, 12))
 def test_a_start_that_is_cancelled_on_a_busy_machine_ends_with_its_descendants(tmp_path: Path, turns: int) -> None:
-    """``turns``: how often the event loop goes round before it is held up, and then cancels the start."""
+    """Let the event loop turn ``turns`` times, block it for half a second, and then cancel the start."""
     file = tmp_path / "child"
 
     async def run() -> None:
@@ -71,12 +71,12 @@ def test_a_kill_ends_though_a_stopped_keepers_descendant_holds_the_output(tmp_pa
 
 
 def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work``; the test fails if it leaves a pipe open, which asyncio warns of when it is collected."""
+    """Run ``work``; the test fails if it leaves a pipe open, about which asyncio warns when the pipe is collected."""
     asyncio.run(work)
     gc.collect()
 
 
 def running(file: Path) -> list[str]:
-    """Return the child if it still runs."""
+    """Return the child's id if the child is still running."""
     entry = Path(f"/proc/{file.read_text()}/cmdline") if file.exists() else file
     return [file.read_text()] if entry != file and entry.exists() and entry.read_bytes() else []

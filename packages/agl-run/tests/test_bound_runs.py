@@ -1,4 +1,4 @@
-"""An experiment's name belongs to the agent that ran under it, so that two scripts of one folder never mix."""
+"""An experiment's name belongs to the agent that ran under it, so that two scripts in one folder never mix."""
 
 import asyncio
 import subprocess

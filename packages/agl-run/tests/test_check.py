@@ -1,4 +1,4 @@
-"""``agl check`` finds what would fail in the first rollouts only."""
+"""``agl check`` finds mistakes that would otherwise fail only in the first rollouts."""
 
 import sys
 from collections.abc import Callable
@@ -120,7 +120,7 @@ NEEDED = 'pigeon-frame>=1.0,<2; python_version >= "3"'
 
 @pytest.fixture
 def adapter(install_plugin: Callable[..., None], site: Path) -> Callable[[str], None]:
-    """Installs the adapter of a framework, and a release of the framework, or none for ``""``."""
+    """Install a framework's adapter, and a release of the framework, or no framework for ``""``."""
 
     def install(release: str) -> None:
         extra = 'pigeon-nest>=9; extra == "nest"'

@@ -1,4 +1,4 @@
-"""``agl init``: the files that it writes, and what it says."""
+"""``agl init``: the files that it writes, and its messages."""
 
 from importlib.metadata import distributions
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``agl data export --format model``: trained weights as a directory of their own."""
+"""``agl data export --format model``: exports trained weights to a new directory."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ from agl_store_sqlite._store import SQLiteStore
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A store with two versions of weights, of which the older one's files are gone, an adapter and a prompt."""
+    """A store with a prompt, an adapter, and two versions of weights; the files of the older version are gone."""
     for name in ("new", "adapter"):
         (tmp_path / name / "deep").mkdir(parents=True)
         (tmp_path / name / "deep" / "model.safetensors").write_text(name)

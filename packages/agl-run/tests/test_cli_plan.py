@@ -1,4 +1,4 @@
-"""``agl check --forecast``: its trial goes on until the tokens are sure or time is up, and a device is computed for."""
+"""``agl check --forecast``: its trial runs until the tokens are certain or time is up; costs on a named device."""
 
 import json
 import sys
@@ -69,7 +69,7 @@ def plan(*words: str) -> Result:
 
 
 def trial_of(*words: str) -> tuple[int, float]:
-    """The tasks of the trial, and how sure it is."""
+    """Return the tasks of the trial, and its uncertainty."""
     found = plan("--run", "--json", *words)
     assert 0 == found.exit_code, found.output
     report = json.loads(found.stdout)

@@ -1,4 +1,4 @@
-"""The ``agl`` command: its frame and ``agl plugins``."""
+"""The ``agl`` command: its options, and ``agl plugins``."""
 
 import json
 import os
@@ -201,7 +201,7 @@ def test_every_command_of_the_core_is_a_click_command():
 
 
 def cpu_of(*words: str) -> float:
-    """The least CPU seconds of a program in five runs."""
+    """Return the least CPU seconds of a program in five runs."""
     taken: list[float] = []
     for _ in range(5):
         before = os.times()

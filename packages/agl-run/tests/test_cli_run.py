@@ -1,4 +1,4 @@
-"""``agl run``: its last words name the versions that are live."""
+"""``agl run``: its final message names the live versions."""
 
 import json
 import sys
@@ -31,11 +31,11 @@ tunes = "prompt"
 """
 
 TEXTS = ("0.95", "0.05", "0.05", "")
-"""The text that each step publishes, `""` for none: the reward is high, and collapses twice."""
+"""The text that each step publishes, with ``""`` for no text; its reward is high first, and collapses twice."""
 
 
 class Writing:
-    """Publishes the text of each step, and can go back."""
+    """Publishes the text of each step, and can go back to earlier states."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -68,7 +68,7 @@ class WritingPlugin:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory with the experiment."""
+    """Change to a working directory that contains the experiment."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "shares.py").write_text(

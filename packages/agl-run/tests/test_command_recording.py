@@ -1,4 +1,4 @@
-"""``agl exec``: a program's attempt is held for as long as it runs, whatever the store does meanwhile."""
+"""``agl exec``: a program's attempt is held as long as the program runs, even if the store fails meanwhile."""
 
 import asyncio
 import logging

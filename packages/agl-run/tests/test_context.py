@@ -1,4 +1,4 @@
-"""The context of an algorithm names the agents whose calls train."""
+"""An algorithm's context names the agents whose calls train."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from agl_run import Quiet, Trainer
 
 
 class Asks:
-    """Says which agents train."""
+    """Reports which agents train."""
 
     async def setup(self, context: AlgorithmContext) -> None:
         context.say(f"trains {context.agents!r}")
@@ -37,7 +37,7 @@ class AsksPlugin:
 
 
 class Said(Quiet):
-    """Keeps the lines that a run says."""
+    """Collects the lines that a run shows."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -14,7 +14,7 @@ from agl_run.parts.counterfactual import Replays
 
 
 def replayed(*plans: ReplayPlan, run: str = "1", mode: Mode = "train", **metadata: Any) -> list[Rollout]:
-    """Return the rollouts that replay recorded ones, which have ids of their own in every run."""
+    """Return the rollouts that replay the given plans; the ids of the recorded rollouts depend on ``run``."""
     asked: list[Rollout] = []
 
     async def run_all(rollouts: Sequence[Rollout]) -> list[Episode]:
@@ -64,7 +64,7 @@ def test_replay_of_a_rollout_without_a_seed_has_none() -> None:
 
 @pytest.mark.parametrize("mode", ["train", "val", "test"])
 def test_replay_samples_as_the_rollout_that_it_replays(mode: Mode) -> None:
-    """A counterfactual reward of another distribution than the step's would bias the credit."""
+    """Sampling a replay from another distribution than the step's would bias the credit."""
     plan = ReplayPlan(rollout_id="r-1", replaced=("clerk",))
     (rollout,) = replayed(plan, mode=mode)
 
@@ -73,7 +73,7 @@ def test_replay_samples_as_the_rollout_that_it_replays(mode: Mode) -> None:
 
 
 def test_mode_of_the_recorded_rollout_leaves_a_replays_id_and_seed() -> None:
-    """A step that is repeated after an upgrade finds the replays that it ran before."""
+    """A step that is repeated after an upgrade finds the replays that ran before it."""
     plan = ReplayPlan(rollout_id="r-1", replaced=("clerk",))
     (of_training,), (of_test,) = replayed(plan, mode="train"), replayed(plan, mode="test")
 

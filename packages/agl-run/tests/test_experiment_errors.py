@@ -1,4 +1,4 @@
-"""Bad input: each a one-paragraph error with the next step, before anything runs."""
+"""Bad input: each mistake gives an error of one paragraph with the next step, before anything runs."""
 
 import os
 import re
@@ -363,7 +363,7 @@ REWARD = '[[reward]]\nuse = "exact-match"\n'
 
 
 def set_in(folder: Path, text: str, *settings: str) -> ExperimentConfig:
-    """The configuration of a file with ``--set``."""
+    """Return the configuration of a file with ``--set``."""
     (folder / "lists.toml").write_text(text)
     return read_experiment(folder / "lists.toml", settings, manager=PluginManager())[0]
 

@@ -1,4 +1,4 @@
-"""One trainer per experiment: a dead holder never blocks, a live one always does."""
+"""One trainer per experiment: a dead holder never blocks another trainer, a live one always does."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ os._exit(0)
 
 
 def hold(workdir: Path) -> "subprocess.Popen[str]":
-    """A process that holds the lock, once it does."""
+    """Start a process, and return it once it holds the lock."""
     command = [sys.executable, "-c", HOLDER, str(workdir)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

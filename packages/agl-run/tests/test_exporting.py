@@ -1,4 +1,4 @@
-"""Exporters of plugins: they get what finishes, and nothing that they do changes the experiment."""
+"""Exporters of plugins receive all finished rollouts, and cannot change the experiment."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ TASKS = [{"n": number} for number in range(40)]
 
 
 class Kept:
-    """Keeps what it gets; raises what it is given first."""
+    """Collects what it receives, after raising the given errors."""
 
     destination = "memory"
 
@@ -75,7 +75,7 @@ def test_a_dry_run_is_exported_too(tmp_path: Path) -> None:
 
 
 class Fragile(Kept):
-    """Breaks on the rollouts of two tasks."""
+    """Raises on the rollouts of two tasks."""
 
     async def export(self, recordings: Sequence[Recording]) -> None:
         if any(recording.rollout.task["n"] in (3, 20) for recording in recordings):

@@ -1,4 +1,4 @@
-"""A run whose rollouts fail: it ends with the most frequent errors, an example and the next step."""
+"""A run whose rollouts fail ends with the most frequent errors, an example and the next step."""
 
 import json
 from pathlib import Path
@@ -118,7 +118,7 @@ def test_failed_run_can_be_started_again(tmp_path: Path) -> None:
 
 
 class Collecting:
-    """Collects the rollouts of one step, the failed ones too, and publishes nothing."""
+    """Collects the rollouts of one step, including the failed ones, and publishes nothing."""
 
     async def setup(self, context: AlgorithmContext) -> None:
         self._context = context

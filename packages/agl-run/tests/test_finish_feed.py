@@ -1,4 +1,4 @@
-"""The feed that tells who waits that a rollout is finished."""
+"""The feed that wakes waiters for finished rollouts."""
 
 import asyncio
 

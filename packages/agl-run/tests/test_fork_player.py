@@ -1,4 +1,4 @@
-"""Answers of a fork in the agent's process: recorded before its call, anew from there, refused where it diverges."""
+"""Answers of a fork: recorded before the call at which it forks, new after it, refused after a divergence."""
 
 import random
 from typing import Any
@@ -13,7 +13,7 @@ from agl_inspect.rollouts.answers import RecordedAnswer
 from agl_run.replay.fork_player import REFUSED, ForkPlayer, ForkScript
 
 Call = tuple[str, str]
-"""An agent and what it asks."""
+"""An agent and its request."""
 
 RUN = [("plan", "p"), ("write", "w"), ("check", "c")]
 
@@ -35,14 +35,14 @@ def answered(call: Call, number: int) -> RecordedAnswer:
 
 
 def player(at: int, calls: list[Call] = RUN, *, answer: RecordedAnswer | None = None, **plan: Any) -> ForkPlayer:
-    """A player that forks at the call of this number, from 1."""
+    """Return a player that forks at the call with this number, from 1."""
     recorded = tuple(answered(call, number) for number, call in enumerate(calls, start=1))
     fork = ForkPlan(rollout_id="r", span_id=f"span-{at}", **plan)
     return ForkPlayer(ForkScript(plan=fork, position=at - 1, recorded=recorded, answer=answer))
 
 
 def ask(of: ForkPlayer, *calls: Call) -> list[str]:
-    """The sources of the answers: ``live``, or the model version without its prefix and the answer's text."""
+    """Return the source of each answer: ``live``, or the model version without its prefix and the answer's text."""
     found: list[str] = []
     for agent, text in calls:
         answer = of.respond(Request("chat", to_json(body(text))), agent=agent)
@@ -136,7 +136,7 @@ def test_agent_beside_the_fork_must_still_make_its_recorded_calls() -> None:
 
 
 def mutated(calls: list[Call], place: int, draw: random.Random) -> list[Call]:
-    """The calls with one change before ``place``: another text or agent, one call less, one more, or two exchanged."""
+    """Return the calls with one change before ``place``: another text or agent, or one call less or more."""
     one = draw.randrange(place)
     agent, text = calls[one]
     match draw.choice(["text", "agent", "less", "more"]):

@@ -1,4 +1,4 @@
-"""Tests that `settle_heap` takes the objects that exist out of later garbage collections."""
+"""``settle_heap`` excludes existing objects from later garbage collections."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ print(gc.get_freeze_count() > 1_000_000, after < before / 5, gc.collect(), gc.ge
 
 @pytest.mark.long
 def test_full_collections_leave_out_what_existed() -> None:
-    """Measure full collections before and after, in a process of its own, because what is frozen stays so."""
+    """Measure full collections before and after, in a new process, because frozen objects stay frozen."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
 
     assert "True True 1 True" == done.stdout.strip()

@@ -1,4 +1,4 @@
-"""Ctrl-C once, twice at a time, and again: a run that blocks ends its work before the interrupt goes on."""
+"""One Ctrl-C, two at the same time, and a second one: a blocking run ends its work before it raises the interrupt."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from agl_run.run.blocking import SAME_S, run_blocking
 
 
 class Work:
-    """Waits until it is stopped, and then ends within a time; counts how often it was stopped."""
+    """Waits until it is stopped, and then takes some time to end; counts how often it was stopped."""
 
     def __init__(self, *, ending_s: float) -> None:
         self.ending_s, self.stops, self.has_ended = ending_s, 0, False
@@ -37,7 +37,7 @@ class Work:
 
 
 def interrupted(work: Work, *pauses_s: float) -> None:
-    """Run the work, and interrupt it after each of these pauses."""
+    """Run the work, and interrupt it after each of the given pauses."""
 
     def interrupt() -> None:
         assert work.began.wait(10)

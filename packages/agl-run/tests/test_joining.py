@@ -1,4 +1,4 @@
-"""Joining an experiment from elsewhere: addresses, what must be equal, and what a worker's machine cannot reach."""
+"""Joining an experiment from another machine: addresses, settings that must be equal, and unreachable policies."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ SECRET = b"a secret that everybody shares"
 
 
 def a_plan(folder: Path, **changes: Any) -> Plan:
-    """The worker's plan of an experiment without data and without the packages of its algorithm and policy."""
+    """Return a worker's plan for an experiment, without its data and its algorithm's and policy's packages."""
     (folder / "joining_agent.py").write_text(AGENT)
     data: dict[str, Any] = {
         "experiment": {"agent": "joining_agent:solve", "train": "no-such-file.jsonl", "hidden": ["answer"]},
@@ -57,7 +57,7 @@ def a_plan(folder: Path, **changes: Any) -> Plan:
 
 
 def a_serving(plan: Plan, **changes: Any) -> RunningExperiment:
-    """The description that the experiment of ``plan`` publishes."""
+    """Return the record that the experiment of ``plan`` publishes."""
     upstream = Upstream(name="main", base_url="http://me:my-key@127.0.0.1:8000/v1", model="small")
     llm = LLM(endpoint="http://me:my-key@127.0.0.1:8000/v1", model="small", api_key="my-key")
     context = RunContext(store=MemoryStore(), upstreams=[upstream], requires_calls=True)
@@ -238,13 +238,13 @@ def test_policies_of_another_machine_are_refused_to_rewards_and_agents(tmp_path:
 
 
 class Asking:
-    """A reward that asks for a policy when it is made."""
+    """A reward that uses a policy when it is created."""
 
     def __init__(self, *, setup: RewardSetup) -> None:
         self._llm = setup.policies["main"]
 
     def __call__(self, rollout: Rollout, spans: object) -> float:
-        """Always the same."""
+        """Always return the same reward."""
         return 1.0
 
 
@@ -253,7 +253,7 @@ class AskingPlugin:
 
     @agl.hookimpl
     def agl_rewards(self) -> list[RewardEntry]:
-        """The reward."""
+        """Register the reward."""
         return [RewardEntry(name="asking", factory=Asking, takes_setup=True)]
 
 

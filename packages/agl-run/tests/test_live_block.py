@@ -1,4 +1,4 @@
-"""The summary in a terminal says how a run goes, in little room."""
+"""The block in a terminal shows the progress of a run in little space."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The summary of a run in a terminal: what a person sees while it runs, at its end, and after it was stopped."""
+"""The display of a run in a terminal: during the run, at its end, and after it was stopped."""
 
 import fcntl
 import os
@@ -104,7 +104,7 @@ template = "none"
 
 
 class Terminal:
-    """A terminal of a size with a program in it, and an emulator that has what it shows."""
+    """A terminal of a given size with a program in it, and an emulator that holds its screen."""
 
     def __init__(self, command: list[str], *, folder: Path, environment: dict[str, str], columns: int, lines: int):
         self.screen = pyte.HistoryScreen(columns, lines, history=10_000)
@@ -122,7 +122,7 @@ class Terminal:
         self.screen.resize(lines, columns)
 
     def read(self, until: Callable[[list[str]], bool] = lambda lines: False, *, within_s: float = 60.0) -> list[str]:
-        """Read until the lines on the screen are as wished, or the program has closed the terminal; returns them."""
+        """Read until the screen's lines meet a condition, or the program has closed the terminal; return the lines."""
         end = time.monotonic() + within_s
         while time.monotonic() < end and not until(self.shown):
             if select.select([self._master], [], [], 0.1)[0]:
@@ -136,12 +136,12 @@ class Terminal:
 
     @property
     def shown(self) -> list[str]:
-        """The lines on the screen that are not empty."""
+        """Return the lines on the screen that are not empty."""
         return [line.rstrip() for line in self.screen.display if line.strip()]
 
     @property
     def scrolled(self) -> list[str]:
-        """The lines that left the screen at its top, and those on it."""
+        """Return the lines that have scrolled off the screen, and those on it."""
         above = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
         return [line.rstrip() for line in above if line.strip()] + self.shown
 
@@ -176,7 +176,7 @@ def write(folder: Path, *algorithms: str, head: str = "") -> None:
 
 @pytest.fixture
 def start(folder: Path, agl_plugins: PluginFolder) -> Iterator[Start]:
-    """Starts ``agl run`` in a terminal; further words and variables may be given."""
+    """Return a function that starts ``agl run`` in a terminal, with further arguments and variables."""
     started: list[Terminal] = []
 
     def run(*words: str, columns: int = 100, lines: int = 40, **variables: str) -> Terminal:

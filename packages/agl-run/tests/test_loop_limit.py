@@ -30,7 +30,7 @@ ADVICE = "set it to 256 and run them in 2 processes: start agl worker FILE as of
 
 @pytest.fixture(autouse=True)
 def forget_the_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget the agent's module after the test; other tests have one of the same name."""
+    """Forget the agent's module after the test, because other tests have a module of the same name."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     sys.modules.pop("agent", None)

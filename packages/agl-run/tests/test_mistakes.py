@@ -32,7 +32,7 @@ MISTAKES: dict[str, dict[str, Any]] = {mistake["name"]: mistake for mistake in B
 
 
 class Toy:
-    """Collects once."""
+    """Collects once and then finishes."""
 
     def __init__(self, *, steps: int = 1, lr: float = 0.1) -> None: ...
 
@@ -91,7 +91,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, whose modules are forgotten after the test."""
+    """Change to a new working directory, and forget its modules after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("AGL_STORE", "OPENAI_API_KEY", "OPENAI_BASE_URL"):

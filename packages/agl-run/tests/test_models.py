@@ -1,4 +1,4 @@
-"""``model`` of a policy that loads weights: folders that are not there, and hubs that do not answer."""
+"""``model`` of a policy that loads weights: folders that do not exist, and hubs that do not answer."""
 
 import socket
 import threading
@@ -40,7 +40,7 @@ def given(folder: Path, model: str, use: str = "trainable", **params: str) -> ob
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, and a hub that nobody serves."""
+    """Use an empty cache, and a hub at which no server listens."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_USE_MODELSCOPE", "VERL_USE_MODELSCOPE"):
         monkeypatch.delenv(name, raising=False)
     with socket.socket() as unused:
@@ -119,7 +119,7 @@ class Refuses(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub that asks for a token."""
+    """Start a hub that requires a token."""
     with HTTPServer(("127.0.0.1", 0), Refuses) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")

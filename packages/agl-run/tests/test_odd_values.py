@@ -1,4 +1,4 @@
-"""A value that no store carries costs its attempt, or a part of a span, and neither the run nor what came with it."""
+"""A value that no store can hold affects only its attempt, or a part of a span, and never the run or other spans."""
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ def setup_of(store: Store, agent: Any, *, folder: str = "") -> RunContext:
 async def finished(
     store: Store, runner: Runner, tasks: Sequence[Any], *, meanwhile: Callable[[], Awaitable[None]] | None = None
 ) -> dict[str, Attempt]:
-    """Run tasks with one worker, and return the only attempt of each by its rollout; raises why the worker gave up."""
+    """Run tasks with one worker, and return each rollout's only attempt; raises the worker's error if it gave up."""
     retry = RetryPolicy(max_attempts=1)
     queued = [Rollout(rollout_id=f"r{number}", task=task, retry=retry) for number, task in enumerate(tasks)]
     await store.enqueue(queued)
@@ -75,14 +75,14 @@ async def finished(
 
 
 class SilentError(Exception):
-    """An error of which nothing can be said."""
+    """An error that cannot be converted to text."""
 
     def __str__(self) -> str:
         raise ValueError("no words")
 
 
 async def odd(task: str) -> Any:
-    """Do something odd, by the task's name."""
+    """Do an unusual thing, which the task names."""
     if task == "returns":
         return [2**70]
     if task == "raises":
@@ -117,7 +117,7 @@ def test_agent_with_odd_values_ends_no_run(store: Store) -> None:
 
 
 class Scripted:
-    """A runner that returns made-up outcomes."""
+    """A runner that returns given outcomes."""
 
     def __init__(self, outcome: Callable[[Claim], Outcome]) -> None:
         self._outcome = outcome

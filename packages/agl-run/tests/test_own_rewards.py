@@ -63,13 +63,13 @@ TASKS = [{"number": 1, "answer": "2"}, {"number": 2, "answer": "5"}]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs each test in a folder of its own, where trainers keep their files."""
+    """Run each test in a new folder, where trainers write their files."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of rewards beside the experiment; returns its name."""
+    """Write a module of rewards next to the experiment, and return its name."""
     name = f"judge_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(JUDGE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -77,14 +77,14 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def in_file(folder: Path, use: str, **params: Any) -> DevResult:
-    """The rollouts of an experiment whose file names the reward."""
+    """Return the rollouts of an experiment whose file names the reward."""
     data = {"experiment": {"agent": "", "store": "memory://"}, "reward": [{"use": use, "params": params}]}
     trainer = Trainer.from_config(parse_config(data), folder=folder, progress=Quiet())
     return trainer.dev(double, TASKS)
 
 
 def in_python(*rewards: Any, **settings: Any) -> DevResult:
-    """The rollouts of a trainer that got the rewards as objects."""
+    """Return the rollouts of a trainer that got the rewards as objects."""
     return Trainer(rewards=rewards, store="memory://", progress=Quiet(), **settings).dev(double, TASKS)
 
 

@@ -1,4 +1,4 @@
-"""Frameworks that can report their spans themselves do so in rollouts, without a line in the agent."""
+"""Frameworks that can report spans themselves do so in rollouts, without any code in the agent."""
 
 import importlib
 import importlib.util
@@ -21,7 +21,7 @@ IMPORTED = {"pydantic_ai": "pydantic_ai", "agent_framework": "agent_framework.ob
 
 @pytest.fixture(params=IMPORTED)
 def framework(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A framework that is installed and whose own spans are off."""
+    """An installed framework whose own spans are off."""
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     module = importlib.import_module(IMPORTED[request.param])

@@ -1,4 +1,4 @@
-"""Commands that messages propose work when they are pasted: with the store, overrides and options in use."""
+"""Commands that messages propose work when pasted, because they repeat the store, overrides and options in use."""
 
 import re
 import shlex
@@ -61,7 +61,7 @@ def pasted(command: str) -> Any:
 
 
 def proposed(output: str) -> list[str]:
-    """The commands of an output: `agl` and what follows up to a comma, a semicolon or the end of the line."""
+    """Return the commands in an output: ``agl`` and the text up to a comma, a semicolon or the end of the line."""
     return re.findall(r"(?:: |, )(agl [-a-z].*?)(?=, agl |\. |;|$)", output, re.MULTILINE)
 
 

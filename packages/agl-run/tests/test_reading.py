@@ -1,4 +1,4 @@
-"""Reading all of what the store holds: more spans than a page, a rollout that is gone, steps in order."""
+"""Reading large stores: more spans than a page, a rollout that was removed, steps in order."""
 
 import asyncio
 

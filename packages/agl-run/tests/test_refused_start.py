@@ -21,7 +21,7 @@ from agl_store_sqlite._store import SQLiteStore
 
 
 class Counting:
-    """Collects once per step; can be extended, and refuses to be set up where it is told so."""
+    """Collects once per step; can be extended, and refuses to be set up if the settings say so."""
 
     def __init__(self, *, steps: int, refuses: bool = False) -> None:
         self._steps, self._refuses, self._step = steps, refuses, 0
@@ -93,7 +93,7 @@ def fit(
 
 
 def status(folder: Path) -> tuple[str, int] | None:
-    """The stored status and the number of the run; ``None`` for an experiment that never ran."""
+    """Return the stored status and the number of the run; ``None`` for an experiment that never ran."""
 
     async def load() -> Any:
         store = SQLiteStore(f"sqlite:///{folder}/small.db")
@@ -160,7 +160,7 @@ val = "tasks.jsonl"
 def test_resuming_a_finished_experiment_at_the_terminal_is_no_failure(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A service that restarts what failed would otherwise start a finished run for ever."""
+    """A service that restarts failed programs would otherwise start a finished run forever."""
     monkeypatch.syspath_prepend(str(folder))
     (folder / "ended_agent.py").write_text("def solve(task):\n    return 1.0\n")
     (folder / "tasks.jsonl").write_text('{"q": 1}\n')

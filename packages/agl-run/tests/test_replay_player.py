@@ -43,7 +43,7 @@ def client_of(server: ScriptedModelServer) -> Any:
 
 
 def record(server: ScriptedModelServer, work: Any) -> tuple[RecordedAnswer, ...]:
-    """The record of ``work`` run as the agent ``a``, in the form that a replay receives."""
+    """Return the record of ``work``, run as the agent ``a``, in the form that a replay receives."""
     recorder = SpanRecorder()
     with activate(capture_of(recorder, server)), client_of(server) as client, agl.operation("a"):
         work(client)
@@ -51,7 +51,7 @@ def record(server: ScriptedModelServer, work: Any) -> tuple[RecordedAnswer, ...]
 
 
 def replayed(server: ScriptedModelServer, script: ReplayScript, work: Any) -> tuple[Any, list[str]]:
-    """The result of ``work`` run as the agent ``a``, and the model version of every call."""
+    """Return the result of ``work``, run as the agent ``a``, and the model version of every call."""
     recorder = SpanRecorder()
     with activate(capture_of(recorder, server, script)), client_of(server) as client, agl.operation("a"):
         found = work(client)
@@ -97,7 +97,7 @@ def test_answer_that_was_cut_ends_its_stream_as_it_did() -> None:
 
 
 def chat_parsed(client: Any) -> Any:
-    """The raw response, as LangChain reads it."""
+    """Return the raw response, as LangChain reads it."""
     raw = client.chat.completions.with_raw_response.create(model="m", messages=ASK)
     return raw.parse().choices[0].message.content, raw.elapsed.total_seconds() >= 0, raw.status_code
 

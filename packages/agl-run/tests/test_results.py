@@ -1,4 +1,4 @@
-"""Results in terminals and notebooks."""
+"""The display of results in terminals and notebooks."""
 
 import re
 import subprocess

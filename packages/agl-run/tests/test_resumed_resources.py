@@ -1,4 +1,4 @@
-"""A resumed run keeps the versions of its resources, and says so where the file's text has changed meanwhile."""
+"""A resumed run keeps the versions of its resources, and reports it if the file's text has changed since."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ SAID = (
 
 
 class Writing:
-    """Collects and publishes a text in each step, and breaks in one."""
+    """Collects and publishes a text in each step, and fails in one step."""
 
     def __init__(self, *, breaks_at: int = 0) -> None:
         self._breaks_at, self._step = breaks_at, 0
@@ -52,7 +52,7 @@ class WritingPlugin:
 
 
 class Listening(Quiet):
-    """Keeps the lines about resources."""
+    """Collects the lines about resources."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -67,7 +67,7 @@ Start = Callable[..., tuple[list[str], list[tuple[str, str, int]]]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """Runs or tries the experiment with these texts; returns the lines about resources, and what the agent got."""
+    """Run or try the experiment with these texts; return the lines about resources, and the text that the agent got."""
 
     def started(
         tuned: str = "first",

@@ -1,4 +1,4 @@
-"""Reward emitters that ask for their experiment."""
+"""Reward emitters that use their experiment."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from agl_run.parts.build import build_rewards
 
 
 class Asking:
-    """An emitter that wants to know the experiment, and says what it was told."""
+    """An emitter that takes the experiment, and reports what it got."""
 
     def __init__(self, *, setup: RewardSetup, part: str = "") -> None:
         self.setup = setup

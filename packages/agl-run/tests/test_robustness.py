@@ -1,4 +1,4 @@
-"""Breakage around a run must not hang it, lose what was recorded, or be paid for again."""
+"""Failures around a run must not hang it, lose recorded data, or cause data to be paid for again."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ async def no_resources(_: Rollout) -> NamedResources:
 
 
 class Failing:
-    """A turn that cannot begin."""
+    """An algorithm that cannot begin."""
 
     is_finished = False
 
@@ -132,7 +132,7 @@ def test_child_that_died_while_it_waited_is_replaced() -> None:
         await runner.start()
         (child,) = runner._idle
         os.kill(child._process.pid, signal.SIGKILL)
-        await child.wait()
+        await child._process.wait()
         await store.enqueue([Rollout(rollout_id="r", task={"do": "return", "value": 1.0})])
         outcome = await runner.execute((await store.claim(worker="w"))[0])
         await runner.stop()

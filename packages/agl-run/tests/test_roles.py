@@ -1,4 +1,4 @@
-"""Patterns that say which policy an agent's calls go to, checked before a run."""
+"""Patterns that assign agents' calls to policies are checked before a run."""
 
 import pytest
 

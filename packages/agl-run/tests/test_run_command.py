@@ -1,4 +1,4 @@
-"""The `command` runner: what a program prints is kept in part, whatever its amount, and its last line is read."""
+"""The `command` runner: a program's output is kept in part, however long it is, and its last line is read."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def run(program: str, *, timeout_s: float | None = None) -> Outcome:
 
 
 def printed_by(text: str) -> Outcome:
-    """The outcome of a program that prints a text."""
+    """Return the outcome of a program that prints a text."""
     with NamedTemporaryFile() as file:
         file.write(text.encode())
         file.flush()

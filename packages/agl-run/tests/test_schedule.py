@@ -1,4 +1,4 @@
-"""The order of steps, unbroken and over a restart."""
+"""The order of steps, in an unbroken run and after a restart."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from agl_run.run.schedule import alternate, concurrent, run_schedule
 
 
 class Counted:
-    """A turn that is finished after ``length`` steps."""
+    """An algorithm that is finished after ``length`` steps."""
 
     def __init__(self, name: str, *, length: int, steps: int) -> None:
         self.name, self.steps = name, steps
@@ -33,11 +33,11 @@ class Counted:
 
 
 class StoppedError(Exception):
-    """The process ends here."""
+    """Stands for the end of the process."""
 
 
 def order(lengths: list[int], *, every: int, steps: list[int], stop: int | None = None) -> list[str]:
-    """The labels of the steps that are taken, ``stop`` of them at most; ``steps`` were taken before."""
+    """Return the labels of at most ``stop`` steps, after ``steps`` steps that were taken before."""
     turns = [
         Counted(str(index), length=length, steps=taken)
         for index, (length, taken) in enumerate(zip(lengths, steps, strict=True))
@@ -82,7 +82,7 @@ def test_turns_of_several_steps() -> None:
 
 
 class Noted:
-    """A turn that writes down what is done with it, and fails at the step ``fails_at``."""
+    """An algorithm that records how it is called, and fails at the step ``fails_at``."""
 
     def __init__(self, name: str, log: list[str], *, length: int = 1, steps: int = 0, fails_at: int = 0) -> None:
         self.name, self.steps = name, steps
@@ -107,7 +107,7 @@ class Noted:
 
 
 def played(schedule: ScheduleConfig, turns: Sequence[Noted], log: list[str]) -> list[str]:
-    """The steps until the end or the first failure; ``.`` after each step that was saved."""
+    """Return the steps until the end or the first failure, with ``.`` after each saved step."""
 
     async def after_step() -> None:
         log.append(".")
@@ -118,7 +118,7 @@ def played(schedule: ScheduleConfig, turns: Sequence[Noted], log: list[str]) -> 
 
 
 def labels(log: Sequence[str]) -> str:
-    """The turns that took steps, in order."""
+    """Return the algorithms that took steps, in order."""
     return "".join(word.removeprefix("step ")[0] for word in log if word.startswith("step "))
 
 

@@ -1,4 +1,4 @@
-"""The settings that a resumed run compares: what is kept of them, and how a change is shown."""
+"""The settings that a resumed run compares: their saved form, and the display of a change."""
 
 from typing import Any
 

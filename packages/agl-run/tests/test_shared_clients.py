@@ -1,4 +1,4 @@
-"""Clients that outlive an experiment and are shared by its rollouts, in threads and on event loops of their own."""
+"""Clients that outlive an experiment and are shared by its rollouts, in threads and on several event loops."""
 
 import asyncio
 import gc
@@ -27,7 +27,7 @@ def server() -> Iterator[ScriptedModelServer]:
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Collect connections of loops that ended where their warnings are expected."""
+    """Collect the connections of ended loops here, where their warnings are expected."""
     yield
     gc.collect()
 
@@ -69,7 +69,7 @@ def test_client_that_is_closed_in_a_rollout_leaves_no_connection_open(
 def test_client_that_a_rollout_drops_closes_its_connections_in_their_loop(
     server: ScriptedModelServer, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Else sockets close under transports that still listen to their descriptors, which new connections get."""
+    """Otherwise sockets close while transports still listen to their descriptors, which new connections then get."""
 
     async def agent(task: Any) -> float:
         client = AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0)

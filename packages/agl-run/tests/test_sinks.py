@@ -1,4 +1,4 @@
-"""Sinks of plugins: they get everything of a run, and nothing that they do changes it."""
+"""Sinks of plugins receive everything about a run, and cannot change it."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ TASKS = [{"n": 1}, {"n": 3}]
 
 
 class Kept:
-    """Keeps what it gets; raises first what it is given, when it begins or where ``at`` says."""
+    """Collects what it receives, after raising the given errors when it begins, or in the method ``at``."""
 
     destination = "memory"
 

@@ -43,7 +43,7 @@ Make = Callable[..., Trainer]
 
 @pytest.fixture
 def trainer(tmp_path: Path, install_plugin: Any) -> Make:
-    """Makes trainers where a runner ``games`` is installed, which brings the agent ``chess``."""
+    """Return a function that creates trainers, with an installed runner ``games`` that brings the agent ``chess``."""
     install_plugin("agl-games", SOURCE, entry="games")
 
     def make(**sections: Any) -> Trainer:

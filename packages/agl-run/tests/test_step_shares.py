@@ -1,4 +1,4 @@
-"""Slots without an agent and rewards that break are measured with a step, apart from the agent's own errors."""
+"""Idle slots and failed reward emitters are measured with a step, apart from the agent's own errors."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -130,7 +130,7 @@ class Looks:
 
 
 class Said(Quiet):
-    """Keeps the lines that a run says."""
+    """Collects the lines that a run shows."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -173,7 +173,7 @@ def test_run_logs_the_shares_of_each_step_and_tells_of_a_reward_that_breaks(tmp_
 
     found = {(each.step, each.name): each.value for each in asyncio.run(logged())}
     assert [0.25] * 3 == [found[step, "evaluator_failed_share"] for step in (1, 2, 3)]
-    assert [8.0] * 3 == [found[step, "places"] for step in (1, 2, 3)]
+    assert [8.0] * 3 == [found[step, "slots"] for step in (1, 2, 3)]
     assert all(0.4 < found[step, "slots_idle_share"] < 1 for step in (1, 2, 3))
     (told,) = [line for line in said.lines if "a reward broke" in line]
     assert "a reward broke in 25% of the rollouts" in told

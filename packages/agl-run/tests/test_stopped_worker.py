@@ -1,4 +1,4 @@
-"""A worker that is stopped at any moment of a claim gives back what the store handed out."""
+"""A worker that is stopped at any moment of a claim gives back the rollouts that the store handed out."""
 
 import asyncio
 from pathlib import Path
@@ -14,21 +14,21 @@ from agl_store_sqlite._store import SQLiteStore
 
 
 class Idle:
-    """A runner whose attempts never end by themselves."""
+    """A runner whose attempts never end on their own."""
 
     async def start(self) -> None:
-        """Nothing is shared."""
+        """Do nothing."""
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Wait for ever."""
+        """Wait forever."""
         return await asyncio.Future()
 
     async def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing."""
 
 
 class Held:
-    """A store whose answer to the first claim stays on its way after the attempts are open."""
+    """A store that delays its answer to the first claim, after it has opened the attempts."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class Held:
 
 
 class Silent(Held):
-    """A store that does not answer any more after the first claim."""
+    """A store that never answers a claim."""
 
     async def claim(self, **how: Any) -> list[Claim]:
         self.is_held.set()

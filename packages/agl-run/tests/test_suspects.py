@@ -1,4 +1,4 @@
-"""Rollouts that lost many workers run alone, so that no other shares the fate of the worker that runs them."""
+"""Rollouts that lost many workers run alone, so that they cannot take other rollouts down with a worker."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ LOST = ErrorInfo(type="agl.LeaseLapsed", message="silent")
 
 
 class Watched:
-    """A runner whose attempts take a moment; notes which ran at the same time."""
+    """A runner whose attempts take a moment; records which attempts ran at the same time."""
 
     def __init__(self) -> None:
         self.now: set[str] = set()
@@ -42,7 +42,7 @@ async def lose(store: MemoryStore, name: str, *, times: int) -> None:
 
 
 async def run_all(losses: dict[str, int]) -> tuple[MemoryStore, Watched]:
-    """Let one worker with room for three run rollouts with these losses, all of them queued at its start."""
+    """Let one worker with three slots run rollouts with these losses, all queued at its start."""
     store, runner = MemoryStore(), Watched()
     for name, times in losses.items():
         await lose(store, name, times=times)

@@ -1,4 +1,4 @@
-"""Data sets from CSV files, and from files whose library is not installed."""
+"""Data sets from CSV files, and from files that need a library which is not installed."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from agl_run import Quiet
 
 
 def tasks_of(data: object, folder: Path) -> list[object]:
-    """The tasks that an experiment makes of ``data``."""
+    """Return the tasks that an experiment reads from ``data``."""
     trainer = agl.Trainer(store="memory://", name="tables", progress=Quiet(), folder=folder)
     return list(trainer.plan(lambda task: 1.0, data).train)  # type: ignore[arg-type]
 

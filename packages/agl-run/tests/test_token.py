@@ -1,4 +1,4 @@
-"""Attempt tokens, and what hides them."""
+"""Attempt tokens, and the places that must not show them."""
 
 import os
 import socket
@@ -142,7 +142,7 @@ def test_token_may_have_2048_characters_and_no_more():
 
 
 class Clock:
-    """Says what it is set to."""
+    """A clock that returns the time to which it is set."""
 
     def __init__(self, now: float) -> None:
         self.now = now

@@ -1,4 +1,4 @@
-"""The trainer's constructor: the same experiment as the file's, and messages for slips."""
+"""The trainer's constructor: it builds the same experiment as a file, and its messages explain mistakes."""
 
 import asyncio
 from pathlib import Path

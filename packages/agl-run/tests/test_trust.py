@@ -1,4 +1,4 @@
-"""The file of authorities that agents' clients trust, beside those of the system."""
+"""The file of authorities that agents' clients trust in addition to the system's."""
 
 from pathlib import Path
 

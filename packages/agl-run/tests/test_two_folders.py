@@ -1,4 +1,4 @@
-"""Modules beside an experiment: those of two folders with one name, and those that no agent imports."""
+"""Modules next to an experiment: modules of two folders with the same name, and modules that no agent imports."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Model calls through clients that nothing records are counted with the client's name, and only those."""
+"""Only model calls through clients that are not recorded are counted, with the client's name."""
 
 import asyncio
 import http.client
@@ -99,7 +99,7 @@ def chat(server: ScriptedModelServer) -> str:
 
 @pytest.fixture
 def echo() -> Iterator[str]:
-    """A server that answers every request with 200."""
+    """Start a server that answers every request with 200."""
 
     class Echo(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""A run that is to start the console, where that is not possible."""
+"""A run that is asked to start the console, which is not possible."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A worker's token: where it comes from, what an order for another machine holds, and which stores it is for."""
+"""A worker's token: its sources, its place in an order for another machine, and the stores that it is for."""
 
 import os
 import time
@@ -25,7 +25,7 @@ def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def order(store_url: str) -> WorkerOrder:
-    """An order with the key."""
+    """Return an order with the key."""
     config = ExperimentConfig(experiment=ExperimentSection(name="mine", agent="agent:solve", train="tasks.jsonl"))
     return WorkerOrder(config=config, folder=".", store_url=store_url, secret=SECRET, plugins={})
 

@@ -1,4 +1,4 @@
-"""The exporter ``webhook``: what it sends, once for each event, however the other side answers."""
+"""The sink ``webhook`` sends each event once, whatever the other side answers."""
 
 import asyncio
 import hashlib
@@ -30,7 +30,7 @@ COLUMNS = ("kind", "rule", "algorithm", "step", "time", "evidence", "change")
 
 
 class Receiver:
-    """A web server that keeps what it gets, and answers first with the statuses that it is given."""
+    """A web server that stores accepted requests; it answers with the statuses in ``answers``, and then with 200."""
 
     def __init__(self) -> None:
         receiver = self
@@ -203,7 +203,7 @@ def test_wrong_parameters_are_refused_without_the_address(params: dict[str, Any]
 
 
 class Learner:
-    """Reports silent groups in every step, and fails at its end where it is told to."""
+    """An algorithm that reports silent groups in every step, and with ``fails`` raises in its last step."""
 
     def __init__(self, *, steps: int = 4, fails: bool = False) -> None:
         self._steps, self._fails, self._step = steps, fails, 0

@@ -1,4 +1,4 @@
-"""The fast path answers like the scripted server, over one connection and many."""
+"""The canned server answers like the scripted server, over one connection and over many."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The codec's algebra: reversible, and without drift over a conversation."""
+"""The token codec is reversible, and has no drift over a conversation."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The algorithm class passes a sound algorithm and catches unsound ones."""
+"""The conformance class of algorithms passes a correct algorithm, and detects faulty ones."""
 
 import asyncio
 import dataclasses
@@ -20,7 +20,7 @@ CANDIDATES = ("be brief", "be wrong", "be right")
 
 
 class PickPrompt:
-    """Tries one prompt per step and keeps the best: the smallest algorithm that is one."""
+    """A minimal algorithm, which tries one prompt per step and keeps the best."""
 
     def __init__(self) -> None:
         self.step_number = 0
@@ -79,7 +79,7 @@ class TestPickPrompt(AlgorithmConformance):
 
 class Forgetful(PickPrompt):
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Start again."""
+        """Restart from the beginning, which is the fault of this algorithm."""
 
 
 class TrainsTwice(PickPrompt):
@@ -134,7 +134,7 @@ class TrainsOnValidation(PickPrompt):
 
 
 class ForgetsItsPlace(PickPrompt):
-    """Goes through its tasks by a count that its state does not keep."""
+    """Goes through its tasks by a counter that is missing from its state."""
 
     position = 0
 

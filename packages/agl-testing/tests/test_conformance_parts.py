@@ -1,4 +1,4 @@
-"""Small sound and unsound tracers, rewards, credits and runners: the classes tell them apart."""
+"""The conformance classes pass correct tracers, rewards, credits and runners, and detect faulty ones."""
 
 import asyncio
 import contextvars
@@ -27,7 +27,7 @@ from agl_testing.conformance.samples import chat_span, rollout_of
 
 
 class Framework:
-    """A framework with one callback around an operation, as small as one can be."""
+    """A minimal framework with a callback around its only operation."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[str, BaseException | None], None]] = []
@@ -49,7 +49,7 @@ class Framework:
 
 
 class CallbackTracer:
-    """A sound tracer of :class:`Framework`."""
+    """A correct tracer of :class:`Framework`."""
 
     def __init__(self, framework: Framework) -> None:
         self.framework = framework
@@ -124,7 +124,7 @@ class RaisesIntoTheAgent(CallbackTracer):
 
 
 class OpenSpanTracer(Tracer):
-    """A sound tracer of :class:`Framework` that leaves the bookkeeping to open spans."""
+    """A correct tracer of :class:`Framework` that uses :func:`open_span` for its bookkeeping."""
 
     is_current = True
 
@@ -359,7 +359,7 @@ def test_broken_credit_fails_the_test_that_protects_from_it(broken: type[PlainCr
 
 
 class NaiveRunner:
-    """Calls the agent, swallows every error, knows no time limit."""
+    """A faulty runner, which swallows every error of the agent, and has no time limit."""
 
     def __init__(self, setup: RunContext) -> None:
         self.agent = setup.agent.load()

@@ -1,4 +1,4 @@
-"""The store class passes the core's memory store and catches stores that break an invariant."""
+"""The conformance class of stores passes the core's memory store, and detects stores that break an invariant."""
 
 import asyncio
 import inspect
@@ -116,7 +116,7 @@ def test_broken_store_fails_the_test_that_protects_from_it(broken: type[MemorySt
 
 
 class Scans(MemoryStore):
-    """Looks at the name of everything it has wherever it answers a question; nothing else is wrong with it."""
+    """A store whose only fault is that every read scans the names of all records."""
 
     def __init__(self, url: str = "memory://") -> None:
         super().__init__(url)

@@ -10,7 +10,7 @@ GUARD = "test_no_test_is_weakened_without_a_reason"
 
 class Silenced(CreditConformance):
     def test_values_are_finite_and_baselines_are_named(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Say nothing."""
+        """Do nothing."""
 
 
 class Removed(CreditConformance):
@@ -37,7 +37,7 @@ class Extended(CreditConformance):
     is_per_episode = False
 
     def test_something_of_its_own(self) -> None:
-        """An addition is welcome."""
+        """Add a test, which subclasses may do."""
 
 
 @pytest.mark.parametrize("weakened", [Silenced, Removed, Unexplained, Skipped])

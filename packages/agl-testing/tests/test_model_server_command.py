@@ -1,4 +1,4 @@
-"""``python -m agl_testing.model_server``: a port that is in use is named in one line."""
+"""``python -m agl_testing.model_server`` names a port that is in use in one line."""
 
 import socket
 

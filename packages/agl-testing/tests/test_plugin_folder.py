@@ -1,4 +1,4 @@
-"""Throwaway distributions are real to the manager, and the plugin class tells sound from unsound ones."""
+"""The plugin manager loads distributions from a PluginFolder, and PluginConformance detects faulty plugins."""
 
 import subprocess
 import sys

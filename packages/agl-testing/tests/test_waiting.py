@@ -9,7 +9,7 @@ from agl_testing.waiting import eventually, wait_until
 
 
 def countdown(*values: object) -> Callable[[], object]:
-    """Returns one value after the other, and the last one for ever."""
+    """Return a function that gives the values in turn, and then the last one forever."""
     left = list(values)
     return lambda: left.pop(0) if len(left) > 1 else left[0]
 

@@ -1,4 +1,4 @@
-"""A tiny model made on the spot, and servers of it in this process."""
+"""A tiny model that is created here, and servers of it in this process."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ TEMPLATE = """\
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let peft's own call of a deprecated method pass, and the connection that the published client leaves open."""
+    """Ignore peft's own call of a deprecated method, and the connection that the published client leaves open."""
     for one in (
         "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
         "ignore:unclosed:ResourceWarning",
@@ -36,13 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """The model is so small that a second thread only waits for the first."""
+    """Use one thread: the model is so small that a second thread would only wait for the first."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2 of two layers with a byte-level tokenizer."""
+    """Write a random Qwen2 of two layers with a byte-level tokenizer."""
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -75,7 +75,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launch(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
-    """`launch(**settings)`: a started server, stopped at the end."""
+    """Return `launch(**settings)`, which starts a server that is stopped after the test."""
     running: list[Served] = []
 
     def start(**settings: Any) -> Served:
@@ -90,13 +90,13 @@ def launch(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def served(launch: Callable[..., Served]) -> Served:
-    """A server that tests share."""
+    """Start a server that several tests share."""
     return launch()
 
 
 @pytest.fixture
 def connect(served: Served) -> Iterator[Callable[..., tinker.ServiceClient]]:
-    """`connect(url=...)`: a published client of a server."""
+    """Return `connect(url=...)`, which creates a published client of a server."""
     clients: list[tinker.ServiceClient] = []
 
     def make(url: str = "", key: str = KEY) -> tinker.ServiceClient:

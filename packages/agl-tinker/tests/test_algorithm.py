@@ -1,4 +1,4 @@
-"""The algorithm and the policy over a server of ours, through the published client."""
+"""The algorithm and the policy with our own server, through the published client."""
 
 import asyncio
 import random
@@ -38,7 +38,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 async def play(order: RolloutOrder) -> Episode:
-    """Ask the policy for a few tokens, and reward those of the lower half of the vocabulary."""
+    """Ask the policy for a few tokens, and reward tokens of the lower half of the vocabulary."""
     llm = order.llms["llm"]
     answer = await complete(llm.endpoint, model=llm.model, prompt=[10, 20, 30], max_tokens=TOKENS, seed=order.seed)
     choice = answer["choices"][0]
@@ -91,7 +91,7 @@ class TestTinker(AlgorithmConformance):
 
 
 class TestTinkerWithChosenTasks(AlgorithmConformance):
-    """Rounds and a curriculum must resume as exactly."""
+    """A run with refilled rounds and a curriculum must resume just as exactly."""
 
     @pytest.fixture
     def scenario(self, served: Served) -> AlgorithmScenario:

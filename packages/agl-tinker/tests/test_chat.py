@@ -1,4 +1,4 @@
-"""The endpoints of the policy: what agents send, what they get, and which tokens a conversation is made of."""
+"""The policy's endpoints: requests, answers, and the tokens of a conversation."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def serving(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`serving(work, **settings)`: runs `work(endpoint)` while a policy serves."""
+    """Return `serving(work, **settings)`, which runs `work(endpoint)` while a policy serves."""
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     monkeypatch.setenv(POLICY_KEY_ENV, "key-of-the-policies")
 

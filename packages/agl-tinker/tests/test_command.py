@@ -1,4 +1,4 @@
-"""The command: its key, and what is missing."""
+"""The command: its key, and its messages about missing parts."""
 
 import asyncio
 from pathlib import Path

@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`prepared(rows)`: what the loops load from the hub from now on."""
+    """Return `prepared(rows)`, which replaces the data that the loops load from the hub."""
     from tinker_cookbook import model_info
 
     monkeypatch.setenv("TINKER_API_KEY", KEY)

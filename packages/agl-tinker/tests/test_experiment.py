@@ -64,7 +64,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """`start("run", ...)`: a command of agl as a process."""
+    """Return `start("run", ...)`, which starts a command of agl as a process."""
     running: list[subprocess.Popen[str]] = []
 
     def begin(*words: str, cwd: Path, errors: Path | None = None) -> "subprocess.Popen[str]":

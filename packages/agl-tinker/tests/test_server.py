@@ -43,7 +43,7 @@ def datum(ids: list[int] = IDS, **inputs: list[float]) -> types.Datum:
 
 
 def on_policy(training: tinker.TrainingClient, shift: float = 0.3) -> types.Datum:
-    """A row whose sampler was off by a little more or less, so that bounds of the ratio bind."""
+    """Return a row with sampler log-probabilities that are slightly off, so that the bounds of the ratio matter."""
     logprobs = own_logprobs(training)
     off = [p + shift * (-1) ** n for n, p in enumerate(logprobs)]
     return datum(logprobs=off, advantages=[1.0, 0.5, -1.0, -0.5, 2.0, -2.0])
@@ -110,7 +110,7 @@ def test_losses_are_those_of_agl_objectives(
 
 
 def test_gradients_add_up_until_the_update(connect: Connect, served: Served) -> None:
-    """Two calls and one update do what one call with both rows does; another order of the rows changes nothing."""
+    """Two calls and one update equal one call with both rows; the order of the rows changes nothing."""
     client, rows = connect(), [datum(weights=[1.0] * 6), datum(IDS[:4], weights=[0.5] * 3)]
     norms: list[float] = []
     after: list[list[float]] = []
@@ -208,7 +208,7 @@ def test_sampling_is_what_was_asked_for(connect: Connect, served: Served) -> Non
 
 
 def test_clients_do_not_disturb_each_other(connect: Connect, served: Served) -> None:
-    """Two clients take turns; each ends where it ends alone."""
+    """Two clients take turns, and each gets the same result as when it runs alone."""
     alone = connect().create_lora_training_client(served.name, rank=4, seed=3).result()
     for _ in range(3):
         update(alone)
@@ -238,11 +238,12 @@ def test_models_that_are_made_at_once_are_no_more_than_the_server_holds(
 ) -> None:
     served = launch(most_models=1)
     clients = [connect(served.url) for _ in range(3)]
-    made = [client.create_lora_training_client(served.name, rank=2) for client in clients]
+    futures = [client.create_lora_training_client(served.name, rank=2) for client in clients]
+    made = [future.result() for future in futures]  # all of them first: one that trains meanwhile would count too
     trained: list[tinker.TrainingClient] = []
-    for future in made:
+    for training in made:
         with suppress(tinker.NotFoundError):
-            update(training := future.result())
+            update(training)
             trained.append(training)
     assert 1 == len(trained)
 
@@ -323,7 +324,7 @@ def test_name_that_is_used_again_has_its_own_weights(training: tinker.TrainingCl
 
 
 def test_more_weights_than_stay_ready(launch: Callable[..., Served], connect: Connect) -> None:
-    """Samplers are opened again as they are needed, also while others are in use."""
+    """Closed samplers are opened again when they are needed, even while others are in use."""
     served = launch(samplers=2)
     client, prompt = connect(served.url), types.ModelInput.from_ints(IDS)
     training = client.create_lora_training_client(served.name, rank=2, seed=1).result()

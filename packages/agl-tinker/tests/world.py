@@ -1,4 +1,4 @@
-"""A server on a thread of this process, and a call of a policy's endpoint."""
+"""A server in a thread of this process, and a call of a policy's endpoint."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ KEY = "tml-key-of-the-tests"
 
 
 class Served:
-    """A server on an event loop and a thread of its own."""
+    """A server on its own event loop in its own thread."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
@@ -47,7 +47,7 @@ class Served:
 
 
 async def complete(endpoint: str, path: str = "completions", **body: Any) -> Any:
-    """Call an endpoint of a policy, with token ids; returns the answer."""
+    """Call a policy's endpoint with token ids, and return the answer."""
     headers = {"authorization": f"Bearer {os.environ[POLICY_KEY_ENV]}"}
     content = {"return_token_ids": True, "logprobs": 1, **body}
     async with (

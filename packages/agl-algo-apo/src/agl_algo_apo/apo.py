@@ -1,35 +1,36 @@
 """APO: a racing beam over textual gradients, for few rollouts.
 
 Papers: Pryzant et al. 2023, "Automatic Prompt Optimization with Gradient Descent and Beam Search" (ProTeGi, arXiv
-2305.03495), algorithms 1 and 2: a critique of failing runs is the gradient g, an edit against it the step. The parent's
-choice and the acceptance on one minibatch are those of Agrawal et al. 2025, "GEPA" (arXiv 2507.19457), section 3.
-With m(p, D) the mean reward of the texts p on tasks D, one step is:
+2305.03495), algorithms 1 and 2: a critique of failing runs is the gradient g, an edit against it the step. The choice
+of the parent and the acceptance on one minibatch are those of Agrawal et al. 2025, "GEPA" (arXiv 2507.19457), section
+3. With m(p, D) the mean reward of the texts p on tasks D, one step is:
 
     1. parent p = the best candidate, or one that leads on some validation tasks           (`proposals/parents.py`)
-    2. run p on a minibatch of training tasks; failures that were paid before come first
+    2. run p on a minibatch of training tasks; failures that are already paid for come first
     3. `branch_factor` children p_k: each sees a part D_k of the failures;
        critique g_k = critic(p, D_k), and p_k = edit(p, g_k)                               (`evidence.py`, `prompts/`)
     4. static gate: placeholders, invariants, length, copies, duplicates; costs nothing    (`acceptance/static_gate.py`)
-    5. paired gate: m(p_k, D_k) - m(p, D_k) > 0, where p's rewards are paid already
+    5. paired gate: m(p_k, D_k) - m(p, D_k) > 0, where p's rewards are already paid for
     6. the changes of all children that passed are merged into one entrant, line by line or by the editor
     7. race the entrant against p on growing slices of the validation set                  (`acceptance/contest.py`);
        if it loses, race the best child alone
 
 Deviations from ProTeGi, and why:
 - Candidates are compared on validation tasks: on tasks that its critic has seen, a text may score well by naming them.
-- Few rollouts decide. A loser stops at the first slice that shows it, a clear winner too, and no reward is paid twice.
-- Siblings are merged: each repairs another failure, and racing them one by one would pay for each.
-- A child also passes the gate where it and its parent got the worst reward on all its tasks, and where no child did
-  better and this one did no harm: with an all-or-nothing reward one change alone rarely shows, and several may.
-- The best candidate is measured once more where nothing beats it for long: the rewards that made it the best one
-  flatter it.
-- Every change has to earn its place: every `delete_every` steps, where the search is stuck and before its budget ends,
-  each new line of the best candidate is taken out alone, and stays out unless that loses something on validation
-  tasks. Lines that a merge carried along go this way, and those that only help on training tasks.   (`deletion.py`)
-- Where ``demonstrations`` allows it, every third step draws examples from recorded good runs of training tasks instead
-  of asking critics, as MIPROv2 does (`demonstrator.py`). Its children meet gate 4, gate 5 on failures of the parent
-  that none of them shows, and the race; each example that wins has to earn its place like a line.
-- One question gets both critique and edit, unless `critic` names another model.
+- Few rollouts decide. A loser stops at the first slice that shows it, as does a clear winner, and no reward is paid for
+  twice.
+- Siblings are merged: each repairs another failure, and racing them one by one would cost a race for each.
+- Two kinds of ties pass the gate too. A child passes if it and its parent got the worst reward on all its tasks, and if
+  no child did better and this one did no harm: with an all-or-nothing reward, single changes rarely show a gain, and
+  several together may.
+- The best candidate is measured again if nothing beats it for long: the rewards that made it the best one flatter it.
+- Every change has to earn its place: every `delete_every` steps, if the search is stuck, and before its budget ends,
+  each new line of the best candidate is removed alone, and stays out unless that loses something on validation tasks.
+  This removes lines that a merge carried along, and lines that only help on training tasks.  (`deletion.py`)
+- If ``demonstrations`` allows it, every third step draws examples from recorded good runs of training tasks instead of
+  asking critics, as MIPROv2 does (`demonstrator.py`). Its children pass through gate 4, gate 5 on failures of the
+  parent that none of them shows, and the race; each example that wins has to earn its place like a line.
+- One request gets both critique and edit, unless `critic` names another model.
 - The rewards that selected the winner flatter it, so it is measured again at the end on fresh rollouts, and those are
   reported (`acceptance/final_measurement.py`).
 """
@@ -67,10 +68,10 @@ from agl_algo_apo.search.tools import Origin
 from agl_algo_apo.texts.lineage import PromptCandidate
 
 DOUBT_EVERY = 3
-"""Steps without an improvement after each of which the best candidate is measured once more."""
+"""The best candidate is measured again each time this many more steps have brought no improvement."""
 
 MAX_IDLE = 4
-"""The search ends after so many steps in a row without a proposal that could be tried."""
+"""The search ends after this many consecutive steps without a proposal that could be tried."""
 
 
 class APO(PromptSearch):
@@ -78,23 +79,23 @@ class APO(PromptSearch):
 
     Args:
         optimizer: The model that critiques and edits: ``{base_url=..., model=..., api_key_env=...}`` for any endpoint
-            that speaks OpenAI's chat completions, or the name of a policy that the experiment serves.
-        critic: Another model for the critiques; without one the optimiser writes critique and text in one answer.
-        budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy`` for 10, 25 or 60 proposals; or
-            ``{rollouts=..., calls=..., tokens=..., money=..., prices=...}``. It is never exceeded; the trainer's
-            validations before the first step and at the end are part of it, those of `validate_every` are not.
+            with OpenAI's chat completions, or the name of a policy that the experiment serves.
+        critic: Another model for the critiques; by default the optimiser writes critique and text in one answer.
+        budget: A number of rollouts; ``light``, ``medium`` or ``heavy`` for 10, 25 or 60 proposals; or ``{rollouts=...,
+            calls=..., tokens=..., money=..., prices=...}``. It is never exceeded. The trainer's validations before the
+            first step and at the end are part of it, those of `validate_every` are not.
         branch_factor: Children per step, K.
-        beam_rounds: Most steps; 0 for no limit but the budget.
+        beam_rounds: The most steps; 0 for no limit but the budget.
         gradient_batch_size: Training tasks per step.
         val_batch_size: Validation tasks in the first slice of a race; each further slice is twice as long.
-        parents: How parents are chosen: ``selector``, ``p_best``, ``beam_width``.
-        patience: Steps without an improvement that end the search.
-        delete_every: Steps after which changes that have not earned their place are taken out; 0 for never.
+        parents: The choice of parents: ``selector``, ``p_best``, ``beam_width``.
+        patience: Consecutive steps without an improvement that end the search.
+        delete_every: Number of steps after which changes that have not earned their place are removed; 0 for never.
         demonstrations: Recorded good runs that a prompt shows as examples: ``most``, 0 for none, and ``max_chars``.
         scoring: The scale of rewards and the final measurement: ``perfect``, ``failure``, ``reserve``, ``test``.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.
-        texts: The rules of texts: ``invariants``, ``filled``, ``max_chars``, ``roles``.
-        requests: Own files for the requests ``improve``, ``critique`` and ``edit``, ``merge``.
+        texts: The rules for texts: ``invariants``, ``filled``, ``max_chars``, ``roles``.
+        requests: Files that replace the requests ``improve``, ``critique`` and ``edit``, ``merge``.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -134,8 +135,8 @@ class APO(PromptSearch):
             texts=texts,
             requests=requests or {},
         )
-        # Two questions per proposal where another model is to answer the first, or a request of a person asks it.
-        # g_k and p_k are then two answers, and a proposal takes two calls from the budget.
+        # Two requests per proposal if another model writes the critique, or the user has a separate request for it. g_k
+        # and p_k are then two answers, and a proposal takes two calls from the budget.
         asks_twice = critic is not None or not settings.requests.keys().isdisjoint({"critique", "edit"})
         super().__init__(settings, algorithm="apo", calls=2 if asks_twice else 1)
         self._critics = Critics(self, asks_twice=asks_twice)
@@ -143,27 +144,27 @@ class APO(PromptSearch):
         self._demonstrator = Demonstrator(self)
 
     async def improve(self, step: int) -> None:
-        """Take one step, as the module describes it."""
-        # Every third step without an improvement: p may have been lucky in m(p, D).
+        """Take one step, as the module's docstring describes it."""
+        # After every third step without an improvement: p may have been lucky in m(p, D).
         await self._remeasure_best(step)
         # A step deletes or proposes, never both: the text that is judged must not change meanwhile.
         if self._deletion.is_due(step):
             await self._deletion.run(step)
             return
         await read_failures(self.context, self.progress, perfect_score=self.settings.scoring.perfect)
-        # p of this step; all children of the step are changes of it.
+        # p of this step; all children of the step are edits of it.
         parent = self._parent(step)  # 1
-        # D of this step: tasks with a reward below the perfect one, the unseen ones first.
+        # D of this step: tasks with a reward below the perfect one, unseen ones first.
         failures = await self._failures(parent, step)  # 2
         if not failures:
             await self._check_if_done(parent, step)
             return
-        # Every third step: examples in place of instructions, as MIPROv2 alternates the two.
+        # Every third step: examples in place of instructions, as MIPROv2 alternates between them.
         drawn = await self._demonstrator.children(parent, failures, step) if self._demonstrator.is_due(step) else []
         if drawn:
             await self._race_best(parent, await self._gate(parent, drawn, step), step)
             return
-        # D_k: the failures are dealt out, so that siblings learn from different ones.
+        # D_k: the failures are distributed, so that siblings learn from different ones.
         assignments = self._critics.assign(failures, parent, step)
         # g_k = critic(p, D_k), p_k = edit(p, g_k), and the static gate, which costs no rollout.
         pairs = await self._critics.children(parent, assignments, step)  # 3 and 4
@@ -174,28 +175,28 @@ class APO(PromptSearch):
                 "no_proposals", reasons.most_common(1)[0][0] if reasons else "every proposal was known already"
             )
         if pairs:
-            # m(p_k, D_k) against m(p, D_k): only the children run, p's rewards are paid.
+            # m(p_k, D_k) against m(p, D_k): only the children run, because p's rewards are paid for.
             passed = await self._gate(parent, pairs, step)  # 5
             await self._race(parent, passed, step)  # 6 and 7
 
     async def _check_if_done(self, parent: PromptCandidate, step: int) -> None:
         """Handle a minibatch without a failure: the best candidate may be perfect, or nothing is left to learn."""
-        # A perfect score on all validation tasks ends the search (`PromptSearch._decide_stop`).
-        # Only the best one can end the search; another parent without failures on D may fail elsewhere.
+        # A perfect score on all validation tasks ends the search (`PromptSearch._decide_stop`). Only the best candidate
+        # can end it; another parent without failures on D may fail elsewhere.
         if parent.id == self.best.id:
             await self.measure_whole(parent, step)
         if not self.is_perfect and len(self.evaluator.scores.rewards(parent.id, "train")) == len(self.context.train):
             self.progress.stop("nothing_to_learn")
 
     async def _remeasure_best(self, step: int) -> None:
-        """Measure the best candidate once more where nothing has beaten it for a while.
+        """Measure the best candidate again if nothing has beaten it for a while.
 
-        The winner of many races on one set of tasks was partly lucky on it, and luck that stays in the rewards would
+        The winner of many races on one set of tasks was partly lucky on it, and luck that stays in its rewards would
         keep better texts out. A candidate that lost to that luck may be the best now.
         """
         progress, scores, best = self.progress, self.evaluator.scores, self.best
-        # After every third step without an improvement, once each. It takes up to two validation passes: what the
-        # best candidate has not run yet, and everything again.
+        # After every third step without an improvement, once each. It takes up to two validation passes: the tasks that
+        # the best candidate has not run yet, and all of them again.
         left = self.budget.rollouts_left()
         is_due = progress.stale % DOUBT_EVERY == 0 and progress.stale > progress.doubted and not progress.is_steady
         if not is_due or (left is not None and left < 2 * len(self.order)):
@@ -205,15 +206,15 @@ class APO(PromptSearch):
         before = scores.rewards(best.id, "val")
         again = MeasureJob(best, "val", tuple(sorted(before)), scores.next_repeat(best.id, "val"))
         await self.evaluator.measure([again], step=step, purpose="doubt")
-        # Rewards are means over repeats, so a lucky first measurement is now averaged with a fair one. Where nothing
-        # changed, agent and reward are deterministic, and measuring once more will never tell anything.
+        # Rewards are means over repeats, so a lucky first measurement is now averaged with a fair one. If nothing
+        # changed, agent and reward are deterministic, and further measurements would show nothing new.
         progress.is_steady = scores.rewards(best.id, "val") == before
-        # Challengers must be measured on all tasks that the best one is, or the means would be of different tasks.
+        # Challengers must be measured on all tasks of the best candidate, or the means would be over different tasks.
         known = {c.id: c for c in self.lineage.all() if scores.rewards(c.id, "val").keys() >= before.keys()}
         others = [candidate for candidate in known.values() if candidate.id != best.id]
         if others and not progress.is_steady:
             other = max(others, key=lambda candidate: self.evaluator.mean(candidate.id, "val"))
-            # On the last rung only, which is all validation tasks: both are known there, and the rewards are paid.
+            # On the last rung only, which is all validation tasks: both are known there, and the rewards are paid for.
             verdicts = await race(self, [other], best, rungs=self.rungs[-1:], step=step, purpose="challenge")
             if verdicts[other.id].has_won:
                 self.lineage.put(other.replace(status="pool", reason=verdicts[other.id].words))
@@ -233,27 +234,27 @@ class APO(PromptSearch):
         )
 
     async def _failures(self, parent: PromptCandidate, step: int) -> list[int]:
-        """Return training tasks on which the parent falls short: the unseen ones first, then the worst.
+        """Return training tasks on which the parent falls short: unseen ones first, then the worst.
 
         A task is seen once a critic was shown its failure with this parent.
         """
-        # B tasks at most, the minibatch of the paper.
+        # At most B tasks, the minibatch of the paper.
         scores, size = self.evaluator.scores, self.settings.gradient_batch_size
         known = scores.rewards(parent.id, "train")
         used = Counter(self.progress.used.get(parent.id, []))  # how often each task was shown
-        # Failures that were paid before and shown to no critic come free; new tasks are run only to fill the batch.
+        # Known failures that no critic was shown cost nothing; new tasks are run only to fill the batch.
         unseen = [task for task, reward in known.items() if reward < self.settings.scoring.perfect and not used[task]]
         rest = [task for task in range(len(self.context.train)) if task not in known]
         self.random(step, "minibatch").shuffle(rest)
-        # First the tasks that failed for another algorithm with these texts; the sort is stable, so the rest stays
+        # Tasks that failed for another algorithm with these texts come first; the sort is stable, so the rest stays
         # shuffled.
         rest.sort(key=lambda task: task not in live_failures(self.progress, parent.id))
-        # Tasks that are run only to find failures; a paid failure is worth as much and costs nothing.
+        # Tasks that are run only to find failures; a known failure is worth as much and costs nothing.
         fresh = rest[: max(0, size - len(unseen))]
         await self.evaluator.measure([MeasureJob(parent, "train", tuple(fresh))], step=step, purpose="batch")
         known = scores.rewards(parent.id, "train")
         failing = [task for task, reward in known.items() if reward < self.settings.scoring.perfect]
-        # Those shown least often first, then the worst, so that critics see new mistakes.
+        # Tasks that were shown least often first, then the worst, so that critics see new mistakes.
         failing.sort(key=lambda task: (used[task], known[task], task))
         return failing[:size]
 
@@ -262,23 +263,23 @@ class APO(PromptSearch):
     ) -> list[PromptCandidate]:
         """Return the children that do better than the parent on the tasks whose failures they were shown.
 
-        Two kinds of ties pass as well: of a child whose tasks all got the worst reward before and after, where no gain
-        could show, and of every child where none has a gain.
+        Two kinds of ties pass as well: a child whose tasks all got the worst reward before and after, where no gain
+        could show; and every child without a loss, if no child has a gain.
         """
         # The parent's rewards on these tasks are known: they are the failures. Only the children run.
         jobs = [MeasureJob(child, "train", assignment.tasks) for child, assignment in pairs]
         await self.evaluator.measure(jobs, step=step, purpose="gate")
         gains = {child.id: self._gain(parent, child, assignment.tasks) for child, assignment in pairs}
-        # A gain is above 0, by more than rounding. The gate is biased: a child was written for just these tasks, so it
-        # only keeps out what does not even help there; the race decides on tasks that nobody saw.
+        # A gain is above 0 by more than rounding. The gate is biased, because a child was written for just these tasks.
+        # So it only rejects texts that do not even help there; the race decides on tasks that nobody saw.
         least = 0.0 if all(gain <= 0 for gain in gains.values()) else 1e-9
         passed: list[PromptCandidate] = []
         for child, assignment in pairs:
             gain = gains[child.id]
-            # Kept even where it fails: of a step's children the largest gain races where a merge loses.
+            # Stored even if the child fails: if a merge loses, the child with the largest gain races.
             gated = self.lineage.put(child.replace(gate=gain))
             where = "failures of its parent" if child.operator == "demonstrate" else "the tasks it was shown"
-            # Where even the worst reward is what every run got, a gain of one child alone cannot show.
+            # If every run got the worst reward, the gain of a single child cannot show.
             known = self.evaluator.scores.rewards(parent.id, "train", assignment.tasks)
             is_floor = max(known.values(), default=0.0) <= self.evaluator.scores.floor()
             has_passed = gain >= least or (gain == 0 and is_floor)
@@ -291,18 +292,18 @@ class APO(PromptSearch):
         return passed
 
     def _gain(self, parent: PromptCandidate, child: PromptCandidate, tasks: Sequence[int]) -> float:
-        """Return m(p_k, D_k) - m(p, D_k) over the tasks that are known for both; -1 where there is none."""
+        """Return m(p_k, D_k) - m(p, D_k) over the tasks measured for both; -1 if there are none."""
         ours = self.evaluator.scores.rewards(child.id, "train", tasks)
         theirs = self.evaluator.scores.rewards(parent.id, "train", tasks)
         common = [task for task in tasks if task in ours and task in theirs]
-        # Without a common task nothing speaks for the child, so it counts as worse and not as a tie.
+        # Without a common task there is no evidence for the child, so it counts as worse and not as a tie.
         return fmean(ours[task] - theirs[task] for task in common) if common else -1.0
 
     async def _race(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
-        """Race the merged changes of all children that passed, or each of them where their changes conflict."""
+        """Race the merged changes of all children that passed, or each child if their changes conflict."""
         if not passed:
             return
-        # Step 6: each sibling repairs another failure, and one race for all costs as much as for one.
+        # Step 6: each sibling repairs another failure, and one race for all costs as much as a race for one.
         merged = await self._merged(parent, passed, step) if len(passed) > 1 else None
         child: PromptCandidate | None = None
         parts: Sequence[PromptCandidate] = ()
@@ -313,18 +314,19 @@ class APO(PromptSearch):
         if child is None:  # one child alone, a conflict, or a merge that breaks a rule or was tried before
             await contest(self, passed, parent, step=step, purpose="race")
             return
-        # The merge stands for its parts: only it runs, for the price of one.
+        # The merge stands for its parts: only the merge runs, for the price of one.
         for part in parts:
             self.lineage.put(part.replace(status="beaten", reason=f"became part of {child.id}"))
         # Step 7: the merge has to beat p on tasks that no critic saw.
         if not await contest(self, [child], parent, step=step, purpose="race"):
-            # The part of a beaten merge that did best on its tasks races alone: another one may have spoilt the merge.
+            # If the merge loses, the part that did best on its tasks races alone: another part may have spoilt the
+            # merge.
             best = max(parts, key=lambda part: part.gate or 0.0)
             if (best.gate or 0.0) > 0:  # a part that showed no gain of its own is not worth a race
                 await contest(self, [best], parent, step=step, purpose="part")
 
     async def _race_best(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
-        """Race the child with the largest gain at the gate alone: of demonstrations, one draw is much like another."""
+        """Race only the child with the largest gain at the gate, because draws of demonstrations are much alike."""
         ranked = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)
         for child in ranked[1:]:
             reason = f"gate: {child.gate or 0.0:+.3f}, and {ranked[0].gate or 0.0:+.3f} of {ranked[0].id}"
@@ -335,9 +337,9 @@ class APO(PromptSearch):
     async def _merged(
         self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int
     ) -> tuple[dict[str, str], Sequence[PromptCandidate], Spent] | None:
-        """Return the texts with all changes together, the children that they come from, and what the question cost.
+        """Return texts with all changes together, the children they come from, and the cost of the request.
 
-        Changes are merged line by line; where two conflict, the editor merges the texts of the two best children. Its
+        Changes are merged line by line. If two conflict, the editor merges the texts of the two best children; its
         request holds one resource's texts, so the two must have changed the same one.
         """
         # Three-way, line by line, against p as the base (`proposals/requests.py`).
@@ -346,7 +348,7 @@ class APO(PromptSearch):
             return merged, passed, Spent()
         # Only two at a time: a request with more texts gets vague answers.
         first, second = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)[:2]
-        # The resources that both have changed: neither has the parent's text any more.
+        # The resources that both have changed: neither child has the parent's text any more.
         ours, theirs = first.instructions, second.instructions
         names = [name for name, text in parent.instructions.items() if text not in (ours[name], theirs[name])]
         if len(names) != 1:
@@ -357,7 +359,7 @@ class APO(PromptSearch):
         return None if text is None else ({**ours, name: text}, (first, second), spent)
 
     async def tidy(self, step: int) -> None:
-        """Undo what has not earned its place, before the final measurement."""
+        """Remove changes that have not earned their place, before the final measurement."""
         # After an outage of the agent's servers no race could be decided.
         can_run = self.progress.stop_reason != "infrastructure"
         if can_run and self.settings.delete_every and self._deletion.unproven():

@@ -1,20 +1,20 @@
 """GEPA by the library of that name: reflective evolution on a Pareto front (Agrawal et al. 2025, arXiv 2507.19457).
 
-An iteration of the library (section 3 of the paper) takes a parent from the Pareto front over validation tasks, runs
-it on a minibatch of training tasks, lets a model reflect on what happened and write a new text, and runs that on the
-same minibatch. A text with a larger sum of rewards there is measured on all validation tasks and joins the pool.
+An iteration of the library (section 3 of the paper) takes a parent from the Pareto front over validation tasks, runs it
+on a minibatch of training tasks, lets a model reflect on the runs and write a new text, and runs that text on the same
+minibatch. A text with a larger sum of rewards there is measured on all validation tasks and joins the pool.
 
-The library proposes, accepts and keeps its pool; rollouts, budget, templates, evidence, state and the final
-measurement are those of every optimiser here. One phase of the library is one step of the experiment. It cannot be
-interrupted and continued, so a step that was cut is repeated from its start. It then makes the same requests in the
-same order and finds the rollouts that were paid for, so a resumed run ends like an unbroken one.
+The library proposes, accepts and keeps its pool; rollouts, budget, templates, evidence, state and the final measurement
+are those of every optimiser here. One phase of the library is one step of the experiment. A phase cannot be interrupted
+and continued, so an interrupted step is repeated from its start. It then makes the same requests in the same order and
+finds the rollouts that were paid for, so a resumed run ends like an unbroken one.
 
 Deviations from the library's own way, and why:
-- The budget is hard. The library looks at it between iterations only, and exceeds it by a validation pass.
-- Its evaluation cache stays off, because it confuses validation tasks with training tasks of the same position.
-  Rewards are remembered below it, by split, so a parent is not paid twice on one minibatch.
+- The budget is hard. The library checks it between iterations only, and exceeds it by a validation pass.
+- Its evaluation cache stays off, because it confuses validation tasks with training tasks at the same position. Rewards
+  are remembered outside it, by split, so a parent is not paid for twice on one minibatch.
 - A text that breaks its template scores below everything and costs nothing.
-- It stops at a perfect score, where the optimiser's model is down or writes nothing usable, and where nothing is left
+- It stops at a perfect score, if the optimiser's model is down or writes nothing usable, and if there is nothing left
   to learn; by itself it would spend the whole budget.
 - Its checkpoints are pickles and are not written.
 - The winner is measured again on fresh rollouts, and those are reported: the score that selected it flatters it.
@@ -50,17 +50,17 @@ class GEPA(PromptSearch):
 
     Args:
         optimizer: The model that reflects: ``{base_url=..., model=..., api_key_env=...}``, or a policy's name.
-        budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy``; or ``{rollouts=..., calls=..., tokens=...,
-            money=..., prices=...}``. It is never exceeded; the trainer's validations before the first step and at the
+        budget: A number of rollouts; ``light``, ``medium`` or ``heavy``; or ``{rollouts=..., calls=..., tokens=...,
+            money=..., prices=...}``. It is never exceeded. The trainer's validations before the first step and at the
             end are part of it, those of `validate_every` are not.
         reflection_minibatch_size: Training tasks per proposal.
-        phases: Number of runs of the library, each from the best texts so far and with an equal share of the budget
-            that is left. In a schedule that alternates, other algorithms take their turns in between.
+        phases: Number of runs of the library, each from the best texts so far and with an equal share of the remaining
+            budget. In a schedule that alternates, other algorithms take their turns in between.
         use_merge: Merge candidates that are good at different tasks.
-        patience: Phases without an improvement that end the search.
+        patience: Consecutive phases without an improvement that end the search.
         scoring: The scale of rewards and the final measurement: ``perfect``, ``failure``, ``reserve``, ``test``.
         publish: Make the best texts live after every ``improvement`` of a phase, or only at the ``end``.
-        texts: The rules of texts: ``invariants``, ``filled``, ``max_chars``, ``roles``.
+        texts: The rules for texts: ``invariants``, ``filled``, ``max_chars``, ``roles``.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GEPA(PromptSearch):
         publish: Publish = "improvement",
         texts: Texts = TEXTS,
     ) -> None:
-        # The library would take 0 for its own defaults, without a word.
+        # The library would silently replace 0 by its own defaults.
         low = {"phases": phases, "reflection_minibatch_size": reflection_minibatch_size}
         if min(low.values()) < 1:
             raise ConfigError(f"gepa got {low}; each must be at least 1")
@@ -86,7 +86,7 @@ class GEPA(PromptSearch):
             budget=budget,
             # One proposal per iteration, as in the paper's algorithm 1.
             branch_factor=1,
-            # A phase is a round of the search; the budget is shared out among them.
+            # A phase is a round of the search; the phases share the budget.
             beam_rounds=phases,
             gradient_batch_size=reflection_minibatch_size,
             val_batch_size=1,
@@ -100,11 +100,11 @@ class GEPA(PromptSearch):
 
     async def improve(self, step: int) -> None:
         """Take one phase: run the library in a thread until its share of the budget is spent or it has to stop."""
-        # The phase answers the adapter out of this search: its lineage, rewards, budget and journal.
+        # The phase answers the adapter from this search: its lineage, rewards, budget and journal.
         phase = GepaPhase(self, step)
         adapter = GepaAdapter(phase, asyncio.get_running_loop(), patience=MAX_BARREN)
         try:
-            # The library is synchronous; its thread posts what pays or waits to this event loop.
+            # The library is synchronous; its thread passes work that pays or waits to this event loop.
             await asyncio.to_thread(self._optimise, adapter, step)
         except asyncio.CancelledError:
             adapter.cancel()
@@ -112,7 +112,7 @@ class GEPA(PromptSearch):
         except BudgetExhaustedError:
             self.progress.stop("budget")
         finally:
-            # Every proposal gets a fate, also where the phase was cut.
+            # Every proposal gets a final status, even if the phase was interrupted.
             phase.close()
         if adapter.stopped and adapter.stopped != "share":  # a spent share ends the phase and not the search
             self.progress.stop(adapter.stopped, phase.detail if adapter.stopped == "no_proposals" else "")
@@ -121,7 +121,7 @@ class GEPA(PromptSearch):
         # b, the minibatch of algorithm 1; no larger than the training set.
         size = min(self.settings.gradient_batch_size, len(self.context.train))
         _gepa.optimize(
-            # Phi_0 of the phase: the best system so far, and of the first phase the person's.
+            # Phi_0 of the phase: the best system so far; in the first phase, the user's.
             seed_candidate=dict(self.best.texts),
             # D_feedback and D_pareto of the paper, by their positions here.
             trainset=[("train", position) for position in range(len(self.context.train))],
@@ -129,7 +129,7 @@ class GEPA(PromptSearch):
             adapter=adapter,
             reflection_lm=adapter.reflect,
             reflection_minibatch_size=size,
-            # Minibatches without a failure are skipped: there is nothing to reflect on.
+            # Minibatches without a failure are skipped, because there is nothing to reflect on.
             perfect_score=self.settings.scoring.perfect,
             # The system-aware merge of the paper: two lineages that are good at different tasks.
             use_merge=self._use_merge,
@@ -143,14 +143,14 @@ class GEPA(PromptSearch):
 
 
 class _NoLog:
-    """Silences the library's log, whose facts are in the lineage as well."""
+    """Drops the library's log, whose facts are in the lineage too."""
 
     def log(self, message: str, *_: Any, **__: Any) -> None:
-        """Drop a line."""
+        """Ignore a line."""
 
 
 class GepaPhase:
-    """Answers the library's adapter during one phase, out of the search.
+    """Answers the library's adapter during one phase, from the search.
 
     Attributes:
         detail: The reason why the last refused text was refused.
@@ -160,22 +160,23 @@ class GepaPhase:
         self.detail = ""
         self._search = search
         self._step = step
-        # Numbers the phase's measurements; with the step it makes the rollouts' ids, which a repeat finds again.
+        # Numbers the phase's measurements; with the step it determines the rollouts' ids, which a repeated step finds
+        # again.
         self._requests = 0
-        # Where the next text comes from, for its journal: set by `evidence` and `ask`, read by `refusal`.
+        # The origin of the next text, for its journal: set by `evidence` and `ask`, read by `refusal`.
         self._origin = Origin()
         self._critique = ""
         self._parent = ""
         # The phase's share counts from here.
         self._began = search.budget.spent.rollouts
-        # An equal share of the rollouts that are left for each phase; the last one goes as far as the budget does.
-        # Without a limit in rollouts no share can be counted: the other currencies stop the search.
+        # An equal share of the remaining rollouts for each phase; the last one may use all that is left. Without a
+        # limit on rollouts no share can be computed, and the other currencies stop the search.
         left, phases = search.budget.rollouts_left(), search.settings.beam_rounds - search.progress.rounds
         self._share = None if left is None or phases <= 1 else left // phases
 
     def close(self) -> None:
-        """Mark as beaten every candidate that was tried and did not get into the pool."""
-        # Accepted ones are in the pool by now, refused ones are `rejected`.
+        """Mark as beaten every candidate that was tried but did not join the pool."""
+        # Accepted candidates are in the pool by now, refused ones are `rejected`.
         lineage = self._search.lineage
         for candidate in lineage.all():
             if candidate.status == "proposed":
@@ -183,12 +184,12 @@ class GepaPhase:
                 lineage.put(candidate.replace(status="beaten", reason="not better than its parent on its minibatch"))
 
     async def refusal(self, texts: TextByName) -> str:
-        """Return the reason why these texts may not be tried, ``""`` if they may."""
+        """Return the reason why these texts may not be tried; ``""`` if they may."""
         search = self._search
         # The library names candidates by their texts, and so does the lineage: equal texts are one candidate.
         key = candidate_id(texts)
         if key not in search.lineage:
-            # The candidate whose runs were reflected on last; of a merge, one of the two.
+            # The candidate whose runs were reflected on last; for a merge, one of the two parents.
             parent = search.lineage[self._parent] if self._parent else search.best
             child = search.proposal([parent], texts, step=self._step, operator="reflect", critique=self._critique)
             await search.screen(child, parent, origin=self._origin)
@@ -196,34 +197,35 @@ class GepaPhase:
         candidate = search.lineage[key]
         if candidate.status != "rejected":
             return ""
-        # Shown where the phase ends because nothing usable was proposed.
+        # Shown if the phase ends because nothing usable was proposed.
         self.detail = candidate.reason
         return candidate.reason
 
     async def measure(self, texts: TextByName, places: Sequence[TaskPlace]) -> None:
-        """Run what is not known yet; texts that were measured on all validation tasks join the pool."""
+        """Measure unknown rewards; texts that are then measured on all validation tasks join the pool."""
         search = self._search
-        # `refusal` comes first, so the candidate is known.
+        # `refusal` is called first, so the candidate is known.
         candidate = search.lineage[candidate_id(texts)]
         self._requests += 1
-        # Train and validation tasks of one request run at once; what is known is not run again.
+        # Train and validation tasks of one request run at once; known rewards are not measured again.
         tasks: dict[Split, tuple[int, ...]] = {}
         for split, position in places:
             tasks[split] = (*tasks.get(split, ()), position)
         jobs = [MeasureJob(candidate, split, positions) for split, positions in tasks.items()]
         await search.evaluator.measure(jobs, step=self._step, purpose=f"g{self._requests}")
-        # The library runs a proposal on all validation tasks only after accepting it on a few, so it is a new member.
+        # The library runs a proposal on all validation tasks only after accepting it on a minibatch, so it joins the
+        # pool.
         if len(places) == len(search.order) and places[0][0] == "val":
             self._enter(candidate)
 
     def known(self, texts: TextByName, place: TaskPlace) -> Measured | None:
-        """Return the outcome of these texts on a task, ``None`` if it is not known."""
+        """Return the outcome of these texts on a task; ``None`` if it is unknown."""
         return self._search.evaluator.scores.get(candidate_id(texts), *place)
 
     async def evidence(self, name: str, texts: TextByName, measured: Sequence[Measured]) -> list[EvidenceRun]:
         """Return rollouts as evidence about one component."""
         search = self._search
-        # pi_j, the component under review, of this candidate: its runs are the evidence.
+        # pi_j, the component under review, of this candidate; its runs are the evidence.
         self._parent = candidate_id(texts)
         resource = resource_of(texts[name], search.context.current(name).resource)
         agents = search.settings.texts.roles.get(name, "")
@@ -242,35 +244,35 @@ class GepaPhase:
         return answer.text
 
     def spent_rollouts(self) -> int:
-        """Return the number of rollouts that were paid so far."""
+        """Return the number of rollouts that were paid for so far."""
         return self._search.budget.spent.rollouts
 
     def stop_reason(self) -> Stopped:
-        """Return why to stop: a perfect score, or no room for a proposal in the budget or this phase's share of it."""
+        """Return the reason to stop: a perfect score, or no room for a proposal in the budget or the phase's share."""
         search = self._search
         # A perfect score on all of D_pareto ends the search.
         rewards = search.evaluator.scores.rewards(search.best.id, "val").values()
         if len(rewards) == len(search.order) and min(rewards) >= search.settings.scoring.perfect:
             return "perfect"
         left = search.budget.rollouts_left()
-        # A proposal takes a minibatch, and all validation tasks where it is accepted; the parent's part is known.
+        # A proposal takes a minibatch and, if accepted, all validation tasks; the parent's rewards are known.
         if left is not None and left < search.settings.gradient_batch_size + len(search.order):
             return "budget"
-        # The other phases need theirs: other algorithms have their turns in between.
+        # The other phases need their shares: other algorithms have their turns in between.
         if self._share is not None and self.spent_rollouts() - self._began >= self._share:
             return "share"
         return ""
 
     def _enter(self, candidate: PromptCandidate) -> None:
-        """Put a candidate into the pool; the best one so far becomes the search's best and is written to disk."""
+        """Add a candidate to the pool; if it is the best so far, it becomes the search's best and is written out."""
         search = self._search
-        # Measured again after a resume; it was noted then.
+        # Measured again after a resume; it has already been recorded.
         if candidate.status == "pool":
             return
         # P of algorithm 1: the pool from whose front the library draws parents.
         candidate = search.lineage.put(candidate.replace(status="pool"))
         self._note_minibatch(candidate, has_passed=True)
-        # S of the paper, averaged: the front decides on parents, the mean on what is published.
+        # S of the paper, averaged: the front decides on parents, the mean on the texts to publish.
         means = [search.evaluator.mean(owner, "val") for owner in (candidate.id, search.progress.best)]
         is_best = means[0] > means[1]
         gate = "best on all validation tasks"
@@ -281,7 +283,7 @@ class GepaPhase:
             write_best(search.context.workdir, candidate.texts)
 
     def _note_minibatch(self, candidate: PromptCandidate, *, has_passed: bool) -> None:
-        """Note how a candidate did against its parent on training tasks that both have run."""
+        """Record a candidate's result against its parent on the training tasks that both have run."""
         search = self._search
         rival = candidate.parents[0] if candidate.parents else search.progress.seed
         report = GateReport(gate="gate on its minibatch", has_passed=has_passed, step=self._step, rival=rival)

@@ -1,4 +1,4 @@
-"""Registers the algorithms `apo`, `gepa` and `random`; imports neither an HTTP client nor gepa."""
+"""Registers the algorithms `apo`, `gepa` and `random`, without importing an HTTP client or gepa."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def agl_algorithms() -> Iterable[AlgorithmEntry]:
-    """Register the algorithms that tune prompts and other texts which agents read."""
+    """Register the algorithms that tune prompts and other texts that agents read."""
     yield AlgorithmEntry(
         name="apo",
         factory="agl_algo_apo.apo:APO",

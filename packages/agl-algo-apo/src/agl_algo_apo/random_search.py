@@ -1,8 +1,8 @@
 """Random search: rewrites without evidence, kept if they are better. Every other optimiser has to beat this one.
 
-One step: the editor rewrites one text of the best candidate without having seen a single run; the proposal passes the
-same static gate and the same race as those of `apo.py`. It pays nothing for training tasks, for it learns from none.
-So what another optimiser gains over this one at the same budget is what its evidence is worth.
+One step: the editor rewrites one text of the best candidate without having seen any run. The proposal passes the same
+static gate and the same race as in `apo.py`. It pays nothing for training tasks, because it learns from none. So
+another optimiser's gain over this one at the same budget is the value of its evidence.
 """
 
 from typing import TYPE_CHECKING
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from agl_algo_apo.texts.lineage import PromptCandidate
 
 MAX_IDLE = 8
-"""The search ends after so many rewrites in a row that could not be tried."""
+"""The search ends after this many consecutive rewrites that could not be tried."""
 
 
 class RandomSearch(PromptSearch):
     """Tunes prompts and other texts of an agent by guessing.
 
     Args:
-        optimizer: The model that rewrites; as for `apo`, like all that follow.
+        optimizer: The model that rewrites; this and all other parameters are as for `apo`.
         budget: Rollouts, a preset, or limits.
-        beam_rounds: Most steps; 0 for no limit but the budget.
+        beam_rounds: The most steps; 0 for no limit but the budget.
         val_batch_size: Validation tasks in the first slice of a race.
-        patience: Steps without an improvement that end the search.
+        patience: Consecutive steps without an improvement that end the search.
         scoring: The scale of rewards and the final measurement: ``perfect``, ``failure``, ``reserve``, ``test``.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.
-        texts: The rules of texts: ``invariants``, ``filled``, ``max_chars``.
-        requests: A file of your own for the request ``rewrite``.
+        texts: The rules for texts: ``invariants``, ``filled``, ``max_chars``.
+        requests: A file that replaces the request ``rewrite``.
     """
 
     def __init__(

@@ -1,23 +1,24 @@
-"""On-policy distillation: the policy samples, and a teacher says of every token how likely it would have been.
+"""On-policy distillation: the policy samples, and a teacher gives the log-probability of every sampled token.
 
-Sources: Thinking Machines 2025, "On-Policy Distillation"; Agarwal et al. 2024, arXiv 2306.13649 (GKD), with student's
-data alone. One step:
+Sources: Thinking Machines 2025, "On-Policy Distillation"; Agarwal et al. 2024, arXiv 2306.13649 (GKD), trained only on
+texts that the student samples. One step:
 
     1. collect: run every task `group_size` times with the live weights pi
     2. ask the teacher for log q(y_t | y_<t) of the very tokens y that were sampled, at temperature 1
-    3. advantages: A_t = log q(y_t) - log pi(y_t) + reward_coef * GRPO's advantage, pi as it was at sampling
+    3. advantages: A_t = log q(y_t) - log pi(y_t) + reward_coef * GRPO's advantage, where pi is the policy at sampling
     4. update: the policy gradient with A_t by the loss `loss` (`objective.py`), then publish the new weights
 
-The mean of -A_t over the policy's own tokens estimates the reverse KL(pi || q) per token: the policy keeps to what the
-teacher finds likely, in the states that it gets into itself. No reward is needed, and no group.
+Without `reward_coef` the mean of -A_t over the policy's own tokens estimates the reverse KL(pi || q) per token. The
+policy learns to write tokens that the teacher finds likely, in the states that the policy itself reaches. It needs
+neither rewards nor groups.
 
 Deviations, and why:
-- Each token's advantage holds its own gap alone (a discount of 0), as in the source: later gaps would be credited with
-  noise.
-- Rollouts have several calls and agents. The gaps of all calls that train count, each in its own context.
-- The gap is that of the sampled token, not of the distributions: a server returns the former for a few bytes.
-- The teacher reads what the policy read. One that reads more, as the solution in OPSD (arXiv 2601.18734), is `sdpo`'s:
-  it reads what the trace holds, and no hidden solution.
+- The advantage of a token holds only the gap log q(y_t) - log pi(y_t) of that token (a discount of 0), as in the first
+  source: the gaps of later tokens would add noise.
+- Rollouts have several calls and agents. The gaps of all calls that train count, each in the context of its call.
+- The gap is taken at the sampled token, not between the distributions, because a server returns it in a few bytes.
+- The teacher reads what the policy read. In OPSD (arXiv 2601.18734) it also reads the solution. `sdpo` has a teacher
+  that reads more, but only from the trace and never a hidden solution.
 """
 
 from __future__ import annotations
@@ -69,21 +70,23 @@ class Distill(OnPolicy):
     """Trains the weights of one policy towards a teacher, on the tokens that the policy samples.
 
     Args:
-        teacher: A model folder or hub name, which has a slash (`./big`, `Qwen/Qwen2.5-7B-Instruct`); or the name of a
-            policy of the experiment whose server returns `prompt_logprobs`, such as vLLM's.
-        steps: Steps in all; one step collects once and publishes once.
-        tasks_per_step: Tasks per step, drawn without repetition until the training tasks are used up.
-        group_size: Rollouts per task; more than 1 only makes a batch larger, unless `reward_coef` compares them.
-        sampling: The choice of tasks. `refill` replaces groups whose rewards do not differ, and is refused without
-            `reward_coef`, with which alone groups are compared.
-        reward_coef: Weight of the rewards' advantages, by `estimator`, added to the teacher's; 0 needs no reward.
-        updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
+        teacher: A model folder or a hub name, either with a slash (`./big`, `Qwen/Qwen2.5-7B-Instruct`); or the name of
+            a policy of the experiment whose server returns `prompt_logprobs`, such as vLLM's.
+        steps: Number of steps; each collects once and publishes once.
+        tasks_per_step: Tasks per step. Without a `curriculum` every task is drawn once before any is drawn again.
+        group_size: Rollouts per task. More than 1 only makes a batch larger, unless `reward_coef` compares rewards.
+        sampling: The choice of tasks. `refill` replaces groups whose rewards do not differ; it is refused without
+            `reward_coef`, because nothing then compares rewards.
+        reward_coef: Weight of the rewards' advantages, which are added to the teacher's; 0 needs no reward.
+        estimator: The estimator of the rewards' advantages; refused without `reward_coef`.
+        updates_per_step: Parts into which a step's rollouts are divided, one optimizer update for each part.
+        epochs: Passes over a step's rollouts.
         objective: The loss and the weights of tokens.
         correction: Importance weights for the difference between sampler and trainer.
         optim: AdamW.
         lora: Adapters in place of all weights.
-        compute: Device, precision and memory; a teacher from a folder has the same.
-        saving: Saved states of training.
+        compute: Device, precision and memory, also of a teacher that is opened from a folder or the hub.
+        saving: When states of training are saved, and how many are kept.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -143,7 +146,7 @@ class Distill(OnPolicy):
         self._tuned = TunedPolicy("distill", settings=settings, saving=saving)
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check the policy, the tasks and the teacher, which must answer and have the policy's tokenizer."""
+        """Check the policy and the tasks, and that the teacher answers and has the policy's tokenizer."""
         await super().setup(context)
         self._teacher = self._find_teacher(context)
         # q is asked about token ids, so both must split a text alike.
@@ -180,7 +183,7 @@ class Distill(OnPolicy):
         metrics |= await self._train(learner, rows, tokens=tokens)
         metrics["update_s"] = time.perf_counter() - started
         published = await self._tuned.finish(has_moved=learner.moves > moves)
-        # Every call of a rollout trains, except those that were rejected: no outcome leaves one out.
+        # Every call of a rollout trains unless it was rejected, whatever the rollout's outcome.
         uses = tokens.added(_uses(groups, rows)) | collected.uses
         return self._report(metrics, trained=[row.rollout for row in rows], published=published, uses=uses)
 
@@ -204,7 +207,7 @@ class Distill(OnPolicy):
         return ServedTeacher(lambda: context.endpoint(name), name=name, say=context.say)
 
     def _rows(self, groups: Sequence[Sequence[Episode]]) -> tuple[list[RowSample], dict[str, float]]:
-        """Return the rows that train, with the rewards' part of the advantages, and metrics of the batch."""
+        """Return the rows that train, with the rewards' part of the advantages, and the metrics of the batch."""
         # The rewards' part: reward_coef A_i at every token of call i, by credit and estimator.
         if self._reward_coef:
             batch = prepare(groups, credit=self._context.credit, estimator=self._estimator.call)
@@ -214,7 +217,7 @@ class Distill(OnPolicy):
             scaled = [replace(row, advantages=self._reward_coef * row.advantages) for row in batch.samples]
             return scaled, batch.metrics
         episodes = [episode for group in groups for episode in group]
-        # Without one all calls train, also those of rollouts that failed: the teacher judges tokens, not outcomes.
+        # Without `reward_coef` the calls of failed rollouts train too: the teacher judges tokens, not outcomes.
         rows = [row for episode in episodes for row in live_rows(episode, advantage=0.0)]
         rewards = [episode.reward for episode in episodes if episode.reward is not None]
         # A reward is logged where there is one, and trains nothing.
@@ -225,7 +228,8 @@ class Distill(OnPolicy):
         self, learner: PolicyLearner, samples: list[RowSample], *, tokens: TokenNumbers
     ) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""
-        # Every row gets log pi_old, because the updates leave none out: one without would cost its micro-batch theirs.
+        # Every row gets log pi_old, because the updates train every row, and one row without it takes it from its whole
+        # micro-batch.
         samples = await asyncio.to_thread(self._objective.prepared, samples, learner=learner, skips_silent=False)
         # q is asked once per step: its log-probabilities stay as they are while pi moves, and r_t accounts for that.
         parts = split_updates(samples, updates=self._updates_per_step)
@@ -257,14 +261,14 @@ class Distill(OnPolicy):
 
 
 def taught(sample: RowSample, scores_T: Tensor) -> RowSample:
-    """Return a sample with the teacher's part in its advantages; `scores_T` are log q of its tokens."""
+    """Return the sample with the teacher's part added to its advantages; `scores_T` is log q of each token."""
     # A_t = log q(y_t) - log pi(y_t), pi being the sampler's record: -A_t is the k1 estimate of KL(pi || q) at token t.
     gap_T = (scores_T - sample.behaviour) * sample.mask
     return replace(sample, advantages=sample.advantages + gap_T)
 
 
 def _gap(samples: Sequence[RowSample], scores: Sequence[Tensor]) -> dict[str, float]:
-    """Return the estimate of the reverse KL per token in nats, and the share of tokens that the teacher has scored."""
+    """Return as metrics the estimated reverse KL per token in nats, and the share of tokens that the teacher scored."""
     # KL(pi || q) per token, estimated by the mean of log pi(y_t) - log q(y_t) over all tokens of the step.
     tokens = sum(sample.trained_tokens for sample in samples)
     gaps = [float((s.behaviour - q_T)[s.trained].sum()) for s, q_T in zip(samples, scores, strict=True)]
@@ -274,7 +278,7 @@ def _gap(samples: Sequence[RowSample], scores: Sequence[Tensor]) -> dict[str, fl
 
 
 def _uses(groups: Sequence[Sequence[Episode]], rows: Sequence[RowSample]) -> dict[str, tuple[CallUse, ...]]:
-    """Return what became of every call, by rollout id, with the mean advantage of its tokens."""
+    """Return the use of every call, by rollout id, with the mean advantage of the call's tokens."""
     # A_t differs from token to token, and `agl why` shows one number per call: its mean.
     means = mean_advantages(rows)
     return {

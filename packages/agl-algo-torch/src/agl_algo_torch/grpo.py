@@ -1,9 +1,9 @@
-"""GRPO: policy gradients with group-relative advantages, on the recorded tokens of whatever the agent did.
+"""GRPO: policy gradients with group-relative advantages, on the recorded tokens of any agent.
 
 Paper: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), section 4.1. One step:
 
     1. collect: run every task `group_size` times with the live weights
-    2. advantages (`agl_objectives.estimators`): credit per call, minus its group's baseline, scaled by `estimator`
+    2. advantages (`agl_objectives.estimators`): the credit of a call minus the baseline, scaled, both by `estimator`
     3. update: sum over trained tokens of  w_t * c_t * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
                                            + w_t * kl_coef * KL_t              (`objective.py`), r = pi / pi_old
     4. publish the new weights, which the policy then serves
@@ -17,13 +17,13 @@ Deviations from the paper, and why:
   log-probabilities is corrected by truncated importance sampling (`correction`) and logged as `logprob_gap`.
 - Agents have several calls, several rows and several roles. The unit of every statistic, normalisation and minibatch
   is therefore the rollout, and splitting a rollout into rows changes nothing.
-- Agents that share the weights and are not trained are held near where they began (`anchor_coef`, see `anchor.py`).
+- A penalty keeps agents that share the weights but are not trained near their start (`anchor_coef`, see `anchor.py`).
 - Groups whose advantages are all zero cost no forward pass (unless a KL penalty needs one) but stay in the
-  denominators: skipping them changes the time and not the update. They are counted in `groups_silent`. With `refill`
-  they are replaced instead, as in DAPO (`agl_objectives.groups`).
+  denominators, so skipping the pass saves time and leaves the update as it is. The metric `groups_silent` counts these
+  groups. With `refill` other groups replace them, as in DAPO (`agl_objectives.groups`).
 - With `replay` some rollouts of earlier steps are trained once more (`replay.py`).
 
-Collecting, sampling and serving are left to the experiment and its policy; nothing here talks to a model server.
+The experiment and its policy collect, sample and serve; nothing here talks to a model server.
 """
 
 from __future__ import annotations
@@ -61,22 +61,23 @@ class GRPO(OnPolicy):
     """Trains the weights of one policy on groups of rollouts that share a task.
 
     Args:
-        steps: Steps in all; one step collects once and publishes once.
-        tasks_per_step: Groups per step, drawn without repetition until the training tasks are used up.
-        group_size: Rollouts per task, whose rewards are compared.
+        steps: Number of steps; each collects once and publishes once.
+        tasks_per_step: Groups per step. Without a `curriculum` every task is drawn once before any is drawn again.
+        group_size: Rollouts per task; their rewards are compared.
         estimator: `grpo`, `dr_grpo`, `rloo`, `remax`, `reinforce++`, `reinforce++-baseline`, another estimator's name,
-            or `module:name`; `estimator_params` are its parameters. `remax` runs every task once more, greedily, and
-            compares with that. A credit that gives finished advantages leaves it nothing to do, which the first such
-            step says.
-        updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
-        sampling: The choice of tasks, and answers that are too long.
-        replay: Rollouts of earlier steps that are trained once more (`replay.py`).
+            or `module:name`. `remax` runs every task once more with greedy decoding and compares with the reward of
+            that run. If the credit gives finished advantages, the estimator has no effect, and the run says so.
+        estimator_params: Parameters of the estimator.
+        updates_per_step: Parts into which a step's rollouts are divided, one optimizer update for each part.
+        epochs: Passes over a step's rollouts.
+        sampling: The choice of tasks, and the treatment of answers that are too long.
+        replay: Share and age of the rollouts of earlier steps that are trained once more.
         objective: The loss, the weights of tokens, and the KL penalties.
         correction: Importance weights for the difference between sampler and trainer.
         optim: AdamW.
         lora: Adapters in place of all weights.
         compute: Device, precision and memory.
-        saving: Saved states of training.
+        saving: When states of training are saved, and how many are kept.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -178,7 +179,7 @@ class GRPO(OnPolicy):
         metrics |= replayed.metrics() if self._replay.share else {}
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
+        # 4. Publish the new weights, if there was an update. Save a state of training, unless saving is deferred.
         published = await self._tuned.finish(has_moved=learner.moves > moves)
         uses = tokens.added(batch.uses) | collected.uses | replayed.uses(bound=self._replay.bound)
         return self._report(metrics, trained=own, published=published, uses=uses)
@@ -191,13 +192,13 @@ class GRPO(OnPolicy):
         held: Sequence[RowSample],
         tokens: TokenNumbers | None = None,
     ) -> dict[str, float]:
-        """Do one optimizer update on whole rollouts, none when no row has a gradient; returns its metrics."""
+        """Do one optimizer update on whole rollouts, or none if no row has a gradient; returns the metrics."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
         # The objective, equation 3, with r_t = pi_theta(o_t | q, o_<t) / pi_theta_old(o_t | q, o_<t):
         #   J = 1/G sum_i 1/|o_i| sum_t { min(r_t A_t, clip(r_t, 1 - eps, 1 + eps) A_t) - beta KL_t(pi_theta, pi_ref) }
         # The sums over i and t are one sum with weights w_t here: 1/(G |o_i|) with `aggregation = "sequence"`, and 1
-        # over the tokens of the update with `"token"`. Weights come from all rows, those without advantage included,
-        # before these are left out: the paper's mean is over every rollout of a group.
+        # over the tokens of the update with `"token"`. Weights are computed before rows without an advantage are left
+        # out: the paper's mean is over every rollout of a group.
         weight, total = self._objective.weights(samples)
         kept = [index for index, sample in enumerate(samples) if self._objective.has_gradient(sample)]
         if not kept:
@@ -231,7 +232,7 @@ class GRPO(OnPolicy):
             replayed = await asyncio.to_thread(
                 self._replay.weighed, replayed, objective=self._objective, learner=learner
             )
-        # Dealt apart and then joined, so that every update of a step has its share of old rollouts.
+        # New and old rollouts are split separately and then joined, so that every update has its share of old ones.
         parts = split_updates(samples, updates=self._updates_per_step)
         old = split_updates(replayed, updates=len(parts))
         parts = [part + more for part, more in zip_longest(parts, old, fillvalue=list[RowSample]())]
@@ -245,7 +246,7 @@ class GRPO(OnPolicy):
         return (averaged(reports) or {"updates_skipped": 1.0}) | self._replay.truncated(replayed)
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, optimizer moments, replayed rollouts and the KL reference included."""
+        """Continue from a checkpoint: weights, optimizer moments, the rollouts to replay and the KL reference."""
         self._replay.load(self._context.workdir, step=int(state["step"]))
         await super().restore(state)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def agl_algorithms() -> Iterable[AlgorithmEntry]:
-    """Algorithms over the weights of a policy in this process."""
+    """Yield the algorithms that train the weights of a policy in this process."""
     yield AlgorithmEntry(
         name="sft",
         factory="agl_algo_torch.sft:SFT",
@@ -76,7 +76,7 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
 
 @hookimpl
 def agl_policies() -> Iterable[PolicyEntry]:
-    """The embedded model server."""
+    """Yield the embedded model server."""
     yield PolicyEntry(
         name="torch",
         factory="agl_algo_torch.serving.policy:TorchPolicy",

@@ -1,4 +1,4 @@
-"""PPO: policy gradients whose baseline is a learned value function, on the recorded tokens of whatever the agent did.
+"""PPO: policy gradients whose baseline is a learned value function, on the recorded tokens of any agent.
 
 Papers: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), equations 7 and 9, and
 Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (arXiv 1506.02438).
@@ -12,17 +12,17 @@ One step:
     4. publish the new weights; the critic is saved and never served
 
 Deviations from the papers, and why:
-- The critic is a network of its own with its own optimizer, so equation 9 falls apart into two losses and needs no c1.
-- There is no entropy bonus by default: its effect on language models is to lengthen rambling.
-- Rewards come from the configured credit as differences of returns (`call_rewards`), so every credit works that gives
-  returns. One that gives finished advantages is refused, because it would leave the critic nothing to do.
-- A row of the call forest is one trajectory. Its steps are the tokens that the policy wrote; the tokens that it read
-  between them are no steps, so they cost no discount.
-- Advantages are whitened with the weights of the loss, so a rollout's share does not grow with its calls or rows when
-  `aggregation = "sequence"`; with `"token"` every token counts once, as is usual.
+- The critic is a separate network with its own optimizer, so equation 9 becomes two losses and needs no c1.
+- There is no entropy bonus by default: it would make language models ramble at greater length.
+- Rewards are differences of the returns that the configured credit gives (`call_rewards`), so every credit of returns
+  works. A credit of finished advantages is refused, because the critic would have no effect.
+- A row of the call forest is one trajectory. Its steps are the tokens that the policy wrote. The tokens that the policy
+  read in between are not steps, so they cost no discount.
+- Advantages are whitened with the weights of the loss. With `aggregation = "sequence"` the share of a rollout therefore
+  does not grow with its calls or rows; with `"token"` every token counts once, as is usual.
 - The log-probability gap between sampler and trainer is corrected by truncated importance sampling, as in `grpo.py`.
-- With `replay` the policy trains some rollouts of earlier steps once more (`replay.py`), with the advantages that they
-  had; the critic does not, because their targets are values of an older critic.
+- With `replay` the policy trains some rollouts of earlier steps once more (`replay.py`), with the advantages of their
+  own step. The critic does not train on them, because their targets are values of an older critic.
 """
 
 from __future__ import annotations
@@ -79,11 +79,13 @@ if TYPE_CHECKING:
 
 
 def call_rewards(row: Row, returns: Mapping[str, float]) -> Tensor:
-    """Return the reward at each token of a row, [T] float64; `returns` are by span id, calls without one earn nothing.
+    """Return the reward at each token of a row, [T] float64.
 
-    Credit assignment gives a return per call, G_k, and GAE needs rewards: r = G_k - G_{k+1} at the last token of call
-    k, and r = G_n at that of the row's last call. With gamma = 1 the rewards after any token of call k then sum to
-    G_k, whichever credit was configured.
+    Credit assignment gives a return G_k per call, but GAE needs rewards. The last token of call k gets
+    r = G_k - G_{k+1}, and the last token of the row's last call n gets r = G_n. With gamma = 1 the rewards after any
+    token of call k therefore sum to G_k, whichever credit was configured.
+
+    `returns` are by span id; a call without a return gets no reward.
     """
     rewards_T = torch.zeros(len(row.mask), dtype=torch.float64)
     parts = sorted((part for part in row.segments if part.span_id in returns), key=lambda part: part.start)
@@ -95,7 +97,7 @@ def call_rewards(row: Row, returns: Mapping[str, float]) -> Tensor:
 
 
 def gae(rewards_N: Tensor, values_N: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return the advantage of every step of one trajectory and the target of its value, both [N].
+    """Return the advantage and the value target of every step of one trajectory, both [N].
 
     Equation 16 of the GAE paper, as the recursion that equations 11 and 12 of PPO's unroll:
 
@@ -104,7 +106,7 @@ def gae(rewards_N: Tensor, values_N: Tensor, *, gamma: float, lam: float) -> tup
         R_t     = A_t + V_t                            the target of the value function
 
     lambda = 0 gives A_t = delta_t: little variance, and the bias of V. lambda = 1 gives the discounted sum of rewards
-    less V_t: no bias, and all the variance. Nothing follows step N, and nothing is bootstrapped.
+    minus V_t: no bias, and all the variance. The trajectory ends with step N, so no value is bootstrapped.
     """
     backwards: list[float] = []
     # A_{N+1} = V_{N+1} = 0: an episode ends by itself here, it is never cut off at a horizon.
@@ -120,7 +122,7 @@ def gae(rewards_N: Tensor, values_N: Tensor, *, gamma: float, lam: float) -> tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValuedRow:
-    """A row with the critic's `values` before the update and their `targets`, both [T], 0 where nothing is trained."""
+    """A row with the critic's `values` before the update and the `targets` of training, both [T], 0 at other tokens."""
 
     sample: RowSample
     values: Tensor  # V_old(s_t), [T]
@@ -131,9 +133,9 @@ class Advantages(Settings, frozen=True, kw_only=True):
     """Generalised advantage estimation.
 
     Attributes:
-        gamma: Discount per token of the policy. With 1 an answer is worth as much when it took more tokens.
+        gamma: Discount per token of the policy. With 1 the length of an answer does not change its value.
         lam: Lambda, from 0 (little variance, the bias of the critic) to 1 (no bias, all the variance).
-        is_whitened: Whether a step's advantages are brought to mean 0 and deviation 1.
+        is_whitened: Whether a step's advantages are scaled to mean 0 and standard deviation 1.
     """
 
     gamma: Share = 1.0
@@ -142,10 +144,10 @@ class Advantages(Settings, frozen=True, kw_only=True):
 
 
 class Critic(Settings, frozen=True, kw_only=True):
-    """The value function, whose updates are shaped as the policy's are.
+    """The value function. Its optimizer has the policy's settings, except for the learning rate.
 
     Attributes:
-        lr: Peak learning rate. It learns faster than the policy: it starts at 0 everywhere, and bad values are bad
+        lr: Peak learning rate, above the policy's: values start at 0 everywhere, and wrong values make wrong
             advantages.
         warmup: Steps at the start in which only the critic learns.
         clip: Clip distance of values within a step, in the unit of the returns; 0 turns it off.
@@ -160,21 +162,22 @@ class PPO(OnPolicy):
     """Trains the weights of one policy, and a critic with it.
 
     Args:
-        steps: Steps in all; one step collects once and publishes once.
-        tasks_per_step: Tasks per step, drawn without repetition until the training tasks are used up.
+        steps: Number of steps; each collects once and publishes once.
+        tasks_per_step: Tasks per step. Without a `curriculum` every task is drawn once before any is drawn again.
         group_size: Rollouts per task; the baseline is the critic, so 1 is enough.
-        updates_per_step: Parts that a step's rollouts are dealt into; `epochs` passes over them.
-        gae: Advantages from rewards and values.
+        updates_per_step: Parts into which a step's rollouts are divided, one update of critic and policy for each part.
+        epochs: Passes over a step's rollouts.
+        gae: How advantages follow from rewards and values.
         critic: The value function.
-        sampling: The choice of tasks, and answers that are too long.
-        replay: Rollouts of earlier steps that the policy trains once more (`replay.py`).
+        sampling: The choice of tasks, and the treatment of answers that are too long.
+        replay: Share and age of the rollouts of earlier steps on which the policy trains once more.
         objective: The loss, the weights of tokens, and the KL penalties. `ppo-clip` has the paper's bounds here, 0.2 on
             both sides.
         correction: Importance weights for the difference between sampler and trainer.
         optim: AdamW of the policy.
         lora: Adapters in place of all weights of the policy.
         compute: Device, precision and memory.
-        saving: Saved states of training.
+        saving: When states of training are saved, and how many are kept.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -202,7 +205,7 @@ class PPO(OnPolicy):
             objective = msgspec.structs.replace(objective, loss_params={"clip_low": 0.2, "clip_high": 0.2})
         self._steps, self._updates_per_step, self._epochs = steps, updates_per_step, epochs
         updates = updates_per_step * epochs
-        # V is trained as the policy is, by AdamW with the same shape of updates, and a rate of its own.
+        # V is trained by AdamW with the policy's settings, except for the learning rate.
         self._gae, self._critic_settings = gae, critic
         self._critic_optim = msgspec.structs.replace(optim, lr=critic.lr)
         # L^CLIP of equation 7, with beta KL and S, the entropy bonus of equation 9, where they have a weight.
@@ -229,7 +232,7 @@ class PPO(OnPolicy):
             others=self._write_others,
         )
         self._critic: CriticLearner | None = None
-        self._critic_updates: int | None = None  # done so far, those that training went back from included
+        self._critic_updates: int | None = None  # all that were done, also those that going back has undone
 
     async def step(self) -> StepReport:
         """Collect, evaluate, update policy and critic, save and publish."""
@@ -251,14 +254,14 @@ class PPO(OnPolicy):
         made = [pair for e, by_span in zip(episodes, returns, strict=True) for pair in self._rows(e, by_span)]
         valued = await asyncio.to_thread(self._evaluate, learner, critic, made)
         metrics |= _value_metrics(valued)
-        # Rows with an advantage; without one a token has no gradient in the policy, though it has one in the critic.
+        # A rollout is loud if any of its tokens has an advantage. A token without one trains the critic alone.
         samples = [row.sample for row in valued]
         loud = {sample.rollout for sample in samples if not sample.is_silent}
         metrics |= rollout_shares(collected.episodes, dropped=collected.dropped.total(), loud=loud)
 
         # 3. Update policy and critic, the policy on some rollouts of earlier steps as well.
         self._tuned.start_updates()
-        # A_t differs from token to token here, and a person reads one number per call: its mean.
+        # A_t differs from token to token here, but `agl why` shows one number per call: the mean.
         means = mean_advantages(samples)
         advantages = [means[episode.rollout.rollout_id] for episode in episodes]
         uses = group_uses(groups, trained=advantages, loud=loud, credits=returns, advantages=advantages)
@@ -272,14 +275,14 @@ class PPO(OnPolicy):
         metrics |= replayed.metrics() if self._replay.share else {}
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
+        # 4. Publish the new weights, if there was an update. Save a state of training, unless saving is deferred.
         published = await self._tuned.finish(has_moved=learner.moves > moves)
         self._critic_updates = critic.updates
         uses = tokens.added(uses) | collected.uses | replayed.uses(bound=self._replay.bound)
         return self._report(metrics, trained=[sample.rollout for sample in samples], published=published, uses=uses)
 
     def _returns(self, group: Sequence[Episode]) -> list[dict[str, float]]:
-        """Return G_k of every call k of each episode, by span id."""
+        """Return, for each episode of a group, the return G_k of every call k by span id."""
         credited = zip(group, self._context.credit.assign(group), strict=True)
         return [
             {credit.span_id: _return_of(credit) for credit in self._overlong.applied(episode, credits)}
@@ -287,19 +290,19 @@ class PPO(OnPolicy):
         ]
 
     def _rows(self, episode: Episode, returns: Mapping[str, float]) -> list[tuple[RowSample, Tensor]]:
-        """Return the trained rows of an episode, each with the reward at its tokens, [T]."""
+        """Return the trained rows of an episode, each with the rewards at the row's tokens, [T]."""
         if self._mask_truncated:
             returns = without_truncated(episode, returns)
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         # s_t, the state before token t, is all of the row before it; a_t is the token. A row is one trajectory.
-        # The returns stand in for advantages here only to say which calls train; `_evaluate` replaces them.
+        # The returns take the place of advantages only to mark the calls that train; `_evaluate` replaces them.
         made = [(row, from_row(row, advantages=returns, temperatures=temperatures)) for row in episode.rows]
         return [(sample, call_rewards(row, returns)) for row, sample in made if sample.trained_tokens]
 
     def _evaluate(
         self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[tuple[RowSample, Tensor]]
     ) -> list[ValuedRow]:
-        """Return all rows with values, advantages and targets, and with log pi_old where several updates need it."""
+        """Return all rows with values, advantages and targets, and with log pi_old if a step has several updates."""
         learner.use_threads()
         samples = self._objective.prepared([sample for sample, _ in rows], learner=learner, skips_silent=False)
         # V_old(s_t) of all rows by one pass without gradient: the same values serve GAE and the clip of the value loss.
@@ -314,13 +317,13 @@ class PPO(OnPolicy):
             )
             trained = replace(sample, advantages=advantages_T.float(), mask=predicted)  # from here on A_t, not G_k
             valued.append(ValuedRow(sample=trained, values=values_T, targets=targets_T))
-        # Whitening is not in the paper, and usual since its authors' implementation.
+        # Whitening is not in the paper; it is usual since the implementation of the paper's authors.
         return self._whitened(valued) if self._gae.is_whitened else valued
 
     def _whitened(self, rows: list[ValuedRow]) -> list[ValuedRow]:
         """Return the rows with advantages of mean 0 and deviation 1 under the weights of the loss.
 
-        Equal advantages become 0. The statistics are those of the whole step, not of one update.
+        If all advantages are equal, they become 0. The statistics are those of the whole step, not of one update.
         """
         if not rows:
             return rows
@@ -336,7 +339,8 @@ class PPO(OnPolicy):
         deviation = ((weight_M * (values_M - average) ** 2).sum() / weight_M.sum()).sqrt()
 
         def whiten(sample: RowSample) -> RowSample:
-            # 1e-8 against a deviation of 0. Outside of the mask the subtraction left -mean / std, hence the product.
+            # 1e-8 avoids a division by 0. Outside of the mask the subtraction leaves -mean / std, which the product
+            # removes.
             scaled_T = ((sample.advantages.double() - average) / (deviation + 1e-8)).float()  # [T]
             return replace(sample, advantages=scaled_T * sample.mask)
 
@@ -361,7 +365,7 @@ class PPO(OnPolicy):
             )
         by_row = {id(row.sample): row for row in rows}  # samples hold tensors, which cannot be compared for equality
         parts = split_updates([row.sample for row in rows], updates=self._updates_per_step)  # rollouts stay whole
-        old = split_updates(replayed, updates=len(parts))  # so that every update has its share of them
+        old = split_updates(replayed, updates=len(parts))  # so that every update has its share of old rollouts
         reports: list[dict[str, float]] = []
         # K epochs over the same rollouts (algorithm 1): A_t and R_t stay as they are, r_t and V move.
         for epoch in range(self._epochs):
@@ -391,7 +395,7 @@ class PPO(OnPolicy):
         samples = [row.sample for row in rows]  # of this step; the critic learns from these alone
         # Critic and policy weight a token alike, so both see a rollout with the same share.
         weight, total = self._objective.weights(samples)
-        # The critic first; it does not matter to the policy, whose advantages were computed before either moved.
+        # The order of the two does not matter: the policy's advantages were computed before either moved.
         report = critic.update(
             samples,
             weight,
@@ -419,7 +423,7 @@ class PPO(OnPolicy):
     def _replayed(
         self, version: str, samples: Sequence[RowSample], *, uses: Mapping[str, tuple[CallUse, ...]]
     ) -> Replayed[RowSample]:
-        """Return what a step replays, and keep its own rows; nothing while the critic learns alone."""
+        """Return the old rows that a step replays, and store the step's own rows; does nothing during the warm-up."""
         # Rollouts of the warm-up are not kept: their A_t come from values near 0.
         if self._tuned.step < self._critic_settings.warmup:
             return Replayed()
@@ -428,11 +432,11 @@ class PPO(OnPolicy):
         return replayed
 
     def state(self) -> Mapping[str, Json]:
-        """Counts, what the curriculum knows, the newest checkpoint and the version that training started from."""
+        """Return the state of `OnPolicy`, and the number of the critic's updates."""
         return {**super().state(), "critic_updates": self._critic_updates}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint of policy and critic, optimizer moments and the KL reference included."""
+        """Continue from a checkpoint: policy, critic, their optimizer moments, old rollouts and the KL reference."""
         # The count alone is in the state; weights and moments of V are next to the policy's checkpoint.
         done = state.get("critic_updates")
         self._critic_updates = None if done is None else int(done)
@@ -459,16 +463,17 @@ class PPO(OnPolicy):
             self._critic.save(self._context.workdir, self._tuned.opened, step=step, keep=self._keep, kept=kept)
 
     async def _open_critic(self, state: Mapping[str, Json]) -> None:
-        """Continue with the critic that was saved next to the checkpoint; without one the next step makes it."""
+        """Load the critic that was saved with the checkpoint of `state`; without one the next step makes a critic."""
         checkpoint = str(state.get("checkpoint", ""))
         if checkpoint and Path(checkpoint).is_dir():
             learner = await self._tuned.learner()
             self._critic = await asyncio.to_thread(self._make_critic, learner, step=int(Path(checkpoint).name))
 
     def _make_critic(self, learner: PolicyLearner, *, step: int = 0) -> CriticLearner:
-        """Return a critic that goes on from the checkpoint of a step; a new one for 0.
+        """Return the critic of a step's checkpoint, or a new critic for step 0.
 
-        After going back its learning rate is scaled as the policy's is, and its curve goes on where it was.
+        After going back, the factor of the policy's learning rate applies to the critic too, and the curve of the rate
+        goes on from the updates done.
         """
         optim = msgspec.structs.replace(self._critic_optim, lr=self._critic_optim.lr * self._tuned.rate)
         # A copy of the policy's network as it is now: it already knows the language and has only the head to learn.
@@ -494,7 +499,7 @@ def _return_of(credit: CallCredit) -> float:
 def _value_metrics(rows: Sequence[ValuedRow]) -> dict[str, float]:
     """Return the share of the targets' variance that the critic explains, the mean value and the number of rows.
 
-    The share is 1 for a perfect critic, 0 for one that says the same everywhere, below 0 for a harmful one.
+    The share is 1 for a perfect critic, 0 for a constant one, and negative for one that is worse than a constant.
     """
     if not rows:
         return {}

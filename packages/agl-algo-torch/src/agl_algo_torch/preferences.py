@@ -1,10 +1,10 @@
-"""DPO, IPO and KTO: learn from the better and the worse of recorded rollouts, with no sampling while they train.
+"""DPO, IPO and KTO: learn from preferences between finished rollouts; the updates sample nothing.
 
 All three compare the policy with a reference policy by the log-ratio of whole rollouts,
 
-    r = log pi(rollout) - log ref(rollout),   log pi(rollout) = sum over the policy's tokens of all its turns and rows
+    r = log pi(rollout) - log ref(rollout),   log pi(rollout) = sum over the policy's tokens in all turns and rows
 
-and differ in the loss that they make of it. w and l are two rollouts of one task, the chosen and the rejected one, and
+They differ in the loss, which is a function of r. Of two rollouts of one task, w is the chosen and l the rejected one;
 m = r(w) - r(l) is their margin.
 
     dpo   loss = -log sigmoid(beta m)
@@ -17,34 +17,38 @@ m = r(w) - r(l) is their margin.
           Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization" (arXiv 2402.01306),
           equation 8. z, the point of reference, estimates KL(pi || ref) and has no gradient.
 
-Where preferences hardly contradict each other, DPO's loss pulls the policy away from the reference without an end; IPO
+Where preferences hardly contradict each other, DPO's loss pulls the policy away from the reference without limit; IPO
 stops at the margin 1 / (2 beta). KTO needs no pairs, and so fits feedback such as a thumb up or down. One step:
 
-    1. take groups of rollouts: its own (`tasks_per_step`, `group_size`), or those that a `source` paid for; or read
-       `data`, pairs of texts or labelled ones, instead
-    2. examples: pairs or labels, from the rewards of a group
-    3. `epochs` passes over the examples, so many at a time
+    1. collect groups of rollouts (`tasks_per_step`, `group_size`), take the groups of a `source`, or read `data`: a
+       file of pairs of texts, or of texts with labels
+    2. make examples from the rewards of each group: pairs for DPO and IPO, labels for KTO
+    3. `epochs` passes over the examples; an update takes `pairs_per_update` or `rollouts_per_update` of them
     4. publish the new weights
 
-An update needs the ratios of all its rollouts at once, and their rows need not fit into one micro-batch. A first pass
-without gradient gives the ratios, and `judge` returns -d loss / d r of each rollout; this factor then weights the
-tokens of a second pass, whose loss is linear in log pi. That is exact and costs one more forward pass.
+An update needs the ratios of all its rollouts at once, but the rows of all these rollouts may not fit into one
+micro-batch. A first pass without gradient therefore gives the ratios, and `judge` returns -d loss / d r of each
+rollout. A second pass weights the tokens of each rollout by this factor; its loss is linear in log pi. The gradient is
+exact and costs one more forward pass.
 
 Deviations from the papers, and why:
-- Preferences come from rewards, not from people. A group gives the best against the worst, or every pair, whose rewards
-  differ by `min_gap` at least. For KTO a rollout is good if its reward is at least `good_from`; without that it is
-  compared with the mean of its group, and has no label if it equals it.
+- Preferences come from rewards, not from people. A group gives one pair, its best rollout against its worst, or all its
+  pairs (`pairs`); the rewards of a pair differ by at least `min_gap`. For KTO a rollout is good if its reward is at
+  least `good_from`. Without `good_from` a reward above the mean of the group is good, a lower one bad, and a reward
+  equal to the mean gives no label.
 - A rollout has several turns; observations between them are masked, because the policy did not write them.
-- `reference = "behaviour"` takes the recorded log-probabilities of the sampler as the reference. No second model is
-  held then, and the reference is the policy that acted. `"start"` is the papers': the policy when the algorithm began.
-- The temperature that a call was sampled with is part of the policy here, in pi and in the reference.
-- IPO takes r as a rollout's mean per token, as its authors advise and TRL computes it. With sums, a long rollout's
-  margin is hundreds of nats off its target from the start.
-- KTO's z is the mean of r over the update's rollouts, good and bad, at least 0. The paper pairs prompts with answers of
-  other prompts, because its answers were not sampled from the policy; ours were, so their mean is the estimate itself.
-  With a source of old rollouts it is that of the policy that acted, and with `data` of somebody else: more rough.
-- KTO's paper sets the two weights by hand so that both kinds count about the same; `weights = "balanced"` takes them
-  from their numbers in each step. A step with one kind only is not balanced.
+- `reference = "behaviour"` takes the recorded log-probabilities of the sampler as the reference. The reference is then
+  the policy that acted, and no second model is in memory. `"start"` is the papers' reference: the policy when the
+  algorithm began.
+- Both pi and the reference are taken at the temperature that a call was sampled with.
+- IPO divides r by the rollout's number of tokens, as its authors advise and as TRL does. With sums, the margin of a
+  long rollout would be hundreds of nats from its target at the start.
+- KTO's z is the mean of r over all rollouts of the update, good and bad, but at least 0. The paper pairs prompts with
+  the answers of other prompts, because its answers were not sampled from the policy. Ours were, so the mean of r
+  estimates the KL directly. The estimate is rougher with a source, whose rollouts an older policy may have sampled, and
+  with `data`, which the policy did not write.
+- KTO's paper sets the two weights by hand so that good and bad examples count about the same; `weights = "balanced"`
+  computes them in each step from the numbers of good and of bad examples. A step with only one kind has weights of 1.
 """
 
 from __future__ import annotations
@@ -86,7 +90,7 @@ ReferenceKind = Literal["start", "behaviour"]
 Pairing = Literal["extremes", "all"]
 
 MIN_GAP = 1e-6
-"""Rewards that are no further apart are equal; above the rounding of their sums."""
+"""Rewards closer than this count as equal: the difference may come from rounding in their sums."""
 
 
 def sigmoid(x: float) -> float:
@@ -128,7 +132,7 @@ def kto_loss(ratio: float, *, point: float, is_good: bool, beta: float) -> tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """The log-ratio of a rollout: its sum over the policy's tokens in nats, and the number of these tokens."""
+    """The log-ratio r of a rollout, summed over the policy's tokens in nats, and the number of these tokens."""
 
     total: float  # r = log pi(rollout) - log ref(rollout)
     tokens: int
@@ -136,12 +140,12 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A pair of rollouts of one task, or a single rollout, good or bad; rollouts are ids.
+    """A pair of rollouts of one task, or a single rollout that is good or bad.
 
     Attributes:
-        chosen: The rollout with the higher reward, or the good one; empty for a single bad one.
-        rejected: The rollout with the lower reward, or the bad one; empty for a single good one.
-        weight: The example's share in the mean of the losses, 1 for all pairs.
+        chosen: Id of the pair's rollout with the higher reward, or of the single good rollout; else empty.
+        rejected: Id of the pair's rollout with the lower reward, or of the single bad rollout; else empty.
+        weight: Factor of the example's loss in the mean over an update; 1 for a pair.
     """
 
     chosen: str = ""  # w
@@ -150,22 +154,22 @@ class Example:
 
     @property
     def rollouts(self) -> tuple[str, ...]:
-        """Ids of its rollouts."""
+        """Ids of the example's one or two rollouts, the chosen one first."""
         return tuple(filter(None, (self.chosen, self.rejected)))
 
 
 Judgement = tuple["Mapping[str, float]", dict[str, float]]
-"""-d loss / d r by rollout, where r is its log-ratio and the loss the update's mean; and the update's metrics."""
+"""The slopes -d loss / d r by rollout id (the update's mean loss, each rollout's log-ratio r), and the metrics."""
 
 
 class PreferenceAlgorithm(Supplied, ABC):
-    """One policy that learns from rollouts against a reference; subclasses choose the examples and judge them."""
+    """Trains one policy against a reference; a subclass makes the examples and computes their loss."""
 
     name: ClassVar[str]
     left_out: ClassVar[str]
-    """Why a rollout that is in no example teaches nothing."""
+    """Reason that is shown for a rollout in no example: why it teaches nothing."""
     read: ClassVar[Callable[[Path], list[WrittenExample]]]
-    """Reads the examples of `data`."""
+    """Reads the examples from the file `data`."""
 
     def __init__(
         self,
@@ -179,8 +183,11 @@ class PreferenceAlgorithm(Supplied, ABC):
         saving: Saving,
         idle: Mapping[str, bool],
     ) -> None:
-        """Take the settings; `idle` says of each further setting that `data` would make idle if it is set."""
-        # Pairs of a file have no rewards to be compared, no groups, and nobody recorded the probabilities they had.
+        """Take the settings; `idle` maps each further setting that has no effect with `data` to whether it is set.
+
+        Raises ConfigError if `data` is given together with a setting that would then have no effect.
+        """
+        # Texts of a file have no rewards to compare, no groups, and no recorded log-probabilities.
         ignored = {**supply.given, **idle, 'reference = "behaviour"': reference == "behaviour"}
         if data and any(ignored.values()):
             raise ConfigError(
@@ -195,11 +202,11 @@ class PreferenceAlgorithm(Supplied, ABC):
 
     @abstractmethod
     def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Example]:
-        """Return what the groups of a step teach; rollouts without a reward or without tokens teach nothing."""
+        """Return the examples from a step's groups; rollouts without a reward or without trained tokens are in none."""
 
     @abstractmethod
     def judge(self, examples: Sequence[Example], ratios: Mapping[str, Ratio]) -> Judgement:
-        """Return the slopes of an update's loss, and metrics with the loss, given the rollouts' ratios by id."""
+        """Return the slopes of an update's mean loss, and metrics that include the loss; `ratios` are by rollout id."""
 
     @abstractmethod
     def counts(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -207,14 +214,17 @@ class PreferenceAlgorithm(Supplied, ABC):
 
     @abstractmethod
     def notes(self, examples: Sequence[Example]) -> dict[str, str]:
-        """Return a note on the part that each rollout takes in the examples, by its id."""
+        """Return, by rollout id, a note about how the examples use each rollout."""
 
     def weighed(self, examples: list[Example]) -> list[Example]:
-        """Return the examples of a step with their weights."""
+        """Return the examples of a step with their weights set; by default all keep the weight 1."""
         return examples
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that one policy with reachable weights is tuned, and where the examples come from."""
+        """Check that one policy with reachable weights is tuned; read `data`, or prepare the supply of rollouts.
+
+        Raises ConfigError if there is both `data` and a source.
+        """
         self._context = context
         self._tuned.begin(context)
         if not self._data:
@@ -249,7 +259,7 @@ class PreferenceAlgorithm(Supplied, ABC):
         metrics = given.metrics | self.counts(examples) | await self._train(learner, examples, rows)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Make the new weights live; without an update they are what they were. Save them unless that may wait.
+        # 4. Publish the new weights, if there was an update. Save a state of training, unless saving is deferred.
         published = await self._tuned.finish(has_moved=learner.moves > moves)
         return StepReport(
             step=self._tuned.step,
@@ -262,14 +272,14 @@ class PreferenceAlgorithm(Supplied, ABC):
         )
 
     async def _gather(self, step: int, learner: PolicyLearner) -> tuple[SuppliedGroups, list[Example], list[RowSample]]:
-        """Return the groups of a step, none with `data`; its examples; and the rows of all rollouts in these."""
+        """Return a step's groups (empty with `data`), its examples, and the rows of all rollouts in the examples."""
         if self._data:
             limit = learner.loaded.context_length
             rows = [
                 row for one in self._written for row in one.rows(tokenizer=learner.loaded.tokenizer, max_tokens=limit)
             ]
             reason = f"{step} steps done" if step >= self._supply.own_steps else ""
-            # A text has no id: the line of the file that it stands in takes the place of a rollout's.
+            # A text has no rollout id; its file and line stand in for one.
             examples = [Example(chosen=one.where("chosen"), rejected=one.where("rejected")) for one in self._written]
             return SuppliedGroups(groups=[], metrics={}, stop_reason=reason), self.weighed(examples), rows
         given = await self._supply.take(step)
@@ -280,7 +290,7 @@ class PreferenceAlgorithm(Supplied, ABC):
         return given, examples, rows
 
     def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of so many tasks a step draws, and how many times it runs each; none with `data`."""
+        """Return how many of `tasks` tasks a step draws and how often it runs each; (0, 0) with `data`."""
         return (0, 0) if self._data else super().step_size(tasks)
 
     async def _train(self, learner: PolicyLearner, examples: list[Example], rows: list[RowSample]) -> dict[str, float]:
@@ -306,7 +316,7 @@ class PreferenceAlgorithm(Supplied, ABC):
         return averaged(reports)
 
     def _reference_sums(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
-        """Return log ref(rollout) by rollout, in nats, before the step's first update."""
+        """Return log ref(rollout) by rollout id, in nats; it stays the same during a step's updates."""
         if self._reference == "behaviour":
             # The sampler recorded log pi_behaviour of every token that it drew; the mask removes what it read.
             return _rollout_sums(rows, [row.behaviour * row.mask for row in rows])
@@ -348,21 +358,24 @@ class DPO(PreferenceAlgorithm):
 
     Args:
         data: File of `{"prompt": [...], "chosen": [...], "rejected": [...]}` lines, relative to the experiment's file,
-            as `agl data export --format dpo` writes them; each step learns from all of it. Empty for rollouts.
-        steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
-        tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
+            as `agl data export --format dpo` writes them. Each step learns from the whole file. Empty to learn from
+            rollouts.
+        steps: Number of steps, by default 1. With a source, the most steps; by default the algorithm goes on until the
+            source has no more rollouts.
+        tasks_per_step: Groups per step, by default 16; refused with a source, which brings its own groups.
         group_size: Rollouts per task, by default 4; refused with a source.
-        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
-        beta: Strength of the reference: the inverse of how far the policy may go from it. `ipo` brings a pair to the
-            margin 1 / (2 `beta`).
-        min_gap: Least difference of two rewards that is a preference.
-        pairs: `extremes` (one pair per group) or `all`.
+        max_age: With a source, how many versions of the tuned policy a rollout may be behind; -1 for no limit.
+        beta: Strength of the pull towards the reference: the larger, the less the policy moves away from it. `ipo`
+            brings a pair to the margin 1 / (2 `beta`).
+        min_gap: Smallest difference of two rewards that makes a pair.
+        pairs: `extremes` (the best and the worst rollout of a group make one pair) or `all`.
         reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).
-        epochs: Passes over a step's pairs; `pairs_per_update` make one optimizer update.
-        optim: AdamW; the rate does not decay.
+        epochs: Passes over a step's pairs.
+        pairs_per_update: Pairs of one optimizer update.
+        optim: AdamW; `decay` is refused.
         lora: Adapters in place of all weights.
         compute: Device, precision and memory.
-        saving: Saved states of training.
+        saving: When states of training are saved, and how many are kept.
     """
 
     name = "dpo"
@@ -408,13 +421,13 @@ class DPO(PreferenceAlgorithm):
         )
 
     def pair_loss(self, chosen: Ratio, rejected: Ratio) -> tuple[float, float, float, float]:
-        """Return the margin and the loss of a pair, and -d loss / d r of its chosen and its rejected rollout."""
+        """Return a pair's margin, its loss, and -d loss / d r of its chosen and its rejected rollout."""
         margin = chosen.total - rejected.total  # m = r(w) - r(l), in nats
         loss, slope = dpo_loss(margin, beta=self._beta)
         return margin, loss, slope, -slope  # dm / dr is 1 for w and -1 for l
 
     def judge(self, examples: Sequence[Example], ratios: Mapping[str, Ratio]) -> Judgement:
-        """Average the pairs' losses."""
+        """Return the slopes and the metrics of the pairs' mean loss."""
         margins: list[float] = []
         losses: list[float] = []
         factors: defaultdict[str, float] = defaultdict(float)  # adds up over the pairs that a rollout is in
@@ -453,15 +466,15 @@ class DPO(PreferenceAlgorithm):
 
 
 class IPO(DPO):
-    """Trains the weights of one policy on pairs of rollouts of one task, towards a margin of a certain size.
+    """Trains the weights of one policy on pairs of rollouts of one task, until their margin is 1 / (2 `beta`).
 
-    Its settings are those of `dpo`.
+    The settings are those of `dpo`.
     """
 
     name = "ipo"
 
     def pair_loss(self, chosen: Ratio, rejected: Ratio) -> tuple[float, float, float, float]:
-        """Return the margin per token and the loss of a pair, and -d loss / d r of its two rollouts."""
+        """Return a pair's margin per token, its loss, and -d loss / d r of its chosen and its rejected rollout."""
         # h_pi of the paper, with r as the mean per token: m = r(w) / |w| - r(l) / |l|.
         margin = chosen.total / chosen.tokens - rejected.total / rejected.tokens
         # tau of the paper is beta here, the weight of KL(pi_theta || pi_ref) as for DPO.
@@ -474,21 +487,25 @@ class KTO(PreferenceAlgorithm):
 
     Args:
         data: File of `{"prompt": [...], "completion": [...], "label": true}` lines, relative to the experiment's file,
-            or of pairs as for `dpo`, each a good and a bad answer; each step learns from all of it. Empty for rollouts.
-        steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
-        tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
+            or of pairs as for `dpo`, each a good and a bad answer. Each step learns from the whole file. Empty to learn
+            from rollouts.
+        steps: Number of steps, by default 1. With a source, the most steps; by default the algorithm goes on until the
+            source has no more rollouts.
+        tasks_per_step: Groups per step, by default 16; refused with a source, which brings its own groups.
         group_size: Rollouts per task, by default 4; refused with a source.
-        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
-        good_from: Least reward of a good rollout; by default the mean of its group, which it must differ from.
-        beta: Strength of the reference: the inverse of how far the policy may go from it.
-        weights: How much a good and a bad rollout count; `balanced` lets the rarer kind of a step count for more, so
-            that both kinds weigh the same.
+        max_age: With a source, how many versions of the tuned policy a rollout may be behind; -1 for no limit.
+        good_from: Smallest reward of a good rollout; a rollout with less is bad. By default each reward is compared
+            with the mean of its group, and a reward equal to the mean teaches nothing.
+        beta: Strength of the pull towards the reference: the larger, the less the policy moves away from it.
+        weights: Weights of a good and of a bad rollout; `balanced` gives the rarer kind of a step the larger weight, so
+            that the sums of both kinds are equal.
         reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).
-        epochs: Passes over a step's rollouts; `rollouts_per_update` make one optimizer update.
-        optim: AdamW; the rate does not decay.
+        epochs: Passes over a step's rollouts.
+        rollouts_per_update: Rollouts of one optimizer update.
+        optim: AdamW; `decay` is refused.
         lora: Adapters in place of all weights.
         compute: Device, precision and memory.
-        saving: Saved states of training.
+        saving: When states of training are saved, and how many are kept.
     """
 
     name = "kto"
@@ -535,7 +552,7 @@ class KTO(PreferenceAlgorithm):
         )
 
     def judge(self, examples: Sequence[Example], ratios: Mapping[str, Ratio]) -> Judgement:
-        """Average the weighted losses of the labelled rollouts."""
+        """Return the slopes and the metrics of the labelled rollouts' weighted mean loss."""
         # z estimates KL(pi || pi_ref): the mean of r over rollouts of the policy, at least 0 as a divergence is. It is
         # data here, without gradient, as in the paper.
         point = max(0.0, mean([ratio.total for ratio in ratios.values()]))
@@ -555,7 +572,7 @@ class KTO(PreferenceAlgorithm):
         return factors, {"loss": mean(losses), "margin": margin, "reference_kl": point}
 
     def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Example]:
-        """Return all rollouts that are good or bad."""
+        """Return one example for each rollout that is good or bad."""
         found: list[Example] = []
         for group in groups:
             rewards = {e.rollout.rollout_id: e.reward for e in group if _can_teach(e) and e.reward is not None}
@@ -563,13 +580,13 @@ class KTO(PreferenceAlgorithm):
             for name, reward in rewards.items():
                 # y is desirable where its reward is high, by a bound or by comparison with its siblings.
                 is_good = reward > middle if self._good_from is None else reward >= self._good_from
-                # A rollout that earned what its group did on average is neither good nor bad.
+                # A rollout with the mean reward of its group is neither good nor bad.
                 if self._good_from is not None or abs(reward - middle) > MIN_GAP:
                     found.append(Example(chosen=name) if is_good else Example(rejected=name))
         return found
 
     def weighed(self, examples: list[Example]) -> list[Example]:
-        """Return the labelled rollouts with their weights, lambda_D of the good and lambda_U of the bad ones."""
+        """Return the labelled rollouts with their weights: lambda_D for a good one, lambda_U for a bad one."""
         counts = Counter(bool(label.chosen) for label in examples)
         # The paper advises lambda_D n_good / (lambda_U n_bad) from 1 to 4/3; balanced weights make it 1.
         if isinstance(self._weights, tuple):
@@ -597,10 +614,10 @@ def _can_teach(episode: Episode) -> bool:
 
 
 def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> list[Example]:
-    """Return the pairs of a group, best rollouts first; of equal rewards the earlier rollout comes first.
+    """Return the pairs of a group in the order of their chosen rollouts: the highest reward, then the lowest id first.
 
-    Only rollouts with a reward and with tokens of the policy take part. `extremes` gives one pair at most. A group of
-    one rollout, or one whose rewards differ by less than `gap`, gives none.
+    Only rollouts with a reward and with tokens of the policy take part. The rewards of a pair differ by at least `gap`.
+    `extremes` gives at most one pair. A group of one rollout gives no pair.
     """
     # `reward or 0.0` is for the type checker: rollouts without a reward are filtered out here.
     ranked = sorted(filter(_can_teach, group), key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
@@ -618,7 +635,7 @@ def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> lis
 
 
 def _rollout_sums(rows: Sequence[RowSample], values: Sequence[Tensor]) -> dict[str, float]:
-    """Return the sum of `values` ([T] per row, 0 outside of the mask) over all rows of each rollout."""
+    """Return, by rollout id, the sum of `values` ([T] per row, 0 outside of the mask) over the rollout's rows."""
     # log pi(rollout) = sum over its turns and tokens of log pi(y_t | everything before y_t), in however many rows.
     sums: defaultdict[str, float] = defaultdict(float)
     for row, value in zip(rows, values, strict=True):

@@ -1,24 +1,25 @@
-"""RFT: supervised fine-tuning on the good rollouts that another algorithm, or this one, paid for.
+"""RFT: supervised fine-tuning on good rollouts, which this algorithm or another one has collected.
 
 Paper: Yuan et al. 2023, "Scaling Relationship on Learning Mathematical Reasoning" (arXiv 2308.01825), "Rejection
 sampling fine-tuning": sample several answers per task, keep the right ones, fine-tune on them. One step:
 
-    1. take groups of rollouts: its own (`tasks_per_step`, `group_size`), or those that a `source` paid for
-    2. keep those with at least `min_reward`, of each group the `best` at most
-    3. minimise -sum_t w_t log pi(y_t | y_<t) over the policy's tokens, `epochs` passes, `rollouts_per_update` at a time
+    1. collect groups of rollouts (`tasks_per_step`, `group_size`), or take the groups of a `source`
+    2. keep the rollouts with at least `min_reward`, at most `best` of each group
+    3. minimise -sum_t w_t log pi(y_t | y_<t) over the policy's tokens, in `epochs` passes; an update takes
+       `rollouts_per_update` rollouts
     4. publish the new weights
 
-Minimising 3. is the policy gradient with reward 1 for the rollouts that were kept and 0 for the others, without a
-baseline: bad rollouts teach nothing here.
+The gradient of 3. is a policy gradient without a baseline, with a reward of 1 for the rollouts that were kept and of 0
+for the others. Bad rollouts therefore teach nothing.
 
 Deviations from the paper, and why:
-- Rollouts have several turns; what the policy did not write is masked.
-- The very tokens that were sampled are trained; nothing is rendered again. The rollouts must therefore be the tuned
-  policy's own. To imitate another model, write its runs to a file (`agl data export`) and use `sft`.
-- Equal answers are kept, where the paper removes them: siblings are samples, and how often an answer appears is its
-  probability.
-- Training continues from the current weights, where the paper starts again from the pretrained model: here the model
-  is served between two steps.
+- Rollouts have several turns; the tokens that the policy did not write are masked.
+- The sampled token ids themselves are trained; no text is rendered again. The rollouts must therefore be the tuned
+  policy's own. To imitate another model, write the runs of that model to a file (`agl data export`) and use `sft`.
+- Equal answers are all kept, while the paper keeps one: siblings are samples, so the number of equal answers estimates
+  the answer's probability.
+- Training continues from the current weights, because the model is served between two steps. The paper starts again
+  from the pretrained model.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 NONE_GOOD = (
     "silent, dropped: no rollout of its group has min_reward, and the step took further tasks in its place (refill)"
 )
-"""Said by `agl why` of the calls of a group that was replaced."""
+"""Shown by `agl why` for the calls of a group that was replaced."""
 
 NOT_IMITATED = "its rollout is not among those that are imitated (min_reward, best)"
 
@@ -59,19 +60,21 @@ class RFT(Supplied):
     """Fine-tunes the weights of one policy on the best of its own rollouts.
 
     Args:
-        min_reward: Least reward of a rollout that is imitated.
-        best: Most rollouts of one group; 0 for all.
-        steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
-        tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
+        min_reward: Smallest reward of a rollout that is imitated.
+        best: Largest number of rollouts that are imitated from one group, the best first; 0 for no limit.
+        steps: Number of steps, by default 1. With a source, the most steps; by default the algorithm goes on until the
+            source has no more rollouts.
+        tasks_per_step: Groups per step, by default 16; refused with a source, which brings its own groups.
         group_size: Rollouts per task, by default 4; refused with a source.
         sampling: The choice of tasks; `refill` replaces groups without a rollout to imitate. Refused with a source.
-        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
-        epochs: Passes over a step's rollouts; `rollouts_per_update` make one optimizer update.
-        aggregation: `token`, or `sequence`: every rollout counts the same, however long.
-        optim: AdamW; the rate does not decay.
+        max_age: With a source, how many versions of the tuned policy a rollout may be behind; -1 for no limit.
+        epochs: Passes over the rollouts that a step imitates.
+        rollouts_per_update: Rollouts of one optimizer update.
+        aggregation: `token` (every token counts the same) or `sequence` (every rollout counts the same).
+        optim: AdamW; `decay` is refused.
         lora: Adapters in place of all weights.
         compute: Device, precision and memory.
-        saving: Saved states of training.
+        saving: When states of training are saved, and how many are kept.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -118,7 +121,7 @@ class RFT(Supplied):
         given = await self._supply.take(self._tuned.step + 1)
         # q of the paper is a task, and r^i_q the answers kept of it, at most `best`.
         good = [episode for group in given.groups for episode in self._good(group)]
-        # The temperature is left at 1: the answer is imitated by the distribution that the model has by itself.
+        # The temperature is left at 1: the model's own distribution imitates the answer.
         rows = [row for episode in good for row in live_rows(episode, has_temperature=False)]
 
         imitated = {row.rollout: "" for row in rows}  # each id once, in order
@@ -131,7 +134,7 @@ class RFT(Supplied):
         metrics = given.metrics | await self._train(learner, rows)
         metrics["update_s"] = time.perf_counter() - started  # forward, backward and AdamW, without the rollouts
 
-        # 4. Make the new weights live; without an update they are what they were. Save them unless that may wait.
+        # 4. Publish the new weights, if there was an update. Save a state of training, unless saving is deferred.
         published = await self._tuned.finish(has_moved=learner.moves > moves)
         return StepReport(
             step=self._tuned.step,
@@ -144,15 +147,15 @@ class RFT(Supplied):
         )
 
     def _good(self, group: Sequence[Episode]) -> list[Episode]:
-        """Return the rollouts of a group that are imitated, best first; of equal ones the earlier comes first."""
-        # A missing reward is not a bad one, but nothing says that the rollout deserves to be imitated.
+        """Return the rollouts of a group that are imitated: the highest reward, then the lowest id first."""
+        # A rollout without a reward is not known to be good, so it is not imitated.
         good = [e for e in group if e.reward is not None and e.reward >= self._min_reward]
         # The id breaks ties, so that a repeated step keeps the same rollouts.
         good.sort(key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
         return good[: self._best or None]  # `best` 0 keeps all; otherwise easy tasks cannot fill the batch
 
     async def _has_none(self, group: Sequence[Episode]) -> bool:
-        """Return true if no rollout of a group is imitated."""
+        """Return true if the group has no rollout to imitate."""
         return not self._good(group)
 
     async def _train(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:

@@ -1,33 +1,33 @@
-"""SDPO: the policy learns from itself, from what it would have answered had it known how its answer turned out.
+"""SDPO: the policy is its own teacher. The teacher also reads how an answer turned out, and the policy learns from it.
 
 Paper: Hübotter et al. 2026, "Reinforcement Learning via Self-Distillation" (arXiv 2601.20802). One step:
 
     1. collect: run every task `group_size` times with the live weights pi
-    2. tell: put what the trace says about a rollout into the prompts of its calls (`feedback`, `lessons`):
-       errors of tools, words of rewards, and the answers of a sibling that succeeded
+    2. write lessons: put what the trace says about a rollout into the prompts of its calls (`feedback`, `lessons`):
+       errors of tools, the text feedback of rewards, and the answers of a sibling that succeeded
     3. update: minimise sum_t w_t D(pi(. | prompt, y_<t) || q(. | prompt, lesson, y_<t)) over the very tokens y that
        were sampled, where the teacher q is the same policy without gradient; plus `grpo_coef` times GRPO's loss
     4. publish the new weights
 
-Where GRPO has one number per rollout, this has a distribution per token, and it learns from a group in which
-everything failed, as long as somebody said why. It can teach no more than the model understands: a model that ignores
-feedback in its prompt is its own teacher in everything.
+GRPO learns from one number per rollout, SDPO from a distribution per token. SDPO also learns from a group in which
+every rollout failed, if a tool or a reward said why. Limit: a model that ignores feedback in its prompt gives the same
+distribution as teacher and as policy, and learns nothing.
 
 Deviations from the paper, and why:
 - The lesson is a user message of its own before the answer begins, and not a new first message: a call may be the tenth
   of a conversation with tools, and its recorded tokens stay as they were sampled.
-- A sibling is shown by the answers of the same agent in the other rollout.
-- In rollouts that succeeded, and about which nothing was said, the teacher is heard only at tokens that it finds at
-  least as likely as the policy does; with `teach_successes = "all"` at every token, as in the paper. It is mostly the
-  policy at the start with a lesson, makes mistakes of its own, and takes back what the policy does better by then: the
-  calculator example went from a reward of 1.00 to 0.75 in ten steps, and stays at 0.98 as it is.
-- What rewards and tools say is masked where it quotes hidden fields of the task.
-- The teacher is the geometric mean of the policy at the step's start and that at this algorithm's start, which is the
-  paper's trust region; `teacher.start` is the share of the latter. The paper's other form, a moving average of weights,
-  would be a second set of weights to save and to resume.
-- One update per step, so that the rollouts are the policy's own and no importance weight is needed.
+- The lesson about a sibling is made of the answers of the same agent in the other rollout.
+- In a rollout that succeeded without feedback, the teacher counts only at tokens that it finds at least as likely as
+  the policy does; with `teach_successes = "all"` it counts at every token, as in the paper. The teacher is mostly the
+  policy at the start with a lesson. It makes mistakes of its own and would undo what the policy has learned since: with
+  `"all"` the calculator example went from a reward of 1.00 to 0.75 in ten steps; with the default it stays at 0.98.
+- Quotes of hidden fields of the task are masked in the feedback of rewards and in the messages of tools.
+- The teacher is the geometric mean of two policies, that of the step's start and that of this algorithm's start, which
+  is the paper's trust region; `teacher.start` is the share of the second. The paper's other form, a moving average of
+  weights, would be a second set of weights to save and to resume.
+- A step has one update, so its rollouts are the current policy's own and need no importance weights.
 
-Temperatures are those of sampling, for policy and teacher alike. M is the number of tokens, V the vocabulary.
+Policy and teacher are both taken at the temperature of sampling. M is the number of tokens, V that of the vocabulary.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ NOTHING_TO_LEARN = (
     "silent, dropped: nothing could be said about its group, or all of it succeeded, and the step took further tasks "
     "in its place (refill)"
 )
-"""Said by `agl why` of the calls of a group that was replaced."""
+"""Shown by `agl why` for the calls of a group that was replaced."""
 
 Divergence = Literal["jsd", "reverse", "forward"]
 """The divergence of the policy p from the teacher q, both given as log-probabilities in nats, per token:
 
-    reverse  KL(p || q)                        keeps to what the teacher finds likely
-    forward  KL(q || p)                        covers everything that the teacher finds likely
+    reverse  KL(p || q)                        the policy writes only what the teacher finds likely
+    forward  KL(q || p)                        the policy covers everything that the teacher finds likely
     jsd      KL(p || m) / 2 + KL(q || m) / 2   with m = (p + q) / 2; never above log 2
 """
 
 _LEAST = 1e-9
-"""Smallest probability of all tokens outside of the first K together; its logarithm must stay finite."""
+"""Lower bound on the total probability of the tokens outside of the K likeliest, so that its logarithm is finite."""
 
 
 def scaled_logprobs(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
@@ -89,14 +89,17 @@ def scaled_logprobs(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
 
 
 def likeliest(logp_M_V: Tensor, *, count: int) -> Tensor | None:
-    """Return the ids of the `count` likeliest tokens, [M, K]; None for the whole vocabulary."""
+    """Return the ids of the K = `count` likeliest tokens, [M, K], or None for 0 or at least V, the whole vocabulary."""
     if not 0 < count < logp_M_V.shape[1]:
         return None
     return logp_M_V.detach().topk(count, dim=1).indices
 
 
 def among(logp_M_V: Tensor, chosen_M_K: Tensor | None) -> Tensor:
-    """Return the log-probabilities of the chosen tokens and of all others as one, [M, K + 1]; of all for None."""
+    """Return the log-probabilities of the K chosen tokens and the total of all others, [M, K + 1].
+
+    With `chosen_M_K` None every token is chosen, and the result is `logp_M_V` itself.
+    """
     if chosen_M_K is None:
         return logp_M_V
     # The tail as one more outcome: the divergence of these K + 1 outcomes is at most that of all V (data processing),
@@ -107,14 +110,14 @@ def among(logp_M_V: Tensor, chosen_M_K: Tensor | None) -> Tensor:
 
 
 def divergence(policy_M_K: Tensor, teacher_M_K: Tensor, *, kind: Divergence) -> Tensor:
-    """Return the divergence of each token in nats, [M], with the gradient of both arguments."""
+    """Return the divergence at each token in nats, [M], differentiable in both arguments."""
     # D(p || q), p the policy with its gradient and q the teacher without.
     if kind == "reverse":
         return _kl(policy_M_K, teacher_M_K)
     if kind == "forward":
         return _kl(teacher_M_K, policy_M_K)
-    # m = (p + q) / 2: log m = log(exp(log p + ...) + exp(log q)) - log 2. Where either has no mass m has some, so
-    # neither KL is infinite, and the gradient stays bounded where policy and teacher disagree completely.
+    # m = (p + q) / 2: log m = log(exp(log p) + exp(log q)) - log 2. m has mass wherever p or q has, so neither KL is
+    # infinite, and the gradient stays bounded where policy and teacher disagree completely.
     middle_M_K = torch.logaddexp(policy_M_K, teacher_M_K) - math.log(2.0)
     return 0.5 * (_kl(policy_M_K, middle_M_K) + _kl(teacher_M_K, middle_M_K))
 
@@ -125,24 +128,25 @@ def _kl(a_M_K: Tensor, b_M_K: Tensor) -> Tensor:
 
 
 class SDPO(OnPolicy):
-    """Trains the weights of one policy towards what it would answer knowing what was said about its answers.
+    """Trains the weights of one policy towards its own answers after a lesson about how its first answers turned out.
 
     Args:
-        steps: Steps in all; one step collects once and publishes once.
-        tasks_per_step: Groups per step, drawn without repetition until the training tasks are used up.
-        group_size: Rollouts per task; a rollout that failed is shown another of its group that succeeded.
-        sampling: The choice of tasks. Silent, and replaced with `refill`, are groups about which nothing can be said,
-            and those in which every rollout succeeded without a remark.
-        teacher: What the teacher is and what it reads.
+        steps: Number of steps; each collects once and publishes once.
+        tasks_per_step: Groups per step. Without a `curriculum` every task is drawn once before any is drawn again.
+        group_size: Rollouts per task. The teacher of a rollout reads the answers of another one that succeeded.
+        sampling: The choice of tasks. `refill` replaces silent groups: those for which there is no lesson, and those in
+            which every rollout succeeded without feedback.
+        teacher: The weights of the teacher, and the lessons that it reads.
         divergence: `jsd`, `reverse` (policy to teacher) or `forward` (teacher to policy).
-        top_k: The likeliest tokens of the policy, which are compared one by one; all others count as one. 0 compares
-            the whole vocabulary.
-        grpo_coef: Weight of GRPO's loss next to the divergence; `estimator` gives its advantages.
-        aggregation: `token`, or `sequence`: every rollout counts the same, however long.
+        top_k: Number of the policy's likeliest tokens that are compared one by one; all others are compared as one
+            token. 0 compares the whole vocabulary.
+        grpo_coef: Weight of GRPO's loss, which is added to the divergence.
+        estimator: The estimator of the advantages in GRPO's loss; refused without `grpo_coef`.
+        aggregation: `token` (every token counts the same) or `sequence` (every rollout counts the same).
         optim: AdamW.
         lora: Adapters in place of all weights.
         compute: Device, precision and memory.
-        saving: Saved states of training.
+        saving: When states of training are saved, and how many are kept.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -202,17 +206,17 @@ class SDPO(OnPolicy):
         )
 
     async def step(self) -> StepReport:
-        """Collect one batch of groups, tell the teacher what is known about them, update, save and publish."""
+        """Collect one batch of groups, write the teacher's lessons about them, update, save and publish."""
         context, learner = self._context, await self._tuned.learner()
         moves = learner.moves
-        # A template that has no place for feedback is found before anything is paid for.
+        # Raises for a chat template that has no place for a lesson, before the step spends anything on rollouts.
         self._teaching = Teaching(context.store, learner.loaded, self._teacher)
 
         # 1. Collect answers y of the policy as it is, pi.
         collected = await self._groups.collect(self._tuned.step + 1)
         groups = collected.groups
 
-        # 2. Tell: the teacher's context (x, f, y_<t), with the lesson f in the prompt x, for every call that has one.
+        # 2. Write lessons: the teacher's context is (x, f, y_<t), with the lesson f in the prompt x of a call.
         prepared = prepare(groups, credit=context.credit, estimator=self._estimator.call)
         if self._grpo_coef and (notice := self._unused.news(final=prepared.final, calls=prepared.calls)):
             context.say(f"{context.name}: {notice}")
@@ -227,21 +231,21 @@ class SDPO(OnPolicy):
         metrics |= await asyncio.to_thread(self._update, learner, lessons.rows, samples, tokens=tokens)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
+        # 4. Publish the new weights, if there was an update. Save a state of training, unless saving is deferred.
         published = await self._tuned.finish(has_moved=learner.moves > moves)
-        # A rollout counts as trained once, by words, by rewards or by both.
+        # A rollout counts as trained once, whether a lesson, its reward or both have trained it.
         trained = [row.policy.rollout for row in lessons.rows] + [sample.rollout for sample in samples]
         uses = tokens.added(lessons.uses(groups, grpo=prepared if self._grpo_coef else None)) | collected.uses
         return self._report(metrics, trained=trained, published=published, uses=uses)
 
     async def _is_silent(self, group: Sequence[Episode]) -> bool:
-        """Return true if a group of this step teaches nothing, neither by words nor, with `grpo_coef`, by rewards."""
+        """Return true if a group of this step has no lessons to teach and, with `grpo_coef`, no different rewards."""
         return await self._teaching.is_silent(group) and (not self._grpo_coef or self._groups.is_equal(group))
 
     def _update(
         self, learner: PolicyLearner, rows: Sequence[TaughtRow], samples: Sequence[RowSample], *, tokens: TokenNumbers
     ) -> dict[str, float]:
-        """Do one optimizer update, none when nothing has a gradient; returns its metrics."""
+        """Do one optimizer update, or none if no row has a gradient; returns the metrics."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
         metrics = self._add_divergence(learner, rows, tokens) | self._add_grpo(learner, samples, tokens)
         if not metrics:
@@ -251,9 +255,10 @@ class SDPO(OnPolicy):
     def _add_divergence(
         self, learner: PolicyLearner, rows: Sequence[TaughtRow], tokens_seen: TokenNumbers
     ) -> dict[str, float]:
-        """Add the gradient of the divergence from the teacher, if there is any.
+        """Add the gradient of the divergence from the teacher.
 
-        Returns its mean per token, the teacher's gap, and the share of tokens at which the teacher is not heard.
+        Returns the mean divergence per token, the mean gap by which the teacher prefers the sampled token, and the
+        share of tokens at which the teacher does not count; `{}` if it counts at no token.
         """
         policies = [row.policy for row in rows]
         weight, total = loss_weights(policies, aggregation=self._aggregation)
@@ -268,10 +273,10 @@ class SDPO(OnPolicy):
             calls = [call for index in batch.rows for call in rows[index].teacher]
             teacher_M_K, teacher_M = self._taught(learner, calls, chosen_M_K)
             apart_M = divergence(among(logp_M_V, chosen_M_K), teacher_M_K, kind=self._divergence)
-            # log q(y_t) - log pi(y_t), the advantage that the paper reads its gradient as: by how much the teacher
-            # prefers the token that was sampled.
+            # log q(y_t) - log pi(y_t): by how much the teacher prefers the token that was sampled. The paper reads its
+            # gradient as a policy gradient with this gap as the advantage.
             gap_M = teacher_M - logp_M_V.detach().gather(1, batch.targets_M[:, None])[:, 0]
-            # In rollouts that succeeded the teacher is heard only where it does not contradict what has succeeded.
+            # In rollouts that succeeded the teacher counts only where it does not contradict the sampled token.
             unheard_M = (gap_M < 0) & self._needs_agreement(batch, rows)
             backward(batch.mean(apart_M.masked_fill(unheard_M, 0.0)))  # gradients of micro-batches add up
             sums["divergence"] += float(apart_M.detach().sum())
@@ -281,7 +286,7 @@ class SDPO(OnPolicy):
         return {name: value / tokens for name, value in sums.items()} if sums["unheard_share"] < tokens else {}
 
     def _needs_agreement(self, batch: MicroBatch, rows: Sequence[TaughtRow]) -> Tensor:
-        """Return, for every trained token, whether the teacher is heard only where it agrees, [M]."""
+        """Return, for every trained token, whether the teacher counts only if it agrees with the token, [M] bool."""
         solved = torch.tensor(
             [rows[index].is_solved and self._teacher.teach_successes == "agreed" for index in batch.rows]
         )
@@ -295,9 +300,10 @@ class SDPO(OnPolicy):
     ) -> tuple[Tensor, Tensor]:
         """Return the teacher's log-probabilities of the chosen tokens, [M, K + 1], and of the sampled ones, [M].
 
-        `calls` follow each other as their tokens do in the policy's rows.
+        `calls` are in the order of their tokens in the policy's rows.
         """
-        # One row of the policy may hold several calls, and each has a context of its own: M tokens in other rows.
+        # One row of the policy may hold several calls. Each call has its own context here, so the M tokens are spread
+        # over other rows.
         sizes = torch.tensor([0, *(call.trained_tokens for call in calls)])
         starts = sizes.cumsum(0)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -310,14 +316,14 @@ class SDPO(OnPolicy):
             logp_m_V = self._teacher_logprobs(learner, batch)
             among_m_K = among(logp_m_V, None if chosen_M_K is None else chosen_M_K[place_m])
             parts.append((place_m, among_m_K, logp_m_V.gather(1, batch.targets_M[:, None])[:, 0]))
-        # Back in the order of the policy's tokens, so that token m of both is the same y_t.
+        # Sorted into the order of the policy's tokens, so that index m means the same y_t for policy and teacher.
         order_M = torch.cat([place for place, _, _ in parts]).argsort()
         return torch.cat([part for _, part, _ in parts])[order_M], torch.cat([y for _, _, y in parts])[order_M]
 
     def _teacher_logprobs(self, learner: PolicyLearner, batch: MicroBatch) -> Tensor:
         """Return log q for every trained token of a micro-batch of the teacher's contexts, [m, V]."""
         logp_m_V = scaled_logprobs(batch.logits(learner.loaded.model), temperature_M=batch.temperature_M)
-        # Another forward pass, with the weights of the start, where they have a share.
+        # If the policy at the start has a share in the teacher, it takes another forward pass.
         if not self._teacher.start:
             return logp_m_V
         with self._tuned.reference.active() as model_start:
@@ -327,9 +333,9 @@ class SDPO(OnPolicy):
         return torch.lerp(logp_m_V, start_m_V, self._teacher.start).log_softmax(dim=1)
 
     def _add_grpo(self, learner: PolicyLearner, samples: Sequence[RowSample], tokens: TokenNumbers) -> dict[str, float]:
-        """Add `grpo_coef` times the gradient of GRPO's loss; returns the loss."""
-        # -A r per token as in `grpo`, with r = 1 in value: a step has one update. Weights come from all rows, silent
-        # ones included, before these are left out.
+        """Add `grpo_coef` times the gradient of GRPO's loss; returns the loss as a metric, `{}` without a gradient."""
+        # -A r per token as in `grpo`, with r = 1 in value: a step has one update. Weights are computed before silent
+        # rows are left out.
         weight, total = self._objective.weights(samples)
         kept = [index for index, sample in enumerate(samples) if self._objective.has_gradient(sample)]
         tally = Tally(tokens=tokens)

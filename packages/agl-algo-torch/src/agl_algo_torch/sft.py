@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on dialogues: teaches a model the format and the skill before rewards can teach the rest.
+"""Supervised fine-tuning on dialogues: teaches a model format and skill, so that it can then learn from rewards.
 
 Objective: minimise `-sum_t w_t log pi(y_t | y_<t)` over assistant tokens, one update per batch of dialogues.
 
@@ -6,11 +6,12 @@ Objective: minimise `-sum_t w_t log pi(y_t | y_<t)` over assistant tokens, one u
     aggregation "sequence"  w = 1 / (tokens of the dialogue * dialogues): long dialogues count no more than short
 
 There is no paper to deviate from. Two things differ from common practice. A template that re-renders earlier turns
-gives several rows per dialogue, and these share the dialogue's weight. Batches are cut from a fixed order
-(`is_shuffled = false`) or from a shuffle per epoch that follows from seed and epoch, so a resumed run sees the same.
+gives several rows per dialogue, which share the dialogue's weight. Batches are cut from the order of the file
+(`is_shuffled = false`) or from one shuffle per epoch, which depends only on seed, name and epoch. A resumed run
+therefore sees the same batches.
 
-One step of the algorithm is `updates_per_step` optimizer updates; weights are published after the last one.
-Reading and tokenising dialogues is left to `dialogues`.
+One step of the algorithm has `updates_per_step` optimizer updates; weights are published after the last update of the
+run. `dialogues` reads and tokenises the dialogues.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ class SFT:
 
     Args:
         data: File of `{"messages": [...], "tools": [...]}` lines, relative to the experiment's file.
-        updates: Optimizer updates in all; 0 means one pass over the data.
+        updates: Number of optimizer updates; 0 for one pass over the data.
         batch_size: Dialogues per update.
-        updates_per_step: Updates between two saved states.
-        is_shuffled: Whether every epoch has its own order; else the file's order.
-        aggregation: `token`: every token counts the same; `sequence`: every dialogue does, however long.
-        optim: AdamW. By default the rate falls to 0: a constant one leaves the noise of the last batches in the
-            weights.
+        updates_per_step: Updates per step; states are saved between steps.
+        is_shuffled: Whether dialogues are shuffled anew for every epoch; otherwise they keep the order of the file.
+        aggregation: `token` (every token counts the same) or `sequence` (every dialogue counts the same).
+        optim: AdamW. By default the rate falls to 0, because a constant rate leaves the noise of the last batches in
+            the weights.
         lora: Adapters in place of all weights.
         compute: Device, precision and memory.
-        saving: Saved states of training.
+        saving: When states of training are saved, and how many are kept.
     """
 
     def __init__(
@@ -75,8 +76,7 @@ class SFT:
         self._batch_size, self._is_shuffled = batch_size, is_shuffled
         # w_t of the objective. "sequence" keeps a few long dialogues from outvoting many short ones.
         self._aggregation: MeanAggregation = aggregation
-        # The length of the decay is known once the file was read.
-        # Until then 1 stands for it, as a decay needs an end.
+        # A decay needs the number of updates, which is known after the file was read; 1 stands for it until then.
         settings = LearnerSettings(optim=optim, lora=lora, compute=compute, total=updates or 1)
         self._tuned = TunedPolicy("sft", settings=settings, saving=saving)
 
@@ -91,7 +91,7 @@ class SFT:
         self._tuned.settings = replace(self._tuned.settings, total=self._updates)
 
     async def step(self) -> StepReport:
-        """Do the next `updates_per_step` updates, and publish after the last one."""
+        """Do the next `updates_per_step` updates; publish the weights after the last update of the run."""
         context, started = self._context, time.perf_counter()
         learner = await self._tuned.learner()
 
@@ -103,11 +103,11 @@ class SFT:
             reports.append(await asyncio.to_thread(self._update, learner))
             context.progress(learner.updates, self._updates, f"loss {reports[-1].get('loss', math.nan):.3f}")
 
-        # The decay brings the rate to 0 at the last update: only there have the weights settled.
+        # The decay brings the rate to 0 at the last update: only then have the weights settled.
         is_finished = learner.updates >= self._updates
-        # Half-trained weights are saved and not served: what follows the decay is the result.
+        # Weights before the end of the decay are saved but not served.
         published = await self._tuned.finish(has_moved=is_finished)
-        # An update whose gradient is not finite was not made, and reports neither a norm nor a loss to be averaged.
+        # An update with a gradient that is not finite was skipped, and has no gradient norm to average.
         done = [report for report in reports if "grad_norm" in report]
         # The loss is the mean -log pi(y_t) in nats: exp(loss) is the perplexity of the assistant's tokens.
         metrics = {
@@ -130,7 +130,7 @@ class SFT:
         """Do one optimizer update and return its loss, gradient norm and number of trained tokens."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
         loaded = learner.loaded
-        # Dropout draws by the update's number, as its dialogues are, so that a resumed run repeats it.
+        # The seed of dropout follows from the update's number, so that a resumed run repeats the update.
         seed = random.Random(f"{self._context.seed}/{self._context.name}/update/{learner.updates}").getrandbits(62)
         samples: list[RowSample] = []
         for dialogue in self._batch(learner.updates):
@@ -138,9 +138,9 @@ class SFT:
             samples += tokenize(dialogue, tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
         # w_t and the total of this update; the rows of one dialogue share its id and so its weight.
         weight, total = loss_weights(samples, aggregation=self._aggregation)
-        # The objective: -sum_t w_t log pi(y_t | y_<t) / total over the assistant's tokens y_t, what stands before them
-        # being given. Its minimum over all distributions is that of the data (maximum likelihood), and in its mean it
-        # is the cross-entropy H(data, pi) = KL(data || pi) + H(data).
+        # The objective: -sum_t w_t log pi(y_t | y_<t) / total over the assistant's tokens y_t; the tokens before them
+        # are given. Its expected value is the cross-entropy H(data, pi) = KL(data || pi) + H(data), which is smallest
+        # where pi is the distribution of the data (maximum likelihood).
         loaded.model.train()  # dropout, where the model has any; the policy algorithms leave it off
         summed, tokens = 0.0, 0
         with seeded(seed, device=loaded.device):
@@ -153,7 +153,7 @@ class SFT:
         return learner.apply({"loss": summed, "tokens": float(tokens)})
 
     def _batch(self, update: int) -> list[Dialogue]:
-        """Return the dialogues of an update; a function of its number alone, so nothing about it is saved."""
+        """Return the dialogues of an update; they depend only on the update's number, so no state holds them."""
         epoch, index = divmod(update, self._batches)
         order = list(range(len(self._dialogues)))
         if self._is_shuffled:
@@ -163,15 +163,15 @@ class SFT:
         return [self._dialogues[i] for i in chosen]
 
     def state(self) -> Mapping[str, Json]:
-        """The counts and the newest checkpoint."""
+        """Return the state of `TunedPolicy`: the counts and the newest checkpoint."""
         return self._tuned.state()
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, optimizer moments included."""
+        """Continue from a checkpoint: weights and optimizer moments."""
         await self._tuned.restore(state)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true while `updates` exceeds the updates done; the default of one epoch never asks for more."""
+        """Return true while `updates` exceeds the updates done; with the default of one epoch always false."""
         del tasks, sources_go_on
         return int(state["updates"]) < self._updates
 

@@ -1,6 +1,6 @@
-"""The algorithm `verl`, built for the engine that the experiment asks for, with its parameters next to VERL's keys.
+"""The algorithm `verl`, built for the engine that the experiment selects; it takes VERL's keys and parameters of agl.
 
-They have the names and the meaning that they have in `grpo` of agl-algo-torch.
+The parameters of agl have the same names and meaning as in `grpo` of agl-algo-torch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class Sampling(settings.Sampling, frozen=True, kw_only=True):
     """The choice of tasks, groups and calls.
 
     Attributes:
-        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
+        mask_truncated: True to leave calls out of the loss that were cut at a token limit.
     """
 
     mask_truncated: bool = False
 
 
 class Replay(Settings, frozen=True, kw_only=True):
-    """Rollouts of earlier steps that are trained once more.
+    """Rollouts of earlier steps that are trained on again.
 
     Attributes:
-        share: Their share of a step's trained rollouts; 0 for none.
-        max_staleness: Most versions of the policy that such a rollout may be behind.
+        share: The share of replayed rollouts in a step's trained rollouts; 0 for none.
+        max_staleness: The most versions of the policy that a replayed rollout may be behind.
     """
 
     share: float = 0.0
@@ -40,7 +40,7 @@ class Replay(Settings, frozen=True, kw_only=True):
 SAMPLING, REPLAY, SAVING = Sampling(), Replay(), Saving()
 
 ENGINES = {"inproc": "entropy", "ray": "probe"}
-"""The engines, and the parameter that each alone reads."""
+"""The engines, each with the parameter that only this engine reads."""
 
 
 def make(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -60,23 +60,25 @@ def make(  # noqa: PLR0913 - one argument per key of the experiment file
     probe: bool | None = None,
     **config: Any,
 ) -> Any:
-    """Return the algorithm of an engine.
+    """Return the algorithm for an engine.
 
     Args:
         engine: `inproc` trains in this process, `ray` with VERL's trainer on a Ray cluster.
-        threads: Torch's threads on the CPU; 0 leaves torch's, and is one in each process of a cluster.
-        loss: A loss of agl-objectives or a plugin in place of VERL's keys; `loss_params` are its parameters.
-        estimator: The same for an estimator, with `estimator_params`.
+        threads: Torch's threads on the CPU; 0 leaves torch's own number, or means one in each process of a cluster.
+        loss: A loss of agl-objectives or a plugin, in place of VERL's keys.
+        loss_params: The loss's parameters.
+        estimator: An estimator of agl-objectives or a plugin, in place of VERL's keys.
+        estimator_params: The estimator's parameters.
         sampling: The choice of tasks, groups and calls: `refill`, `curriculum`, `mask_truncated`.
-        replay: Rollouts of earlier steps that are trained once more: `share`, `max_staleness`.
+        replay: Rollouts of earlier steps that are trained on again: `share`, `max_staleness`.
         saving: Saved states: `keep`, `save_every`.
-        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights and are not trained; 0.1
-            unless given.
-        max_nonfinite: Updates in a row, on a cluster steps, that are left out for a gradient that is not finite; one
-            more ends the run.
-        entropy: With `inproc`, whether the entropies of tokens are computed and recorded; they are unless it is false.
-        probe: With `ray`, whether a probe is put next to the weights, for policies such as `vllm` that check what they
-            serve; one is unless it is false.
+        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights but are not trained; by
+            default 0.1.
+        max_nonfinite: Consecutive updates (steps, on a cluster) that may be left out because their gradient is not
+            finite; one more ends the run.
+        entropy: With `inproc`, whether the entropies of tokens are computed and recorded; by default true.
+        probe: With `ray`, whether a probe is stored with the weights, for policies such as `vllm` that check the
+            weights that they serve; by default true.
         config: VERL's own keys, by their groups.
 
     Raises:

@@ -1,7 +1,7 @@
-"""A CPU platform for VERL, which ships none; VERL loads this module as one of its `verl.plugins`.
+"""A CPU platform for VERL, which has none itself; VERL loads this module as one of its `verl.plugins`.
 
-It does nothing unless VERL_PLATFORM is `cpu`, so that an installation with GPUs stays as it is.
-Functions about memory and streams answer for a device that has none of its own.
+The module does nothing unless VERL_PLATFORM is `cpu`, so that an installation with GPUs is not affected. Functions
+about memory and streams return the values of a device without own memory.
 """
 
 # ruff: noqa: D102 - VERL's PlatformBase describes the methods
@@ -24,7 +24,7 @@ NAME = "cpu"
 
 
 class _Device(ModuleType):
-    """A namespace of device functions for the CPU, with the names that VERL expects, such as those of `torch.cuda`."""
+    """A namespace of device functions for the CPU, with the names that VERL expects, like those of `torch.cuda`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -56,7 +56,7 @@ class _Device(ModuleType):
 
 
 class CpuPlatform(PlatformBase):
-    """Describes the CPU to VERL: gloo, one device, no memory management."""
+    """Describes the CPU to VERL: the gloo backend, one device, no memory management."""
 
     _device = _Device("agl_algo_verl.cpu.device")
 

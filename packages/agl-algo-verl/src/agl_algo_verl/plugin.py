@@ -1,4 +1,4 @@
-"""Registers the algorithm `verl` and the policy `verl`; imports neither verl nor torch."""
+"""Registers the algorithm `verl` and the policy `verl`, without importing verl or torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
 
 @hookimpl
 def agl_policies() -> Iterable[PolicyEntry]:
-    """Register the address in front of VERL's replicas."""
+    """Register the policy that serves VERL's replicas at one address."""
     yield PolicyEntry(
         name="verl",
         factory="agl_algo_verl.serving.policy:VerlPolicy",

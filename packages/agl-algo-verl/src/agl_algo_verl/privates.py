@@ -1,36 +1,37 @@
-"""All that this package replaces or reads in VERL without a public way to it, each behind a guard that fails closed.
+"""All replacements and reads of VERL's private parts, each behind a guard that fails closed.
 
-A part of VERL is replaced or read only if it is what VERL 0.9.1 has: a line of its source, the parameters of a
-function, the shape of a table, or the attributes of an object. Otherwise a `ConfigError` names the installed version,
-what was expected where, and what to do, and nothing is changed.
+A part of VERL is replaced or read only if it is as in VERL 0.9.1: a line of its source, the parameters of a function,
+the shape of a table, or the attributes of an object. Otherwise nothing is changed, and a `ConfigError` names the
+installed version, the expected part and its place, and the next step.
 
     repair_process_group   `verl.utils.distributed` asks torch for the group "cpu:gloo,<device>:<backend>". On the CPU
-                           both halves name one device, which torch refuses. Here the second is called `cuda`, and
+                           both halves name one device, which torch refuses. Here the second is named `cuda`, and
                            nothing uses it.
-    repair_critic          `verl.utils.model` opens a critic with flash-attention alone, which needs a GPU. Here the
+    repair_critic          `verl.utils.model` opens a critic only with flash-attention, which needs a GPU. Here the
                            critic gets the attention that its configuration names.
     repair_pinned_memory   the engine of a frozen reference keeps its weights in pinned memory, which needs a GPU
-    register_replica       VERL has a public registry for the trainer's end of a replica, and a table for the worker's
+    register_replica       VERL has a public registry for the trainer's end of a replica, but a private table for the
+                           worker's
     use_loss_worker        VERL's worker of a cluster names the class of the model that it trains in a class attribute,
                            and its trainer the class of the critic in its module
-    report_tokens          VERL reports the difference of probabilities, which says little about unlikely tokens,
-                           where a ratio of ten may be a difference of a thousandth; and the entropy as its loss
-                           aggregates it, which is no mean over tokens where it adds them up
-    introduce_trainer,     VERL saves a checkpoint after every so many steps, and has no way to ask for one when a
+    report_tokens          VERL reports the difference of probabilities, which says little about unlikely tokens: their
+                           ratio may be ten where the difference is a thousandth. It also reports the entropy as its
+                           loss aggregates it, which may be a sum and not a mean over tokens
+    introduce_trainer,     VERL saves a checkpoint after every so many steps, and has no way to request one when a
     save_checkpoint        validation or a stop needs it
     before_advantages      VERL corrects for other policies' tokens by rows, and has no hook before its advantages
-    without_update         VERL's engine updates after each backward pass, also where no token has a gradient
-    balancer_of            VERL's client has no public way to its servers
-    schedule_of,           VERL's engine has no public way to its schedule and its optimizer
+    without_update         VERL's engine updates after each backward pass, even if no token has a gradient
+    balancer_of            VERL's client has no public access to its servers
+    schedule_of,           VERL's engine has no public access to its schedule and its optimizer
     use_rate_of_schedule,
     with_own_settings
     has_queue              VERL's queue has one name for a whole cluster, and a second run would read the first one's
     tensors_of             the engine's weights by name
-    open_as_language_model VERL loads a value model with flash-attention alone; by its loader of language models it gets
-                           the attention that its configuration names
+    open_as_language_model VERL loads a value model only with flash-attention; its loader of language models uses the
+                           attention that the configuration names
 
-Nothing here is repaired on import. VERL imports `ray/process.py` and `ray/preparation.py` by their names in processes
-of its cluster, and these ask for the repairs that the process needs. Every repair may be asked for twice.
+Importing this module repairs nothing. VERL imports `ray/process.py` and `ray/preparation.py` by their names in
+processes of its cluster, and these call the repairs that the process needs. Every repair may be called twice.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ LOSS = "self.loss_fn = partial(ppo_loss, config=actor_config)"
 REPORT = "metrics.update(calculate_debug_metrics(data))"
 ENTROPIES = 'data["entropy"] = response_from_nested(data.pop("entropy"), data["response_mask"])'
 LOADER = 'if self.model_config.model_type == "language_model":'
-"""Lines of VERL that the repairs replace, or that a repair depends on."""
+"""Lines of VERL's source that the repairs replace or depend on."""
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 """The module of VERL's trainers."""
@@ -69,23 +70,23 @@ READ = "data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id,
 """The line that reads rows from VERL's queue."""
 
 UPDATED = "grad_norm = self.optimizer_step()"
-"""The line in which VERL's engine updates, after a backward pass."""
+"""The line in which VERL's engine updates the weights, after a backward pass."""
 
 QUEUE = 'name="TransferQueueController", namespace="transfer_queue"'
-"""The name of the actor that keeps VERL's queue, as the queue's `init` gives it."""
+"""The name of the actor that holds VERL's queue, as the queue's `init` writes it."""
 
 SAVED = 'f"global_step_{self.global_steps}"'
-"""The line that names the directory of a checkpoint."""
+"""The expression for the name of a checkpoint's directory."""
 
 LARGEST, MEAN, ENTROPY = "agl/logprob_gap", "agl/logprob_gap_mean", "agl/entropy"
-"""Names of the largest and the mean gap of log-probabilities and of the mean entropy among VERL's metrics."""
+"""Names, among VERL's metrics, of the largest and mean gap of log-probabilities and of the mean entropy."""
 
 ROLLOUT = ("agl_hf", "async"), "agl_algo_verl.ray.replica.HFRollout"
-"""Key and class of the training worker's end of the replica `agl_hf`."""
+"""Key and class name of the replica `agl_hf` in the training worker."""
 
 
 def repair_process_group() -> None:
-    """Give the second half of the process group another name."""
+    """Give the second half of the process group's backend the device name `cuda`."""
     module = _module("verl.utils.distributed")
     _expect_line(module, "initialize_global_process_group_ray", GROUP)
     _expect_attributes(module, "get_device_name", where=module.__name__)
@@ -93,7 +94,7 @@ def repair_process_group() -> None:
 
 
 def repair_critic() -> None:
-    """Open critics with the attention that their configuration names."""
+    """Make VERL open critics with the attention that their configuration names."""
     module = _module("verl.utils.model")
     found = getattr(module, "load_valuehead_model", None)
     if found is load_critic:
@@ -108,7 +109,7 @@ def repair_critic() -> None:
 
 
 def load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
-    """Return the network of a critic; its value head always starts from the same numbers."""
+    """Return the network of a critic; its value head is always initialised with the same numbers."""
     _module("torch").manual_seed(0)
     return _module("transformers").AutoModelForTokenClassification.from_pretrained(
         local_path, torch_dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
@@ -116,7 +117,7 @@ def load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remo
 
 
 def repair_pinned_memory() -> None:
-    """Let VERL's engine offload weights to ordinary memory."""
+    """Make VERL's engine offload weights to ordinary memory."""
     module = _module("verl.workers.engine.fsdp.transformer_impl")
     _expect_attributes(module, "CPUOffloadPolicy", where=module.__name__)
     if not isinstance(module.CPUOffloadPolicy, partial):
@@ -130,7 +131,7 @@ def _unpinned(policy: Any, *, pin_memory: bool = False) -> Any:
 
 
 def register_replica() -> None:
-    """Make `rollout.name = "agl_hf"` known to VERL, at both ends."""
+    """Register the replica `rollout.name = "agl_hf"` with VERL, in its trainer and its workers."""
     base = _module("verl.workers.rollout.base")
     table = getattr(base, "_ROLLOUT_REGISTRY", None)
     known = cast("dict[Any, Any]", table) if isinstance(table, dict) else {}
@@ -148,7 +149,7 @@ def _replica() -> type:
 
 
 def use_loss_worker() -> None:
-    """Let VERL's workers and trainers in this process train by `loss_worker.py`; one without them is left as it is."""
+    """Make VERL's workers and trainers in this process train with `loss_worker.py`; does nothing if there are none."""
     workers, trainers = sys.modules.get("verl.workers.engine_workers"), sys.modules.get(TRAINER)
     if workers is None:
         return
@@ -172,7 +173,7 @@ def use_loss_worker() -> None:
 
 
 def report_tokens() -> None:
-    """Make VERL's trainer in this process report the gap of log-probabilities and the entropy of tokens."""
+    """Make VERL's trainer in this process report the gap of log-probabilities and the mean entropy of tokens."""
     trainer = _module(TRAINER)
     _expect_attributes(trainer, "calculate_debug_metrics", where=trainer.__name__)
     if not hasattr(trainer.calculate_debug_metrics, "__wrapped__"):
@@ -182,7 +183,7 @@ def report_tokens() -> None:
 
 
 def with_tokens(report: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Return VERL's report with means over the tokens that are trained, in nats; the gap's largest as well.
+    """Return VERL's report, extended by means over trained tokens in nats, and by the largest gap.
 
     The gap of a token is |log pi_old - log pi_behaviour|.
     """
@@ -190,7 +191,7 @@ def with_tokens(report: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict
     @wraps(report)
     def reported(data: Any) -> dict[str, Any]:
         tensors = data.batch
-        # [M]: the trained tokens of all rows; the inputs are [B, R] and padded
+        # [M]: the trained tokens of all rows; the inputs are padded, [B, R]
         mask_B_R = tensors["response_mask"].bool()
         away_M = (tensors["old_log_probs"] - tensors["rollout_log_probs"]).abs()[mask_B_R]
         if not len(away_M):
@@ -202,7 +203,7 @@ def with_tokens(report: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict
 
 
 def introduce_trainer() -> None:
-    """Let VERL's trainers in this process set `trainer` of the agent loops that they are given to train with."""
+    """Make VERL's trainers in this process set the attribute `trainer` of the agent loop manager that they use."""
     module = _module(TRAINER)
     trainer: Any = getattr(module, "PPOTrainer", None)
     fit: Any = getattr(trainer, "fit", _absent)
@@ -213,7 +214,7 @@ def introduce_trainer() -> None:
 
 
 def _absent() -> None:
-    """Stand for a function that VERL does not have."""
+    """Stands for a function that VERL does not have."""
 
 
 def _introducing(fit: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -226,7 +227,7 @@ def _introducing(fit: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def save_checkpoint(trainer: Any, *, step: int) -> None:
-    """Let VERL's trainer, which has begun the step after `step`, save a checkpoint as it would have at its end."""
+    """Make VERL's trainer, which has begun the step after `step`, save a checkpoint as at the end of `step`."""
     _expect_attributes(trainer, "global_steps", where=_type_name(trainer))
     _expect_line(type(trainer), "_save_checkpoint", SAVED)
     begun = trainer.global_steps
@@ -238,10 +239,10 @@ def save_checkpoint(trainer: Any, *, step: int) -> None:
 
 
 def before_advantages(trainer: Any, complete: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
-    """Let a trainer of VERL call `complete(batch, metrics)` each time before it makes advantages.
+    """Make a trainer of VERL call `complete(batch, metrics)` each time before it computes advantages.
 
-    The trainer reads the rows anew from its queue then. What `complete` returns goes to the training workers with the
-    rows, by name; what it puts into `metrics` is logged.
+    The trainer reads the rows from its queue again after the call. The options that `complete` returns are passed to
+    the training workers with the rows; entries that it adds to `metrics` are logged.
     """
     name, kind = "_compute_advantage", cast("Any", type(trainer))
     own: Any = getattr(kind, name, _absent)
@@ -260,7 +261,7 @@ def before_advantages(trainer: Any, complete: Callable[[Any, dict[str, Any]], di
 
 @contextmanager
 def without_update(engine: Any) -> Generator[None]:
-    """Let VERL's engine do the passes of its updates and leave its weights and moments as they are."""
+    """Inside the block, VERL's engine runs the passes of its updates but leaves weights and moments unchanged."""
     _expect_line(type(engine), "train_batch", UPDATED)
     _expect_attributes(engine, "optimizer_step", where=_type_name(engine))
     engine.optimizer_step = lambda: 0.0  # the norm of the gradient
@@ -271,7 +272,7 @@ def without_update(engine: Any) -> Generator[None]:
 
 
 def balancer_of(client: Any) -> Any:
-    """Return VERL's actor that knows the addresses of all replicas."""
+    """Return the VERL actor that knows the addresses of all replicas."""
     balancer = getattr(client, "_load_balancer", None)
     _expect(
         hasattr(balancer, "get_all_servers"),
@@ -282,22 +283,22 @@ def balancer_of(client: Any) -> Any:
 
 
 def schedule_of(engine: Any) -> Any:
-    """Return the schedule of an engine's learning rate, a `LambdaLR` of torch."""
+    """Return the schedule of an engine's learning rate, torch's `LambdaLR`."""
     schedule = getattr(engine, "lr_scheduler", None)
     _expect_attributes(schedule, "base_lrs lr_lambdas last_epoch step", where=f"{_type_name(engine)}.lr_scheduler")
     return schedule
 
 
 def use_rate_of_schedule(engine: Any, *, peak: float | None = None, place: int | None = None) -> None:
-    """Give the optimizer the learning rate of its schedule's next update, after a checkpoint was loaded.
+    """Set the optimizer's learning rate to that of the schedule's next update, after a checkpoint was loaded.
 
-    A checkpoint brings the rate that was next when it was saved. Where the run has more steps than it had then, the
-    schedule falls more slowly and that rate is too low.
+    A checkpoint contains the rate that was next when it was saved. If the run has more steps than it had then, the
+    schedule falls more slowly, and that rate is too low.
 
     Args:
         engine: VERL's engine.
-        peak: The highest rate of the schedule, for one that differs from the checkpoint's.
-        place: Steps of the schedule that are done, where training goes on at another place than the checkpoint's.
+        peak: The highest rate of the schedule, if it differs from the checkpoint's.
+        place: The number of completed steps of the schedule, if it differs from the checkpoint's.
     """
     schedule, groups = schedule_of(engine), _groups_of(engine)
     if peak is not None:
@@ -310,10 +311,10 @@ def use_rate_of_schedule(engine: Any, *, peak: float | None = None, place: int |
 
 @contextmanager
 def with_own_settings(engine: Any) -> Generator[None]:
-    """Let an engine load a checkpoint in the block, and keep the settings of its optimizer and the rate that it has.
+    """Inside the block, loading a checkpoint keeps the optimizer's present settings and learning rate.
 
-    A checkpoint brings those of the run that saved it, and a run may be continued with others. Megatron's schedule is
-    none of torch's and decides by itself which of the two holds.
+    A checkpoint contains the settings of the run that saved it, and a run may be continued with others. Megatron's
+    schedule is not torch's, and decides by itself which of the two apply.
     """
     if type(getattr(engine, "lr_scheduler", None)).__module__.partition(".")[0] == "megatron":
         yield
@@ -328,7 +329,7 @@ def with_own_settings(engine: Any) -> Generator[None]:
 
 
 def _groups_of(engine: Any) -> list[dict[str, Any]]:
-    """Return the groups of parameters of an engine's optimizer."""
+    """Return the parameter groups of an engine's optimizer."""
     optimizer: Any = getattr(engine, "optimizer", None)
     _expect_attributes(optimizer, "param_groups", where=f"{_type_name(engine)}.optimizer")
     return optimizer.param_groups
@@ -339,7 +340,7 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_queue(ray: Any) -> bool:
-    """Return whether the cluster that Ray is connected to has a queue of VERL's."""
+    """Return true if the cluster to which Ray is connected has a queue of VERL's."""
     _expect_line(_module("transfer_queue.interface"), "init", QUEUE)
     try:
         ray.get_actor("TransferQueueController", namespace="transfer_queue")
@@ -349,7 +350,7 @@ def has_queue(ray: Any) -> bool:
 
 
 def tensors_of(engine: Any) -> Iterable[tuple[str, Tensor]]:
-    """Return the names and tensors of an engine's weights, each whole."""
+    """Return the names and full tensors of an engine's weights."""
     found = engine.get_per_tensor_param() if hasattr(engine, "get_per_tensor_param") else None
     is_pair = isinstance(found, tuple) and len(cast("tuple[Any, ...]", found)) == 2
     _expect(is_pair, "get_per_tensor_param() -> (names with tensors, adapters)", where=_type_name(engine))
@@ -357,7 +358,7 @@ def tensors_of(engine: Any) -> Iterable[tuple[str, Tensor]]:
 
 
 def open_as_language_model(worker: Any) -> None:
-    """Let a training worker open its network, a value model's as well, by VERL's loader of language models."""
+    """Make a training worker open its network, even a value model, with VERL's loader of language models."""
     _expect_line(_module("verl.workers.engine.fsdp.transformer_impl"), "FSDPEngine", LOADER)
     _expect_attributes(getattr(worker, "model_config", None), "model_type", where=f"{_type_name(worker)}.model_config")
     worker.model_config.model_type = "language_model"
@@ -372,7 +373,7 @@ def _type_name(value: Any) -> str:
 
 
 def _expect_line(owner: Any, name: str, line: str) -> None:
-    """Raise ConfigError unless `owner` has a function or class of this name with this line in its source."""
+    """Raise ConfigError unless `owner` has a function or class `name` whose source contains `line`."""
     found = getattr(owner, name, None)
     where = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
     _expect(found is not None, name, where=where)
@@ -385,7 +386,7 @@ def _expect_attributes(owner: Any, names: str, *, where: str) -> None:
 
 
 def _expect(holds: bool, what: str, *, where: str) -> None:
-    """Raise ConfigError unless VERL is what this package was written against."""
+    """Raise ConfigError unless `holds`, that is, unless VERL is as this package expects."""
     check_version()
     if not holds:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Preparation of VERL in this process: its version, its platform, and a process group of one.
+"""Prepares VERL in this process: its version, its platform, and a process group of one.
 
-VERL reads its platform from the environment when it is imported, so `prepare` comes before any import of it.
-Nothing of VERL is patched for training in one process. The process group is made here, before VERL would make one
-with a backend name that torch refuses on the CPU; the rest are VERL's own switches.
+VERL reads its platform from the environment when it is imported, so `prepare` must precede any import of it. Training
+in one process patches nothing of VERL. The process group is created here, before VERL would create one with a backend
+name that torch refuses on the CPU. All other preparation uses VERL's own switches.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings.settings import VerlSettings
 
 OLDEST, BELOW = (0, 9, 1), (0, 10)
-"""Bounds of the versions of VERL that this package was written against."""
+"""The versions of VERL that this package supports: from `OLDEST` up to, but not including, `BELOW`."""
 
 INSTALL = 'pip install "verl>=0.9.1,<0.10"'
 
 
 def check_version() -> None:
-    """Raise ConfigError unless a known version of VERL is installed; imports nothing."""
+    """Raise ConfigError unless a supported version of VERL is installed; imports nothing."""
     try:
         found = version("verl")
     except PackageNotFoundError as error:
@@ -42,12 +42,12 @@ def check_version() -> None:
 
 
 def attention(*, use_remove_padding: bool) -> str:
-    """Return transformers' name of the attention: flash-attn, which is VERL's default, only where rows are packed."""
+    """Return transformers' name of the attention: flash-attn, VERL's default, if rows are packed, else `sdpa`."""
     return "flash_attention_2" if use_remove_padding else "sdpa"
 
 
 def check_attention(settings: VerlSettings) -> None:
-    """Raise ConfigError where the model would need flash-attn, which is not installed; imports nothing."""
+    """Raise ConfigError if the model needs flash-attn and it is not installed; imports nothing."""
     if settings.is_packed and find_spec("flash_attn") is None:
         raise ConfigError(
             "actor_rollout_ref.model.use_remove_padding = true needs flash-attn, which is not installed. "
@@ -56,17 +56,17 @@ def check_attention(settings: VerlSettings) -> None:
 
 
 def own_device() -> torch.device:
-    """Return the device that VERL trains on in this process: the first GPU that torch can use, else the CPU."""
+    """Return the device on which VERL trains in this process: the first GPU that torch can use, else the CPU."""
     import torch
 
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def prepare() -> torch.device:
-    """Make VERL importable here and return the device that it trains on; idempotent.
+    """Make VERL importable here; returns the device on which it trains; idempotent.
 
-    Raises ConfigError for a wrong version, for a process that is part of a larger process group, and where VERL was
-    imported before with another platform.
+    Raises ConfigError for a wrong version, for a process in a larger process group, and if VERL was already imported
+    with another platform.
     """
     check_version()
     device = own_device()
@@ -76,7 +76,7 @@ def prepare() -> torch.device:
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")  # else four lines per checkpoint
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
-    # VERL's worker reads the address of a master; a group of one never connects to it.
+    # VERL's worker reads a master's address; a group of one never connects to it.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     _join(device)

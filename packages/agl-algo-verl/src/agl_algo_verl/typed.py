@@ -1,4 +1,4 @@
-"""Functions of torch and parts of VERL with complete annotations, which theirs are not; they do nothing else."""
+"""Wrappers with complete type annotations for functions of torch and parts of VERL; they do nothing else."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _torch: Any = torch
 
 
 def verl_part(path: str) -> Any:
-    """Return `module:attribute`, imported now; call `runtime.prepare` before asking for a part of VERL."""
+    """Import and return `module:attribute`; call `runtime.prepare` before requesting a part of VERL."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def from_bytes(data: bytes, kind: str) -> Tensor:
-    """Return packed numbers as a tensor with memory of its own; `kind` is numpy's name of them, such as `<i4`."""
+    """Return packed numbers as a tensor with its own memory; `kind` is numpy's name of the type, such as `<i4`."""
     return _torch.from_numpy(np.frombuffer(data, dtype=kind).copy())
 
 
 def half_bytes(values: Tensor) -> bytes:
-    """Return numbers on the CPU as packed little-endian float16, those beyond 65,504 as that."""
+    """Return numbers on the CPU as packed little-endian float16, clipped to ±65,504."""
     most = torch.finfo(torch.float16).max
     return cast("Any", values.clamp(-most, most)).numpy().astype("<f2").tobytes()
 
@@ -37,10 +37,10 @@ def ragged(parts: list[Tensor]) -> Tensor:
 
 
 def floats(values: Tensor) -> list[float]:
-    """Return a vector as Python numbers."""
+    """Return a vector as Python floats."""
     return cast("Any", values).tolist()
 
 
 def integers(values: Tensor) -> list[int]:
-    """Return a vector of integers as Python numbers."""
+    """Return a vector of integers as Python ints."""
     return cast("Any", values).tolist()

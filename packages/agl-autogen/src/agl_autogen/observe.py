@@ -1,10 +1,10 @@
-"""Patches AutoGen while the tracer is installed; outside a rollout every patch is inert.
+"""Patches AutoGen while the tracer is installed; outside of a rollout every patch does nothing.
 
-The runtime's tracing is silenced here as well as by the environment, because a team built before the tracer was
-installed has already read the environment.
+The tracing of AutoGen's runtime is turned off here as well as through the environment, because a team that was built
+before the tracer was installed has already read the environment.
 
-AutoGen makes no span for a model call. Every class of model clients is watched, including those defined later, for
-clients that bypass the wire hook; a call that the hook saw gets no span here.
+AutoGen makes no span for a model call. All classes of model clients, including those defined later, are watched for
+calls that bypass the wire hook; a call that the hook saw gets no span here.
 """
 
 import logging
@@ -38,14 +38,14 @@ from agl.tracing import (
 _log = logging.getLogger(__name__)
 
 _MANAGERS = ("SelectorGroupChatManager", "MagenticOneOrchestrator")
-"""Managers of teams that call a model themselves; matched by class name, as AutoGen does not export them."""
+"""Managers of teams that call a model themselves, by class name because AutoGen does not export the classes."""
 
 _AGENTCHAT = "autogen_agentchat."
 _CORE = "autogen_core."
 
 
 def install() -> list[Undo]:
-    """Change AutoGen; the returned functions, called last to first, restore the originals."""
+    """Patch AutoGen; the returned functions, called from last to first, restore the originals."""
     return [
         patch(TraceHelper, "trace_block", _without_runtime_spans),
         patch(BaseGroupChat, "run_stream", _as_workflow),
@@ -70,7 +70,7 @@ def _without_runtime_spans(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_workflow(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Open a span around a team's run; ``run`` consumes ``run_stream``, so it gets one too."""
+    """Open a span around a team's run; this covers ``run`` too, which consumes ``run_stream``."""
 
     @wraps(original)
     def run_stream(self: Any, *args: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ def _as_workflow(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep an agent's span from its reader, in whose context AutoGen leaves it open between two messages."""
+    """Hide an agent's span from the reader of its stream, in whose context AutoGen leaves it open between messages."""
 
     @wraps(original)
     def run_stream(self: Any, *args: Any, **options: Any) -> Any:
@@ -91,7 +91,7 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _kept_apart(items: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Yield ``items``, each made in OpenTelemetry's context that they left themselves; the reader keeps its own."""
+    """Yield ``items``, each made in the OpenTelemetry context that the previous one left; the reader keeps its own."""
     inside: context.Context | None = None
     async with aclosing(items):
         while True:
@@ -109,7 +109,7 @@ async def _kept_apart(items: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, N
 
 
 def _turn(agent: Any) -> AbstractContextManager[Any]:
-    """Open a span around a turn that is asked for directly, for which AutoGen makes none."""
+    """Open a span around an agent's turn that is requested directly, because AutoGen makes none for it."""
     return nullcontext() if _is_within(agent) else open_span(agent=str(agent.name))
 
 
@@ -125,12 +125,12 @@ def _as_streamed_turn(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_within(agent: Any) -> bool:
-    """True outside a rollout, and where the innermost agent is this one."""
+    """Return true outside of a rollout, and if this agent is the innermost one."""
     return current() is None or who().agent == str(agent.name)
 
 
 def _unspoken(agent: Any) -> AbstractContextManager[Any]:
-    """Open a span around a message's handler where AutoGen makes none."""
+    """Open a span around the handling of a message by an agent for which AutoGen makes no span."""
     about = _unspoken_agent(agent)
     return open_span(**about) if about else nullcontext()
 
@@ -148,7 +148,7 @@ def _watched_stream(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_handoff(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record an agent's hand-off where its message is published, which is within the agent's own span."""
+    """Record an agent's hand-off when its message is published, while the agent's own span is current."""
 
     @wraps(original)
     async def publish_message(self: Any, message: Any, *args: Any, **options: Any) -> None:
@@ -183,9 +183,9 @@ def _with_streamed_values(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ObservedTool:
-    """Stands in for a tool inside AutoGen's ``run_json`` and writes arguments and result to the span open there.
+    """Replaces a tool inside AutoGen's ``run_json``, and writes arguments and result to the current span.
 
-    All other attributes are the tool's. AutoGen's event log has the values too, but only after the span has ended.
+    All other attributes are the tool's. AutoGen's event log has these values too, but only after the span has ended.
     """
 
     def __init__(self, tool: Any, arguments: Mapping[str, Any]) -> None:
@@ -210,7 +210,7 @@ class _ObservedTool:
         self._agl_returned(result)
 
     def _agl_returned(self, result: Any) -> None:
-        """Write the result to the span, in the words that the model reads."""
+        """Write the result to the span, as the text that the model reads."""
         try:
             text = str(self._agl_tool.return_value_as_string(result))
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
@@ -220,7 +220,7 @@ class _ObservedTool:
 
 
 def _unspoken_agent(agent: Any) -> dict[str, Any]:
-    """The agent that handles a message, if AutoGen makes no span for it; else nothing."""
+    """Return the name and id of the agent that handles a message, if AutoGen makes no span for it; else empty."""
     kind = cast("type[Any]", type(agent))
     is_chat = kind.__module__.startswith(_AGENTCHAT)
     if kind.__module__.startswith(_CORE) or (is_chat and kind.__name__ not in _MANAGERS):
@@ -229,12 +229,12 @@ def _unspoken_agent(agent: Any) -> dict[str, Any]:
 
 
 def _client_name(client: Any) -> str:
-    """The class name of a model client."""
+    """Return the class name of a model client, with its module."""
     kind = cast("type[Any]", type(client))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _handoff(published: Any) -> dict[str, str]:
-    """Source and target, if ``published`` is the message of a hand-off; else nothing."""
+    """Return source and target if ``published`` is a hand-off message; else empty."""
     message = getattr(published, "message", None)
     return {"source": message.source, "target": message.target} if isinstance(message, HandoffMessage) else {}

@@ -8,7 +8,7 @@ from agl.contracts import TracerEntry
 
 @hookimpl
 def agl_tracers() -> Iterable[TracerEntry]:
-    """The tracer of AutoGen agents and teams."""
+    """Register the tracer of AutoGen agents and teams."""
     yield TracerEntry(
         name="autogen",
         factory="agl_autogen.tracer:AutoGenTracer",

@@ -1,10 +1,11 @@
 """Attributes model calls to agents in AutoGen, from the OpenTelemetry spans that AutoGen emits itself.
 
 AutoGen reports agents and tools as ``gen_ai.*`` spans, which the core's OpenTelemetry tracer records. This tracer adds
-arguments and results of tools, hand-offs, teams, and the agents without a span (the managers of teams that ask a model
-for the next speaker, and agents written on ``autogen_core`` alone). Model calls are recorded on the wire, as AutoGen
-reports them only when they are over; a call that bypasses the wire gets a span of its own. The runtime's spans, one
-per message, are left out.
+the arguments and results of tools, hand-offs, teams, and agents for which AutoGen makes no span: managers of teams that
+ask a model for the next speaker, and agents written with only ``autogen_core``.
+
+Model calls are recorded on the wire, because AutoGen reports them only when they are over; a call that bypasses the
+wire gets a span of its own. The spans of AutoGen's runtime, one per message, are left out.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,7 @@ from agl.tracing import OtelTracer, SharedTracer, Undo
 
 
 class AutoGenTracer(SharedTracer):
-    """Observes AutoGen; see the module. Several may be installed at once; they share the patches."""
+    """Observes AutoGen; see the module. Several tracers may be installed; they share the patches."""
 
     def __init__(self) -> None:
         self._otel = OtelTracer()
@@ -30,14 +31,14 @@ class AutoGenTracer(SharedTracer):
         super().install()
 
     def uninstall(self) -> None:
-        """Restore AutoGen when the last tracer is uninstalled."""
+        """Stop observing OpenTelemetry; restore AutoGen if this is the last installed tracer."""
         self._otel.uninstall()
         super().uninstall()
 
     def current_span_id(self) -> str | None:
-        """Id of the agent's or tool's span that is current in OpenTelemetry's context."""
+        """Return the id of the agent's or tool's span that is current in OpenTelemetry's context."""
         return self._otel.current_span_id()
 
     def worker_env(self) -> Mapping[str, str]:
-        """AutoGen's switch for its runtime's spans, which it reads when a runtime is built."""
+        """Return the variable that turns off AutoGen's runtime spans; it is read when a runtime is built."""
         return {"AUTOGEN_DISABLE_RUNTIME_TRACING": "true"}

@@ -1,6 +1,6 @@
-"""Lets people who know the admin token act: sign-in with limited tries, sessions, and proofs for forms.
+"""Lets people with the admin token act: sign-in with limited tries, sessions, and proofs for forms.
 
-Everything here lives as long as the process; a restart signs everybody out and makes every open form worthless.
+All state lives as long as the process; a restart signs everybody out and makes every open form worthless.
 """
 
 import hashlib
@@ -23,29 +23,29 @@ TOKEN_ENV = "AGL_TOKEN"
 TOKEN_FILE_ENV = "AGL_TOKEN_FILE"
 
 TRIES = 10
-"""Wrong tokens within ``TRIES_S`` seconds, after which nobody can sign in until these have passed."""
+"""The number of wrong tokens within ``TRIES_S`` seconds after which nobody can sign in until that time has passed."""
 
 TRIES_S = 60.0
 
 SESSIONS = 32
-"""Sessions at a time; one more ends the oldest."""
+"""The most sessions at a time; one more ends the oldest."""
 
 SESSION_S = 12 * 3600.0
 
 _LEAST = 16
-"""Characters of a token at least."""
+"""The least number of characters in a token."""
 
 
 def admin_token_of(path: Path | None) -> tuple[str | Keys, str]:
-    """Return the admin token and its source in words: ``AGL_TOKEN``, else a file, made with mode 0600 on first use.
+    """Return the admin token and its source's name: ``AGL_TOKEN``, else a file, created with mode 0600 on first use.
 
-    The file may hold several tokens, one a line, and is read again when it changes.
+    The file may hold several tokens, one per line, and is read again when it changes.
 
     Args:
-        path: By default that of ``AGL_TOKEN_FILE``, else ``console-token`` in the folder of this user's state.
+        path: The file; by default the one in ``AGL_TOKEN_FILE``, else ``console-token`` in this user's state folder.
 
     Raises:
-        ConfigError: The token is too short, others can read the file, or it cannot be made or read.
+        ConfigError: The token is too short, other users can read the file, or it cannot be created or read.
     """
     given = os.environ.get(TOKEN_ENV, "").strip()
     if not given:
@@ -74,9 +74,9 @@ def _kept(path: Path, *, is_own: bool) -> Keys:
 
 
 def is_own(request: web.Request) -> bool:
-    """Return true for a request that a page of this console sent, by the headers that scripts cannot set.
+    """Return true if a page of this console sent the request, judged by headers that scripts cannot set.
 
-    A request without any of them is not, so programs that send forms are refused too.
+    A request without any of these headers does not count, so forms sent by programs are refused too.
     """
     site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
     if site not in (None, "same-origin"):
@@ -94,8 +94,9 @@ class Session:
     """A signed-in browser.
 
     Attributes:
-        name: Its short name in the log, which opens nothing.
-        token: The admin token that opened it; the session ends when that is no longer one.
+        ends_at: The time at which the session ends, by the clock of :class:`Access`.
+        token: The admin token that opened the session; the session ends when that token is no longer valid.
+        name: A short name for the log, which gives no access.
     """
 
     def __init__(self, ends_at: float, token: bytes) -> None:
@@ -105,11 +106,11 @@ class Session:
         self._key = secrets.token_bytes(32)
 
     def proof(self, action: str, fields: Mapping[str, str]) -> str:
-        """Return what only this session's own form carries, for exactly these fields."""
+        """Return the proof for an action with exactly these fields; only forms of this session carry it."""
         return hmac.digest(self._key, to_json([action, sorted(fields.items())]), hashlib.sha256).hex()
 
     def is_proven(self, action: str, fields: Mapping[str, str], proof: str) -> bool:
-        """Return true for the proof of these fields."""
+        """Return true if ``proof`` is this session's proof for these fields."""
         return hmac.compare_digest(self.proof(action, fields).encode(), proof.encode("utf-8", "replace"))
 
 
@@ -117,8 +118,8 @@ class Access:
     """The sessions of one process.
 
     Args:
-        token: The admin token, or a function that returns those of now, one a line.
-        clock: Seconds that only grow.
+        token: The admin token, or a function that returns the currently valid ones, one per line.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, token: str | Keys, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -129,7 +130,7 @@ class Access:
         self._wrong: list[float] = []
 
     def sign_in(self, token: str) -> str | None:
-        """Open a session and return its cookie's value; ``None`` for a wrong token."""
+        """Open a session and return its cookie's value; ``None`` if the token is wrong."""
         given = token.strip().encode("utf-8", "replace")
         if not any([hmac.compare_digest(given, known) for known in self._tokens()]):
             self._wrong.append(self._clock())
@@ -145,13 +146,13 @@ class Access:
         self._sessions.pop(request.cookies.get(self.cookie, ""), None)
 
     def wait_s(self) -> float:
-        """Return the seconds until a token may be tried again, 0.0 for now."""
+        """Return the seconds until a token may be tried again; 0.0 if it may be tried now."""
         now = self._clock()
         self._wrong = [at for at in self._wrong if at > now - TRIES_S]
         return self._wrong[-TRIES] + TRIES_S - now if len(self._wrong) >= TRIES else 0.0
 
     def session(self, request: web.Request) -> Session | None:
-        """Return the session of a request, ``None`` for a stranger."""
+        """Return the session of a request; ``None`` if nobody is signed in."""
         session = self._sessions.get(request.cookies.get(self.cookie, ""))
         is_open = session is not None and session.ends_at > self._clock() and session.token in self._tokens()
         return session if is_open else None

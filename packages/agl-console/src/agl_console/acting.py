@@ -1,4 +1,4 @@
-"""Serves sign-in and the actions: a page that asks, a form that only this session can send, and the outcome."""
+"""Serves sign-in and the actions: a page with a question, a form that only its session can send, and the outcome."""
 
 import asyncio
 import logging
@@ -20,27 +20,27 @@ from agl_console.views import parsed
 from agl_inspect.text import visible
 
 Audit = Callable[[str], None]
-"""Takes one line for each action and each try to sign in."""
+"""Takes one log line for each action and each sign-in attempt."""
 
 REMEMBERED = 1000
-"""Forms whose outcome is kept, so that one that is sent again gets it and does not act again."""
+"""The number of forms whose outcome is remembered; a form that is sent again does not act again."""
 
 _LOGGED = 600
-"""Characters of the fields in a line of the log."""
+"""The most characters of a form's fields in a log line."""
 
 _KEY = re.compile("[0-9a-f]{16}")
 _LOCAL = re.compile(r"/(?:[!-.0-\[\]-~][!-\[\]-~]*)?")
-"""A path of this console, never ``//`` of another host, without spaces and backslashes."""
+"""A path on this console: without spaces and backslashes, and never ``//``, which would name another host."""
 
 
 class Actions:
-    """The handlers of everything that changes the store.
+    """The handlers of all requests that change the store.
 
     Args:
         store: The store to act on.
         pages: Renders the pages.
-        access: Knows who is signed in; ``None`` refuses everybody.
-        audit: Takes a line for each action, by default the log ``agl_console``.
+        access: The sessions of signed-in users; ``None`` refuses everybody.
+        audit: Takes a line for each action; by default the logger ``agl_console``.
     """
 
     def __init__(self, store: Store, pages: Pages, access: Access | None, audit: Audit | None = None) -> None:
@@ -51,7 +51,7 @@ class Actions:
         self._made: dict[str, asyncio.Task[Done]] = {}
 
     def add_to(self, app: web.Application) -> None:
-        """Add the routes; without access there is one, which refuses."""
+        """Add the routes; without ``access`` there is only the one that refuses."""
         if self._access is not None:
             app.router.add_get("/sign-in", self.ask_token)
             app.router.add_post("/sign-in", self.sign_in)
@@ -62,24 +62,24 @@ class Actions:
         app.on_cleanup.append(self._settle)
 
     def visitor(self, request: web.Request) -> str:
-        """Return ``signed`` for a session, ``guest`` for others, and nothing where nobody can act."""
+        """Return ``signed`` for a request with a session, ``guest`` for others, and ``""`` if nobody can act."""
         if self._access is None:
             return ""
         return "guest" if self._access.session(request) is None else "signed"
 
     async def refuse(self, _request: web.Request) -> web.Response:
-        """Refuse to change anything at an address that has no action."""
+        """Refuse a POST to an address that has no action."""
         text = "there is no action here\n"
         if self._access is None:
             text = "this console only reads; start it with --actions, and sign in with the admin token, to act\n"
         return web.Response(status=403, text=text)
 
     async def ask_token(self, request: web.Request) -> web.Response:
-        """Show the form for the token."""
+        """Show the form that asks for the admin token."""
         return self._token_page(request, request.query.get("next", ""))
 
     async def sign_in(self, request: web.Request) -> web.Response:
-        """Exchange the token for a session's cookie."""
+        """Exchange the admin token for a session cookie."""
         access, form = self._known(), await _form(request)
         if wait := access.wait_s():
             text = f"Too many wrong tokens; try again in {wait:.0f} seconds."
@@ -108,7 +108,7 @@ class Actions:
         return answer
 
     async def ask(self, request: web.Request) -> web.Response:
-        """Ask for the fields that are missing, or say what will happen and ask for a confirmation."""
+        """Ask for missing fields or, if there are none, describe the action and ask for confirmation."""
         session = self._known().session(request)
         if session is None:
             return _moved(link("sign-in", next=request.raw_path))
@@ -137,7 +137,7 @@ class Actions:
         return page_response(page)
 
     async def act(self, request: web.Request) -> web.Response:
-        """Act as the form says, once however often it is sent."""
+        """Perform the action of the form, once, however often the form is sent."""
         access, form = self._known(), await _form(request)
         name, kind = self._kind(request)
         session = access.session(request)
@@ -189,7 +189,7 @@ class Actions:
         task.add_done_callback(forget)
 
     async def _settle(self, _app: web.Application) -> None:
-        """Let what was begun end before the store closes."""
+        """Wait for running actions before the store closes."""
         await asyncio.gather(*self._made.values(), return_exceptions=True)
 
     def _known(self) -> Access:
@@ -227,7 +227,7 @@ class Actions:
 
 
 async def _form(request: web.Request) -> dict[str, str]:
-    """Read a form that a page of this console sent; answers 403 to any other."""
+    """Read a form that a page of this console sent; answers 403 to all others."""
     if not is_own(request):
         text = "only a page of this console may send this; nothing was changed\n"
         raise web.HTTPForbidden(text=text)
@@ -239,7 +239,7 @@ async def _form(request: web.Request) -> dict[str, str]:
 
 
 def _lines(text: str) -> str:
-    """Undo what browsers make of the ends of lines."""
+    """Replace the line ends that browsers send (CR LF or CR) by line feeds."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -1,7 +1,7 @@
-"""The actions of the console: what each needs, what it will do in words, and what it did.
+"""The actions of the console: the fields, the description and the outcome of each.
 
-Every action goes through the store's contract or the code behind the command line. ``describe`` refuses what is
-impossible before anything is confirmed, and ``perform`` checks again, because the store may have changed in between.
+Every action goes through the store's contract or the code behind the command line. ``describe`` refuses an impossible
+action before it is confirmed, and ``perform`` checks again, because the store may have changed in between.
 """
 
 import math
@@ -26,7 +26,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Field(NamedTuple):
-    """A field that a person fills in; ``lines`` above 1 make it a text of several lines."""
+    """An input of an action's form; ``lines`` above 1 make it a text area."""
 
     name: str
     label: str
@@ -36,34 +36,39 @@ class Field(NamedTuple):
 
 
 class Done(NamedTuple):
-    """An outcome in words, and the parts of the address of the page that shows it."""
+    """The outcome of an action as text, and the address, in parts, of the page that shows the result."""
 
     text: str
     address: tuple[str, ...]
 
 
 class Action(Protocol):
-    """One thing that a person may do; the fields of the class are those of its form."""
+    """An action that the console offers. The fields of the class become the inputs of its HTML form."""
 
     def back(self) -> tuple[str, ...]:
-        """Return the parts of the address of the page that offers the action."""
+        """Return the address, in parts, of the page that offers the action."""
         ...
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
-        """Return what will happen, in sentences, and the state that this relies on, which ``perform`` gets back.
+        """Return sentences that describe the effect, and the state that they rely on, as hidden fields of the form.
+
+        The field ``seen`` is passed to ``perform``.
 
         Raises:
-            AglError: It is impossible; the message says why, and what to do.
+            AglError: The action is impossible; the message gives the reason and the next step.
         """
         ...
 
     async def perform(self, store: Store, *, seen: str, key: str) -> Done:
-        """Act once; ``key``, 16 hex digits, is the same when a form is sent again. Raises as :meth:`describe`."""
+        """Act once; raises as :meth:`describe` does.
+
+        ``key``, 16 hex digits, is the same if a form is sent again; ``seen`` is from :meth:`describe`.
+        """
         ...
 
 
 class Promote(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Points a label at a version, as ``agl resources promote``."""
+    """Points a label at a version, like ``agl resources promote``."""
 
     name: Name
     version: Name
@@ -75,7 +80,7 @@ class Promote(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ("versions", self.name)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
-        """Name the version that the label leaves, and the one that it will point at."""
+        """Describe the version that the label leaves, and the version that it will point at."""
         present = await self._present(store)
         if present == self.version:
             raise ConfigError(f"the label {self.label!r} of {self.name!r} points at {self.version!r} already")
@@ -88,7 +93,7 @@ class Promote(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return lines, {"seen": present}
 
     async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a label moves once anyway
-        """Move the label, unless somebody moved it after the question."""
+        """Move the label, unless somebody has moved it since the confirmation page."""
         present = await self._present(store)
         if present != self.version:
             _check_unmoved(self.name, self.label, present, seen)
@@ -111,7 +116,7 @@ class Promote(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Rollback(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Points a label back at its previous version, as ``agl resources rollback``."""
+    """Points a label back at its previous version, like ``agl resources rollback``."""
 
     name: Name
     label: Name
@@ -121,7 +126,7 @@ class Rollback(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ("versions", self.name)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
-        """Name the version that the label leaves, and the one to which it goes back."""
+        """Describe the version that the label leaves, and the version to which it returns."""
         present, previous = await self._path(store)
         lines = [
             f"The label {self.label} of {self.name} points at the version {present}; it will point at the version "
@@ -131,14 +136,14 @@ class Rollback(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return lines, {"seen": present}
 
     async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # ``seen`` stops a repetition
-        """Move the label back, unless somebody moved it after the question."""
+        """Move the label back, unless somebody has moved it since the confirmation page."""
         present, _ = await self._path(store)
         _check_unmoved(self.name, self.label, present, seen)
         made = await move_back(store, self.name, self.label)
         return Done(f"{self.name}: {self.label} is now {made.version} ({made.reason})", ("versions", self.name))
 
     async def _path(self, store: Store) -> tuple[str, str]:
-        """Return the version that the label points at, and the one before."""
+        """Return the version that the label points at, and the version before it."""
         path = label_path(await store.label_moves(self.name, self.label))
         if not path:
             raise NotFoundError("label", f"{self.name}/{self.label}", f"see /versions/{self.name}")
@@ -150,7 +155,7 @@ class Rollback(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cancels a rollout that is queued or runs."""
+    """Cancels a queued or running rollout."""
 
     rollout: Name
 
@@ -159,7 +164,7 @@ class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ("rollouts", self.rollout)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
-        """Say what becomes of the rollout and its worker."""
+        """Describe the effect on the rollout and its worker."""
         rollout, _ = await rollout_of(store, self.rollout)
         if rollout.is_finished:
             raise ConfigError(f"the rollout {self.rollout} is {rollout.status} already; nothing is left to cancel")
@@ -171,7 +176,7 @@ class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return lines, {"seen": rollout.status}
 
     async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # the store cancels once
-        """Cancel the rollout, unless it has finished meanwhile."""
+        """Cancel the rollout, unless it has finished in the meantime."""
         (rollout,) = await store.cancel([self.rollout])
         if rollout.status != "cancelled":
             raise ConfigError(f"the rollout {self.rollout} was not cancelled: it is {rollout.status} by now")
@@ -179,7 +184,7 @@ class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Retry(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Queues the task of a finished rollout anew; what is finished never changes."""
+    """Queues the task of a finished rollout again, as a new rollout; the finished one does not change."""
 
     rollout: Name
 
@@ -188,7 +193,7 @@ class Retry(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ("rollouts", self.rollout)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
-        """Say what the new rollout has in common with the old one, and what nothing does with it."""
+        """Describe what the new rollout shares with the old one, and that no step trains on it."""
         rollout = await self._checked(store)
         pinned = ", ".join(f"{name}@{version}" for name, version in sorted(rollout.resources.items()))
         lines = [
@@ -200,7 +205,7 @@ class Retry(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return lines, {"seen": rollout.status}
 
     async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a finished one stays so
-        """Queue a rollout whose id follows from ``key``."""
+        """Queue a rollout with an id derived from ``key``, so a repeated form queues no second one."""
         old = await self._checked(store)
         again = Rollout(
             rollout_id=f"retry-{key}",  # not the old id's beginning, by which steps find their rollouts
@@ -234,7 +239,7 @@ class Retry(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Adds a person's reward to a rollout that is over."""
+    """Adds a person's reward to a rollout that has finished."""
 
     rollout: Name
     value: float
@@ -246,7 +251,7 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ("rollouts", self.rollout)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
-        """Repeat the reward, and say what it changes."""
+        """Describe the reward and its effect."""
         rollout = await self._checked(store)
         named = f" named {self.name}" if self.name else ""
         said = f", with the comment “{self.comment}”" if self.comment else ""
@@ -258,7 +263,7 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return lines, {"seen": ""}
 
     async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # the span's id is the key
-        """Append a span with the reward, whose id is ``key``."""
+        """Append a span with the reward; its id is ``key``, so a repeated form adds no second one."""
         rollout = await self._checked(store)
         now = time.time_ns()
         span = Span(
@@ -286,7 +291,7 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Kind(NamedTuple):
-    """An action's title, the word on its button, its class, and the fields that a person fills in."""
+    """A kind of action: its title, the text of its button, its class, and the inputs that a person fills in."""
 
     title: str
     button: str
@@ -315,7 +320,7 @@ KINDS: dict[str, Kind] = {
         ),
     ),
 }
-"""The actions by their names in addresses."""
+"""The kinds of actions, by their names in addresses."""
 
 
 def _check_unmoved(name: str, label: str, present: str, seen: str) -> None:

@@ -1,7 +1,7 @@
 """The view of agents: calls, credit, trained tokens, errors and hand-offs of each agent of a run.
 
-The sums over a whole run are those that the run kept with each of its steps. Who calls after whom, and what was
-recorded without a step, is added up here over the newest rollouts, at most ``MOST``, and the page says of how many.
+The sums over a whole run come from the tallies that the run stored with each step. The order of calls and the rollouts
+without a step are summed here, over the newest rollouts, at most ``MOST``; the page shows their number.
 """
 
 from collections import Counter
@@ -20,22 +20,22 @@ from agl_console.reading import newest_recordings, run_of, uses_of
 from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, read_tallies
 
 LOOKED = 100
-"""Rollouts that are looked through by default."""
+"""The number of newest rollouts that are read by default."""
 
 MOST = 500
 
 SHOWN = 12
-"""Agents of the matrix of hand-offs: those with the most calls."""
+"""The most agents in the matrix of consecutive calls; those with the most calls are shown."""
 
 DRAWN = 6
-"""Agents of a figure: those with the most calls, as many as there are colours."""
+"""The most agents in a figure, one per colour; those with the most calls are shown."""
 
 LISTED = 100
-"""Agents, and pairs of names, that a table lists at most."""
+"""The most agents, and pairs of names, in a table."""
 
 
 class AgentsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address's query; ``newest`` is the number of rollouts to look through."""
+    """The query of the page's address; ``newest`` is the number of rollouts to read."""
 
     newest: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = LOOKED
     mode: Mode | Literal[""] = ""
@@ -43,18 +43,21 @@ class AgentsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AgentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An agent in some rollouts, or over all steps of a run.
+    """An agent's numbers, either over the newest rollouts or over all steps of a run.
 
     Attributes:
-        agent: Its name, ``""`` for calls outside of any agent.
-        rollouts: Rollouts in which it made a call.
-        tokens: Tokens that the model sampled for it; ``trained`` counts those on which a step trained.
-        reward: Mean reward of the rollouts in which it made a call, and its standard deviation, ``spread``; ``None``
-            in the newest rollouts.
-        credit: Mean over its calls for which a step reported one; ``advantage`` likewise.
-        share: Its part of all trained tokens, of all sampled ones where none were trained.
-        seconds: Time in its calls.
-        errors: Its spans that ended with an error, tools included.
+        agent: The agent's name; ``""`` for calls outside of any agent.
+        rollouts: Rollouts in which the agent made a call.
+        calls: Calls by the agent.
+        tokens: Tokens that the model sampled for the agent.
+        trained: Sampled tokens on which a step trained.
+        share: The agent's share of all trained tokens; of all sampled tokens if none were trained.
+        seconds: Time in the agent's calls.
+        reward: Mean reward of the rollouts in which the agent made a call; ``None`` over the newest rollouts.
+        spread: Standard deviation of that reward.
+        credit: Mean credit of the calls for which a step reported one.
+        advantage: Mean advantage of the calls for which a step reported one.
+        errors: The agent's spans that ended with an error, tools included.
     """
 
     agent: str
@@ -72,7 +75,7 @@ class AgentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Pair(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Two names and how often the one led to the other."""
+    """Two names, and how often the first led to the second."""
 
     first: str
     second: str
@@ -83,15 +86,17 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The agents of a run, those with the most calls first.
 
     Attributes:
-        whole: The agents over all steps of the run in the mode that was chosen, by default ``train`` if it trains.
-        whole_rollouts: Rollouts of these steps; ``whole_steps`` the number of steps.
+        whole: The agents over all steps of the run in the chosen mode, by default ``train`` if the run trains.
+        whole_rollouts: Rollouts of these steps.
+        whole_steps: Number of these steps.
         whole_mode: The mode, ``""`` for all.
         figures: Credit and share of sampled tokens of agents over these steps.
-        looked_through: Rollouts that were looked through.
-        is_all: Whether these are all that fit the filters.
+        looked_through: Number of newest rollouts that were read.
+        is_all: True if these are all rollouts that match the filters.
+        agents: The agents in these rollouts.
         names: The agents of the matrix.
-        follows: Row and column of the matrix: how often a call of the row's agent was followed by one of the column's.
-        inside: How many calls were made in the second one inside the first one.
+        follows: The matrix: how often a call of the row's agent was followed by a call of the column's agent.
+        inside: How many calls the second name made inside the first.
         handoffs: The hand-offs that a framework reported.
     """
 
@@ -112,7 +117,7 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsView:
-    """Sum up the agents in the newest rollouts of a run; raises :class:`NotFoundError` for an unknown run."""
+    """Summarise the agents of a run; raises :class:`NotFoundError` for an unknown run."""
     record = await run_of(store, name)
     every = await read_tallies(store, record)
     mode = chosen.mode or ("train" if any(each.mode == "train" for each in every) else "")
@@ -160,7 +165,7 @@ def _summed(tallies: Iterable[AgentTally]) -> dict[str, AgentTally]:
 
 
 def _rows(found: Mapping[str, AgentTally]) -> list[AgentRow]:
-    """Return a row for each agent, those with the most calls first."""
+    """Return a row for each agent, those with the most calls first, at most ``LISTED``."""
     agents = sorted(found.values(), key=lambda each: (-each.calls, each.agent))
     trained = sum(each.trained for each in agents)
     sampled = sum(each.tokens for each in agents)
@@ -184,7 +189,7 @@ def _rows(found: Mapping[str, AgentTally]) -> list[AgentRow]:
 
 
 def _figures(run: str, tallies: Sequence[StepTally]) -> list[Figure]:
-    """Return the credit and the share of sampled tokens of each agent over the steps."""
+    """Return two figures over the steps: each agent's credit, and its share of sampled tokens."""
     agents = [row.agent for row in _rows(_summed(agent for tally in tallies for agent in tally.agents))[:DRAWN]]
     algorithms = dict.fromkeys(each.algorithm for each in tallies)
     parts = {"credit": _credit, "share of sampled tokens": _share}
@@ -225,7 +230,7 @@ def _share(tally: StepTally, agent: str) -> float | None:
 
 
 class _Sums:
-    """Counts over recordings: the tally of each agent, and who calls after, inside and by hand-off of whom."""
+    """Sums over recordings: the tally of each agent, and the pairs that call in sequence, nest, or hand off."""
 
     def __init__(self) -> None:
         self.agents: dict[str, AgentTally] = {}
@@ -234,7 +239,7 @@ class _Sums:
         self.handoffs: Counter[tuple[str, str]] = Counter()
 
     def add(self, recording: Recording) -> None:
-        """Count the deciding attempt of a rollout."""
+        """Add the deciding attempt of a rollout to the sums."""
         own = [span for span in recording.spans if span.attempt_id == recording.rollout.attempt_id]
         spans, enclosing, uses = chronological(own).spans, Enclosing(own), uses_of(recording.spans)
         callers: list[str] = []
@@ -255,7 +260,7 @@ class _Sums:
 
 
 def _share_of(span: Span, agent: str, use: CallUse | None, *, is_first: bool) -> AgentTally:
-    """Return the tally of one call; the first one of an agent counts its rollout."""
+    """Return the tally of one call; an agent's first call also counts its rollout."""
     tokens = span.call.response_len if span.call else 0
     return AgentTally(
         agent=agent,

@@ -33,12 +33,12 @@ PASSWORD_ENV = "AGL_CONSOLE_PASSWORD"
 
 
 class _Console(click.Group):
-    """Takes STORE in front of a subcommand or nothing there, and options before and behind STORE."""
+    """Accepts STORE or nothing before a subcommand, and options before and after STORE."""
 
     allow_interspersed_args = True
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read everything before the first word that is a subcommand as this command's own."""
+        """Parse everything before the first word that names a subcommand as this command's own arguments."""
         place = next((index for index, word in enumerate(args) if word in self.commands), len(args))
         own, below = args[:place], args[place:]
         if not below:
@@ -164,14 +164,14 @@ def export(ctx: click.Context, manager: PluginManager, run: str, output: Path | 
 
 
 def _refuse_unused(ctx: click.Context, *, used: Collection[str], by: str) -> None:
-    """Raise :class:`click.UsageError` for options that were given and change nothing."""
+    """Raise :class:`click.UsageError` if options were given that would have no effect."""
     given = [option for name, option in given_options(ctx).items() if name not in used]
     if given:
         raise click.UsageError(f"{by} starts no server and takes no {', '.join(given)}; leave that out")
 
 
 def _log(line: str) -> None:
-    """Write a line of the log of actions to standard error, with the time in UTC."""
+    """Write a line of the action log to standard error, with the time in UTC."""
     click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}", err=True)
 
 
@@ -181,7 +181,7 @@ async def _print(store: Store, address: str, vocabulary: Vocabulary | None) -> N
 
 
 async def _serve(app: web.Application, host: str, port: int, *, on_ready: Callable[[str], None]) -> None:
-    """Serve until an interrupt."""
+    """Serve until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)

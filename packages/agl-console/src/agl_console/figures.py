@@ -1,4 +1,4 @@
-"""Figures: numbers over the steps of an experiment as lines, several in one figure, thinned to what a screen shows."""
+"""Figures: numbers over the steps of an experiment as lines, thinned to as many points as a screen shows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,21 @@ from agl_inspect.rollouts.step_tallies import StepTally
 T = TypeVar("T")
 
 REWARD, SPEED, USED, LENGTH = "reward", "tokens_per_s", "tokens_used", "tokens_per_rollout"
-"""A metric, and two numbers that are made of what a run kept with its steps."""
+"""The metric ``reward``, and three numbers derived from it and the tallies that a run stores with its steps."""
 
 POINTS = 1000
-"""Points of a line at most; of more, evenly spread ones are drawn, with the first and the last."""
+"""The most points of a line; of a longer line, evenly spread points are drawn, with the first and the last."""
 
 
 class Line(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One line of a figure, its lists of equal length.
+    """One line of a figure; all its lists have the same length.
 
     Attributes:
         run: The experiment.
         steps: The algorithm's own steps.
-        places: The steps of all algorithms together, on which the lines of several algorithms compare.
-        low: Lower ends of the intervals, ``None`` where a point has no interval; ``high`` the upper ends.
+        places: The steps of all algorithms together, a common axis for the lines of several algorithms.
+        low: Lower ends of the intervals; ``None`` for a point without an interval.
+        high: Upper ends of the intervals, likewise.
     """
 
     run: str
@@ -41,7 +42,7 @@ class Line(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Figure(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Lines over the steps of all algorithms; ``is_thinned`` if some points are left out."""
+    """Lines over the steps of all algorithms; ``is_thinned`` is true if some points are left out."""
 
     name: str
     series: list[Line]
@@ -49,12 +50,12 @@ class Figure(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def figure_of(name: str, metrics: Mapping[str, Sequence[Metric]]) -> Figure:
-    """Return the figure of a metric with a line for each run and algorithm.
+    """Return the figure of a metric, with a line for each run and algorithm.
 
     Args:
         name: The metric's name.
-        metrics: Numbers of each run in order of their steps, with the ends of intervals, ``NAME_low`` and
-            ``NAME_high``, where they are known; others are left out.
+        metrics: The metrics of each run, in order of their steps. ``NAME_low`` and ``NAME_high`` give the ends of
+            intervals; metrics with other names are ignored.
     """
     series: list[Line] = []
     is_thinned = False
@@ -71,7 +72,7 @@ def figure_of(name: str, metrics: Mapping[str, Sequence[Metric]]) -> Figure:
 
 
 def derived(metrics: Sequence[Metric], tallies: Sequence[StepTally]) -> list[Metric]:
-    """Return numbers of steps that no algorithm logs: the ends of the reward's interval, and how tokens were used."""
+    """Return metrics that no algorithm logs: the reward's interval, tokens per second and rollout, and token use."""
     known = {(metric.algorithm, metric.step, metric.name): metric for metric in metrics}
     found: list[Metric] = []
     for tally in tallies:
@@ -101,23 +102,23 @@ def _line(run: str, algorithm: str, found: Sequence[Metric], ends: dict[tuple[st
 
 
 def thinned(found: Sequence[T]) -> Sequence[T]:
-    """Return at most ``POINTS`` of the points of a line, evenly spread, with the first and the last."""
+    """Return at most ``POINTS`` of a line's points, evenly spread, with the first and the last."""
     if len(found) <= POINTS:
         return found
     return [found[index * (len(found) - 1) // (POINTS - 1)] for index in range(POINTS)]
 
 
 SHARE = 0.9
-"""Part of the best reward that is the goal by default."""
+"""The share of the best reward that is the default goal."""
 
 
 class Reached(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The first step of an algorithm whose reward is a goal or more.
+    """The first step at which an algorithm's reward reached a goal.
 
     Attributes:
-        step: The algorithm's own step, ``None`` if it did not get there.
-        place: The steps of all algorithms together until then.
-        value: The reward of that step, else the highest one so far.
+        step: The algorithm's own step; ``None`` if the goal was not reached.
+        place: The same step counted over all algorithms; ``None`` if the goal was not reached.
+        value: The reward of that step, else the highest reward so far.
     """
 
     run: str
@@ -128,7 +129,7 @@ class Reached(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Goal(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A reward, and how fast it was reached; ``is_given`` if the address names it."""
+    """A goal for the reward, and the steps that reached it; ``is_given`` is true if the address names the goal."""
 
     reward: float
     is_given: bool
@@ -136,11 +137,11 @@ class Goal(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def goal_of(metrics: Mapping[str, Sequence[Metric]], chosen: float | None) -> Goal | None:
-    """Return who reached a reward after how many steps; ``None`` where no reward is logged.
+    """Return the goal and the first step of each algorithm that reached it; ``None`` if no reward is logged.
 
     Args:
-        metrics: Numbers by run.
-        chosen: The reward, ``None`` for nine tenths of the highest one of all runs; of one below 0, a tenth below it.
+        metrics: Metrics by run.
+        chosen: The goal; ``None`` for the highest reward of all runs, less a tenth of its absolute value.
 
     Raises:
         ConfigError: ``chosen`` is not a finite number.

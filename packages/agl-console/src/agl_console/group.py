@@ -1,4 +1,4 @@
-"""The view of a group: the rollouts of one task side by side, and the first call in which each departs from another."""
+"""The view of a group: the rollouts of one task side by side, and the first call in which each differs."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -15,28 +15,30 @@ from agl_console.reading import newest_recordings, uses_of
 from agl_inspect.rollouts.conversations import labelled_texts
 
 LOOKED = 200
-"""Rollouts of the task, the newest ones, among which those of a step are looked for."""
+"""The number of the task's newest rollouts among which those of a step are looked for."""
 
 COMPARED = 16
-"""Rollouts that are shown side by side at most."""
+"""The most rollouts that are shown side by side."""
 
 CALLS = 30
-"""Calls of each that are shown."""
+"""The most calls of each rollout that are shown."""
 
 CUT = 400
-"""Characters of an answer that are shown."""
+"""The most characters of an answer that are shown."""
 
 _BEFORE = 120
-"""Characters before the place where two answers part that are shown."""
+"""The most characters that are shown before the position where two answers diverge."""
 
 
 class GroupFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address's query.
+    """The query of the page's address.
 
     Attributes:
-        group: The group's id, which is the task's identity; the run is ``experiment``.
-        algorithm: The algorithm that asked for the rollouts, and ``step`` its step; by default those of the newest.
-        against: The rollout with which the others are compared, by default the first.
+        experiment: The run.
+        group: The group's id, which is the task's identity.
+        algorithm: The algorithm that requested the rollouts; by default that of the newest rollout.
+        step: The step of that algorithm.
+        against: The rollout with which the others are compared; by default the first.
     """
 
     experiment: str = ""
@@ -47,14 +49,14 @@ class GroupFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Parting(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The first difference from the rollout that is compared with.
+    """The first difference between a rollout and the one it is compared with.
 
     Attributes:
         call: The number of the call, from 0.
-        where: ``agent``, ``message`` (of the prompt), ``answer``, or ``end`` where only one of them goes on.
-        message: The number of the message of the prompt, from 0; ``None`` elsewhere.
-        token: The token of the prompt or of the answer, from 0; ``None`` where tokens are not recorded or equal.
-        words: All of this in words.
+        where: ``agent``, ``message`` (of the prompt), ``answer``, or ``end`` if only one of the two has this call.
+        message: The number of the prompt's message, from 0; ``None`` for other differences.
+        token: The index of the token in the prompt or the answer, from 0; ``None`` if tokens are equal or not recorded.
+        words: The difference as text.
     """
 
     call: int
@@ -65,7 +67,7 @@ class Parting(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class CallCell(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A call of a rollout: its answer, of which ``same`` is what the compared one says too, and ``other`` the rest."""
+    """A call of a rollout. Its answer begins with ``same``, which the compared call also has; ``other`` is the rest."""
 
     sequence: int
     agent: str
@@ -81,10 +83,12 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A rollout of the group.
 
     Attributes:
-        baseline: Mean reward of the group's rollouts that are shown, ``None`` without a reward.
-        credit: Mean credit of its calls as the last step reported it; ``advantage`` likewise, over trained calls.
-        parting: Its first difference, ``None`` for the rollout that is compared with, and for one that equals it.
-        calls: Its first calls; ``total`` is how many there are.
+        baseline: Mean reward of the group's rollouts that are shown; ``None`` without a reward.
+        credit: Mean credit of the rollout's calls, as the last step reported it.
+        advantage: Mean advantage of the trained calls, likewise.
+        parting: The first difference; ``None`` for the rollout that the others are compared with, and for equal ones.
+        calls: The first calls of the rollout.
+        total: The number of all calls of the rollout.
     """
 
     rollout_id: str
@@ -103,9 +107,9 @@ class GroupView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         against: The rollout with which the others are compared.
-        first: The first call in which any of them departs, from 0; ``None`` if all are equal.
+        first: The first call in which any rollout differs, from 0; ``None`` if all are equal.
         steps: The algorithms and steps in which the newest rollouts of the task ran.
-        left_out: Rollouts of the step that are not shown.
+        left_out: The number of rollouts of the step that are not shown.
     """
 
     experiment: str
@@ -120,7 +124,7 @@ class GroupView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Ran(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A step in which the task was run; ``step`` is ``None`` for rollouts of no step."""
+    """A step in which the task was run; ``step`` is ``None`` for rollouts without a step."""
 
     algorithm: str
     step: int | None
@@ -131,8 +135,9 @@ async def group_view(store: Store, chosen: GroupFilter) -> GroupView:
     """Read the rollouts of a task side by side.
 
     Raises:
-        ConfigError: No group is named.
-        NotFoundError: The newest rollouts of the task are of other steps, or there are none.
+        ConfigError: The address names no group.
+        NotFoundError: The task's newest rollouts do not belong to the given step or include ``against``, or there are
+            none.
     """
     if not chosen.group:
         raise ConfigError("the address names no group; the page of a rollout links to its group")
@@ -175,7 +180,7 @@ async def group_view(store: Store, chosen: GroupFilter) -> GroupView:
 
 
 class _Call:
-    """A call as it is compared: who made it, its prompt, and its answer."""
+    """The parts of a call that are compared: its agent, its prompt, and its answer."""
 
     def __init__(self, span: Span, call: ModelCall, agent: str) -> None:
         messages, asked = call_messages(call), call_messages(replace(call, response=None))
@@ -188,7 +193,7 @@ class _Call:
 
 
 def _without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without the ids of tool calls, which differ wherever they are drawn anew."""
+    """Return a message without the ids of tool calls, which differ whenever they are generated anew."""
     plain = {name: value for name, value in message.items() if name != "tool_call_id"}
     calls = plain.get("tool_calls")
     if isinstance(calls, list):
@@ -202,7 +207,7 @@ def _without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Run:
-    """The calls of a rollout's deciding attempt in order, and what steps made of them."""
+    """The calls of a rollout's deciding attempt in order, with its reward and the steps' use of each call."""
 
     def __init__(self, recording: Recording) -> None:
         self.rollout = recording.rollout
@@ -215,7 +220,7 @@ class _Run:
 
 
 def _members(runs: Sequence[_Run], against: str) -> list[Member]:
-    """Return the columns, the rollout that is compared with first."""
+    """Return the columns of the view, starting with the rollout that the others are compared with."""
     ordered = sorted(runs, key=lambda run: (run.rollout.rollout_id != against, run.rollout.rollout_id))
     rewards = [run.reward for run in ordered if run.reward is not None]
     baseline = fmean(rewards) if rewards else None
@@ -260,7 +265,7 @@ def _cell(call: _Call, other: _Call | None, uses: Mapping[str, CallUse]) -> Call
 
 
 def parting_of(first: Sequence[_Call], second: Sequence[_Call]) -> Parting | None:
-    """Return the first difference of the calls of two rollouts; ``None`` without one."""
+    """Return the first difference between the calls of two rollouts; ``None`` if they are equal."""
     for at, (one, other) in enumerate(zip(first, second, strict=False)):
         found = _difference(one, other)
         if found is not None:
@@ -295,12 +300,12 @@ def _place(part: str, message: str, token: int | None) -> str:
 
 
 def _token(one: bytes, other: bytes) -> int | None:
-    """Return the index of the first token that differs; ``None`` if none does, or one side has no ids."""
+    """Return the index of the first token that differs; ``None`` if none differs, or one side has no ids."""
     return None if one == other or not one or not other else _common(one, other) // 4
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common beginning, found by halving: texts may have a million characters."""
+    """Return the length of the common prefix, found by bisection, because texts may have a million characters."""
     same, differs = 0, min(len(one), len(other)) + 1
     while differs - same > 1:
         middle = (same + differs) // 2

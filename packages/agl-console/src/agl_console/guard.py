@@ -1,4 +1,4 @@
-"""Keeps other web pages and other machines out: host names, a password beyond this machine, and headers."""
+"""Keeps out other web pages and other machines: checks host names and a password, and sets protective headers."""
 
 import base64
 import hmac
@@ -19,17 +19,17 @@ HEADERS = {
     "Referrer-Policy": "same-origin",  # with no-referrer browsers send forms with the origin "null"
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of every answer: nothing is loaded from elsewhere, and no other page may embed or read it."""
+"""Headers of every answer: the browser loads nothing from elsewhere, and no other page may embed or read the answer."""
 
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 METRICS = "/metrics"
-"""The path that Prometheus reads, by the address that it finds."""
+"""The path that Prometheus reads; it may address the console by any IP address."""
 
 
 def is_loopback(host: str) -> bool:
-    """Return true for a name or address that only this machine reaches."""
+    """Return true if only this machine can reach the name or address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -37,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def checked_password(host: str, password: str) -> str:
-    """Return the password; raises :class:`ConfigError` if other machines reach ``host`` and it is empty."""
+    """Return the password; raises :class:`ConfigError` if it is empty and other machines can reach ``host``."""
     if password or is_loopback(host):
         return password
     raise ConfigError(
@@ -47,7 +47,7 @@ def checked_password(host: str, password: str) -> str:
 
 
 def is_address(host: str) -> bool:
-    """Return true for an IP address: no other page's domain was pointed here where a request names one."""
+    """Return true for an IP address: a page whose domain points here cannot send requests that name an address."""
     try:
         return bool(ip_address(host))
     except ValueError:
@@ -58,9 +58,9 @@ class Guard:
     """The middleware that every request passes.
 
     Args:
-        hosts: Names by which the console is addressed, besides those of this machine. A request with another name in
-            ``Host`` is refused: it comes from a page whose domain was pointed here.
-        password: Asked for by HTTP's basic authentication, with any user name; empty to ask for none.
+        hosts: Further host names of the console, in addition to those of this machine. A request with another name in
+            ``Host`` is refused, because it comes from a page whose domain was pointed here.
+        password: The password for HTTP basic authentication, with any user name; ``""`` for no password.
     """
 
     def __init__(self, *, hosts: Collection[str], password: str) -> None:
@@ -68,7 +68,7 @@ class Guard:
         self._password = password.encode()
 
     def middleware(self) -> Middleware:
-        """Return what ``web.Application`` takes."""
+        """Return the middleware for ``web.Application``."""
 
         @web.middleware
         async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -98,12 +98,12 @@ class Guard:
 
 
 async def add_headers(_request: web.Request, response: web.StreamResponse) -> None:
-    """Add the headers of every answer; for the signal ``on_response_prepare``."""
+    """Add ``HEADERS`` to an answer; a handler of the signal ``on_response_prepare``."""
     response.headers.update(HEADERS)
 
 
 def host_of(header: str) -> str:
-    """Return the name in a ``Host`` header without its port, in lower case; empty for one that is malformed."""
+    """Return the name in a ``Host`` header, in lower case and without its port; ``""`` if the header is malformed."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:

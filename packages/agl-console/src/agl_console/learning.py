@@ -1,4 +1,4 @@
-"""The view of learning: the numbers of one run as figures, every algorithm in the same, and as a table of steps."""
+"""The view of learning: one run's metrics as figures, each with all algorithms, and as tables of steps."""
 
 from collections.abc import Collection, Sequence
 
@@ -12,7 +12,7 @@ from agl_inspect.records.state import load_settings
 from agl_inspect.rollouts.step_tallies import read_tallies
 
 STEPS = 50
-"""Steps of a table."""
+"""The most steps in a table."""
 
 METRICS = {
     "reward": "mean reward of the step's rollouts, with its 95 % interval over tasks",
@@ -43,18 +43,18 @@ METRICS = {
     "slots_idle_share": "share of the runner's slots without a rollout while a step collects",
     "slots": "agents that may run at once",
 }
-"""Metrics whose figures come first, in this order, and what they mean: whether the run learns, and why it does not."""
+"""Metrics whose figures come first, in this order, with their meanings; they show if, and why not, the run learns."""
 
 FIRST = list(METRICS)
 MEANINGS = {name: meaning for name, meaning in METRICS.items() if meaning}
 
 
 class LearningFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address's query.
+    """The query of the page's address.
 
     Attributes:
         before: The tables show steps below this one; ``None`` for the newest.
-        goal: The reward to which steps are counted; ``None`` for nine tenths of the run's best one.
+        goal: The reward that counts as reached; ``None`` for nine tenths of the run's best one.
     """
 
     before: int | None = None
@@ -62,7 +62,7 @@ class LearningFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class StepTable(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The numbers of an algorithm: a row for each step, the newest first, with a value or ``None`` for each name."""
+    """The metrics of an algorithm: a row per step, the newest first, with a value or ``None`` for each name."""
 
     algorithm: str
     names: list[str]
@@ -77,13 +77,13 @@ class StepRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One run: its state, what to change, figures, tables and settings.
+    """One run: its state, suggestions, figures, tables and settings.
 
     Attributes:
-        suggestions: What ``agl metrics --suggest`` says of the run.
-        goal: The steps to a reward; ``None`` where none is logged.
-        meanings: Explanations of metrics by name.
-        next: The query of the page with older steps, empty if there are none.
+        suggestions: The output of ``agl metrics --suggest`` for the run.
+        goal: The steps until a reward was reached; ``None`` if no reward is logged.
+        meanings: Explanations of metrics, by name.
+        next: The query of the page with older steps; empty if there are none.
     """
 
     name: str
@@ -103,7 +103,7 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows: int = STEPS) -> LearningView:
-    """Read a run's numbers, with tables of ``rows`` steps; raises :class:`NotFoundError` for an unknown run."""
+    """Read a run's metrics, with tables of up to ``rows`` steps; raises :class:`NotFoundError` for an unknown run."""
     record = await run_of(store, name)
     logged = await store.metrics(name, run=record.run)
     metrics = [*logged, *derived(logged, await read_tallies(store, record))]
@@ -134,7 +134,7 @@ def _next(chosen: LearningFilter, before: int) -> dict[str, str]:
 
 
 def _figures(run: str, metrics: Sequence[Metric]) -> list[Figure]:
-    """Return a figure for each metric, the known ones first; ends of intervals belong to the figure of their middle."""
+    """Return a figure per metric, the known metrics first; the ends of an interval are in the figure of its metric."""
     by_name: dict[str, list[Metric]] = {}
     for metric in metrics:
         by_name.setdefault(metric.name, []).append(metric)
@@ -145,7 +145,7 @@ def _figures(run: str, metrics: Sequence[Metric]) -> list[Figure]:
 
 
 def _is_end(name: str, names: Collection[str]) -> bool:
-    """Return true for an end of the interval of another metric."""
+    """Return true if the name is that of an interval's end, of another metric in ``names``."""
     middle, _, end = name.rpartition("_")
     return end in ("low", "high") and middle in names
 
@@ -155,7 +155,7 @@ def _ends(name: str) -> tuple[str, str]:
 
 
 def in_order(names: Collection[str]) -> list[str]:
-    """Sort the names of metrics: the known ones first, ends of intervals behind their middle."""
+    """Sort metric names: known metrics first, and the ends of an interval after its metric."""
 
     def place(name: str) -> tuple[int, str]:
         middle = name.rpartition("_")[0] if _is_end(name, names) else name

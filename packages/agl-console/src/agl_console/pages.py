@@ -1,4 +1,4 @@
-"""Renders views as HTML, with everything that agents and models wrote escaped, and made visible where it is not."""
+"""Renders views as HTML; everything that agents and models wrote is escaped, with invisible characters shown."""
 
 import math
 from datetime import UTC, datetime
@@ -16,14 +16,14 @@ from agl_console.views import View
 from agl_inspect.text import visible
 
 _NONE = "\N{EN DASH}"
-"""Stands for a number or a time that is not known."""
+"""Shown in place of an unknown number or time."""
 
 
 class Pages:
     """Renders the templates of this package.
 
     Args:
-        store: The store's address for people, without credentials; shown on every page.
+        store: The store's address as shown on every page, without credentials.
     """
 
     def __init__(self, store: str) -> None:
@@ -42,28 +42,28 @@ class Pages:
     def view(self, view: View, here: str, visitor: str = "") -> str:
         """Render a view; ``here`` is the path and query of its address.
 
-        ``visitor`` is ``signed`` for a person who may act, ``guest`` for one who may sign in, and empty on a console
-        that only reads.
+        ``visitor`` is ``signed`` if actions are offered, ``guest`` if sign-in is offered, and empty on a console that
+        only reads.
         """
         return self.render(view.template, view=view.data, here=here, visitor=visitor)
 
     def export(self, view: Record, written_at: float) -> str:
-        """Render a run's numbers as a file that needs no other; ``written_at`` is in Unix seconds."""
+        """Render a run's numbers as a self-contained file; ``written_at`` is in Unix seconds."""
         style, script = _static("uPlot.min.css", "console.css"), _static("uPlot.iife.min.js", "console.js")
         template = self._templates.get_template("export.html")
         return template.render(view=view, written_at=written_at, style=style, script=script)
 
     def error(self, title: str, message: str, visitor: str = "") -> str:
-        """Render a page that says why there is no view, and what to do."""
+        """Render an error page that says why there is no view, and what to do."""
         return self.render("error.html", title=title, message=message, visitor=visitor)
 
     def render(self, template: str, **given: Any) -> str:
-        """Render a template of sign-in or of an action; ``visitor`` is as for :meth:`view`."""
+        """Render a template with the given variables; for ``visitor`` see :meth:`view`."""
         return self._templates.get_template(template).render(store=self._store, **given)
 
 
 def page_response(text: str, *, status: int = 200) -> web.Response:
-    """Answer with a page, which no cache keeps."""
+    """Answer with an HTML page that caches do not store."""
     body = text.encode("utf-8", "replace")
     return web.Response(
         status=status, body=body, content_type="text/html", charset="utf-8", headers={"Cache-Control": "no-store"}
@@ -71,7 +71,7 @@ def page_response(text: str, *, status: int = 200) -> web.Response:
 
 
 def status_of(error: AglError) -> tuple[int, str]:
-    """Return the status and the title of the answer to an error."""
+    """Return the HTTP status and the title of the answer to an error."""
     if isinstance(error, NotFoundError):
         return 404, "Not found"
     if isinstance(error, ConfigError):
@@ -80,15 +80,15 @@ def status_of(error: AglError) -> tuple[int, str]:
 
 
 def _static(*names: str) -> Markup:
-    """Read files of this package to put them into a page as they are."""
+    """Read files of this package for embedding into a page, unescaped."""
     folder = files("agl_console") / "static"
     return Markup("\n".join((folder / name).read_text(encoding="utf-8") for name in names))
 
 
 def link(*parts: Any, **query: Any) -> str:
-    """Return the address of a view: its path from parts, and its parameters, without those that are empty.
+    """Return the address of a view: its path from parts, and its parameters, without empty ones.
 
-    The parameter ``query`` is a mapping with further ones.
+    The parameter ``query`` is a mapping with more parameters.
     """
     given: dict[str, Any] = {**query.pop("query", {}), **query}
     kept = [(name, value) for name, value in given.items() if value not in ("", None)]
@@ -97,7 +97,7 @@ def link(*parts: Any, **query: Any) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with four digits; a dash for none, and 0 for what rounding leaves of it in a sum."""
+    """Format a number with four digits: a dash for ``None``, and 0 for tiny values, which rounding leaves in sums."""
     if value is None:
         return _NONE
     return "0" if abs(value) < 1e-12 else f"{value:,.4g}"
@@ -109,10 +109,10 @@ def probability(logprob: float) -> str:
 
 
 def clock(unix_s: float, apart: float = 1.0) -> str:
-    """Format a time in UTC; a dash for 0, a time that is not known.
+    """Format a time in UTC; a dash for 0, which is an unknown time.
 
-    Times that are less than a second ``apart`` have milliseconds. One that no calendar has, such as a time that
-    somebody recorded in milliseconds, is shown in seconds.
+    If ``apart``, the time between neighbours in seconds, is less than 1, milliseconds are shown. A time outside the
+    calendar, such as one recorded in milliseconds, is shown in seconds.
     """
     if not unix_s:
         return _NONE
@@ -124,7 +124,7 @@ def clock(unix_s: float, apart: float = 1.0) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration; a dash for none."""
+    """Format a duration; a dash for ``None``."""
     if value is None:
         return _NONE
     if value < 1:
@@ -136,12 +136,12 @@ def seconds(value: float | None) -> str:
 
 
 def data(value: Any) -> Any:
-    """Convert records to what ``tojson`` takes."""
+    """Convert records to values that ``tojson`` accepts."""
     return to_builtins(value)
 
 
 def _inert(value: Any) -> Any:
-    """Replace control characters, and those that turn text around, in everything that a template prints."""
+    """Make control and bidirectional characters visible in every string that a template prints."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return visible(value)
     return value

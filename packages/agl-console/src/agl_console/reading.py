@@ -1,4 +1,4 @@
-"""Reads the spans of one attempt in small pages: a rollout may have thousands of calls, each a long conversation."""
+"""Reads rollouts and spans in small pages: a rollout may have thousands of calls, each a long conversation."""
 
 from collections.abc import AsyncIterator, Iterable
 
@@ -13,7 +13,7 @@ _PAGE = 32
 
 _PAGE_BYTES = 2 << 20
 _PAGES = 4
-"""Pages of recordings that are read for one view, ``_PAGE_BYTES`` of spans each."""
+"""The most pages of recordings that one view reads, each with ``_PAGE_BYTES`` of spans."""
 
 
 async def run_of(store: Store, name: str) -> ExperimentRecord:
@@ -27,7 +27,7 @@ async def run_of(store: Store, name: str) -> ExperimentRecord:
 async def newest_recordings(
     store: Store, query: RolloutQuery, most: int, *, spans: SpanChoice = "all"
 ) -> AsyncIterator[Recording]:
-    """Read up to ``most`` rollouts of a query with their spans, fewer if these are large."""
+    """Yield up to ``most`` rollouts of a query with their spans; fewer if these are large."""
     for _ in range(_PAGES):
         page = await store.recordings(replace(query, limit=most), spans=spans, max_bytes=_PAGE_BYTES)
         for recording in page:
@@ -39,7 +39,7 @@ async def newest_recordings(
 
 
 def uses_of(spans: Iterable[Span]) -> dict[str, CallUse]:
-    """Return what steps made of a rollout's calls, by span id; a step that trained on a call counts before others."""
+    """Return the steps' use of a rollout's calls, by span id; a step that trained on a call has precedence."""
     found: dict[str, CallUse] = {}
     for use in (use for record in training_of(spans) for use in record.calls):
         if use.row >= 0 or use.span_id not in found or found[use.span_id].row < 0:
@@ -54,10 +54,10 @@ async def rollout_of(store: Store, rollout_id: str) -> tuple[Rollout, list[Attem
 
 
 def attempt_of(rollout: Rollout, attempts: list[Attempt], number: int | None) -> Attempt | None:
-    """Return the attempt of that number, by default the one that runs or decided; ``None`` if none was started.
+    """Return the attempt with this number, by default the running or deciding one; ``None`` if none was started.
 
     Raises:
-        NotFoundError: The rollout has no attempt of that number.
+        NotFoundError: The rollout has no attempt with this number.
     """
     if number is None:
         return next((attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id), None)

@@ -1,6 +1,6 @@
-"""The rewards of one rollout: every one that was recorded, the one that trains, and their places among the run's.
+"""The rewards of one rollout: every recorded one, the one that trains, and their places among the run's rewards.
 
-A store keeps no distributions of rewards: they are those of the newest ``NEWEST`` rollouts of the run that have the
+A store holds no distributions of rewards. They are computed from the newest ``NEWEST`` rollouts of the run with the
 rollout's mode, so that the page costs the same in a store of any size.
 """
 
@@ -16,23 +16,23 @@ from agl_console.rollouts import Bin, bar_of, bars_of
 from agl_inspect.rollouts.span_reader import reward_of
 
 NEWEST = 200
-"""Rollouts whose rewards make the distributions, fewer where these are large."""
+"""The number of newest rollouts whose rewards form the distributions; fewer are read if they are large."""
 
 ROWS = 200
-"""Rewards of the table; a rollout may have thousands for its turns and spans."""
+"""The most rewards in the table; a rollout may have thousands, for its turns and spans."""
 
 FIGURES = 24
-"""Distributions of a page."""
+"""The most distributions on a page."""
 
 _SPANS = 100
-"""Rewards that are read of another rollout."""
+"""The most rewards that are read of another rollout."""
 
 _FEEDBACK = 600
-"""Characters of feedback in the table; the page of the span has the whole."""
+"""The most characters of feedback in the table; the span's page shows all of it."""
 
 
 class RewardPart(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A part of a reward; ``weight`` is ``None`` where no composite recorded one."""
+    """A part of a reward; ``weight`` is ``None`` if no composite reward recorded one."""
 
     name: str
     value: float | None
@@ -43,11 +43,13 @@ class RewardRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A recorded reward.
 
     Attributes:
-        attempt: The number of its attempt, 0 for the rollout's own spans; ``sequence`` that of its span there.
-        at: When it was recorded, in Unix seconds; 0 if that is not known.
-        about: The number of the span that it is about, ``None`` for the whole attempt; ``about_name`` its name.
-        fate: Whether it decides the rollout's reward, and why not.
-        is_cut: Whether the feedback goes on.
+        attempt: The number of the reward's attempt; 0 for the rollout's own spans.
+        sequence: The number of the reward's span in the attempt.
+        at: When the reward was recorded, in Unix seconds; 0 if unknown.
+        about: The number of the span that the reward is about; ``None`` for the whole attempt.
+        about_name: The name of that span.
+        fate: ``decides`` if this reward is the rollout's, else the reason why not.
+        is_cut: True if the feedback is longer than shown.
     """
 
     attempt: int
@@ -70,11 +72,13 @@ class Distribution(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The values of a reward, or of a part of one, in the run.
 
     Attributes:
-        name: The reward's name; ``part`` that of the part, ``""`` for the reward itself.
-        scope: The reward's scope; ``""`` for the reward that trains, whatever it is called.
-        source: The reward's source; ``""`` likewise.
+        name: The reward's name.
+        part: The part's name; ``""`` for the reward itself.
+        scope: The reward's scope; ``""`` for the reward that trains, whatever its name.
+        source: The reward's source; ``""`` for the reward that trains.
         own: The values of this rollout.
-        n: Values in the bars; ``missing`` rewards without a value.
+        n: The number of values in the bars.
+        missing: The number of rewards without a value.
     """
 
     name: str
@@ -92,10 +96,12 @@ class RewardsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The rewards of a rollout.
 
     Attributes:
-        rule: What decides which one trains, or why none does.
-        total: Rewards that were recorded, of which ``rows`` has the first.
-        looked_through: Rollouts of the distributions; ``figures`` how many distributions they have, of which
-            ``distributions`` has the first.
+        rule: The rule that decides which reward trains, or the reason why none does.
+        rows: The first recorded rewards.
+        total: The number of all recorded rewards.
+        looked_through: The number of rollouts in the distributions.
+        figures: The number of all distributions.
+        distributions: The first distributions.
     """
 
     rule: str
@@ -109,7 +115,7 @@ class RewardsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 async def rewards_view(
     store: Store, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]
 ) -> RewardsView:
-    """Read the rewards of a rollout, of which ``spans`` are all spans, and those of the newest rollouts of its run."""
+    """Read the rewards of a rollout and of the newest rollouts of its run; ``spans`` are all spans of the rollout."""
     rows = _rows(rollout, attempts, spans)
     found, looked_through = await _of_run(store, rollout)
     scored = score(admitted_rewards(spans, rollout.attempt_id, _OPTIONS), options=_OPTIONS)
@@ -128,13 +134,13 @@ async def rewards_view(
 _OPTIONS = ScoreOptions()
 
 _NAMELESS = "(no name)"
-"""Stands for a part that is called ``""``, which here stands for the reward itself."""
+"""Stands for a part named ``""``, because here ``""`` means the reward itself."""
 
 _FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed")
 
 _Key = tuple[str, str, str, str]
 _TRAINS: _Key = ("", "", "", "")
-"""Stands for the reward that trains; no recorded reward is without a scope."""
+"""The key of the reward that trains; no recorded reward has an empty scope."""
 
 
 def _rows(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> list[RewardRow]:
@@ -175,7 +181,7 @@ def _rows(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) 
 
 
 def _deciding(rollout: Rollout, spans: Sequence[Span]) -> Span | None:
-    """Return the span of the reward that trains: of those with its name and source the last one counts."""
+    """Return the span of the reward that trains: the last one whose reward alone gives the rollout's score."""
     wanted = score(admitted_rewards(spans, rollout.attempt_id, _OPTIONS), options=_OPTIONS)
     alone = [span for span in recorded_rewards(spans, rollout.attempt_id) if _score_alone(span) == wanted]
     return alone[-1] if alone and wanted.value is not None else None
@@ -194,7 +200,7 @@ def _fate(span: Span, reward: Reward, rollout: Rollout) -> str:
 
 
 async def _of_run(store: Store, rollout: Rollout) -> tuple[dict[_Key, list[float | None]], int]:
-    """Read the values of the newest rollouts of a run, and how many these were; none for a rollout of no run."""
+    """Read the values of a run's newest rollouts, and their number; nothing for a rollout without a run."""
     found: dict[_Key, list[float | None]] = {}
     if not rollout.experiment:
         return found, 0
@@ -211,7 +217,7 @@ async def _of_run(store: Store, rollout: Rollout) -> tuple[dict[_Key, list[float
 
 
 def _values(spans: Sequence[Span], rollout: Rollout, *, trains: float | None) -> dict[_Key, list[float | None]]:
-    """Return the reward that trains, and the values of every reward and part of the deciding attempt."""
+    """Return the values of every reward and part in the deciding attempt; ``trains`` is the reward that trains."""
     found: dict[_Key, list[float | None]] = {_TRAINS: [trains]}
     for span in recorded_rewards(spans, rollout.attempt_id):
         reward = span.reward

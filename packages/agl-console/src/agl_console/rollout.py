@@ -1,4 +1,4 @@
-"""The views of one rollout: its spans as a tree, the tokens of its rows, and one span whole."""
+"""The views of one rollout: its spans as a tree, the tokens of its rows, and one span in full."""
 
 from collections.abc import Sequence
 
@@ -24,18 +24,18 @@ from agl_inspect.rollouts.training import is_saved, training_of
 from agl_inspect.terminal.query import find_ids
 
 SPANS = 300
-"""Spans of a page."""
+"""The most spans on a page."""
 
 _PAGE_BYTES = 4 << 20
 """Bytes of requests and responses after which a page ends."""
 
 
 class RolloutFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address's query.
+    """The query of the page's address.
 
     Attributes:
-        attempt: The attempt's number, 0 for the spans of the rollout alone; by default the deciding one.
-        after: The last ``sequence`` of the page before.
+        attempt: The attempt's number, or 0 for the rollout's own spans; by default the deciding attempt.
+        after: The last ``sequence`` of the previous page.
     """
 
     attempt: int | None = None
@@ -53,18 +53,19 @@ class AttemptRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A rollout with a page of the spans of one attempt.
+    """A rollout, with a page of the spans of one attempt.
 
     Attributes:
-        algorithm: The algorithm that asked for it; ``step`` its step, ``None`` without one.
+        algorithm: The algorithm that requested the rollout.
+        step: The algorithm's step; ``None`` if the rollout belongs to no step.
         reward: The reward that trains.
-        attempt: The number of the attempt whose spans are shown, 0 for the rollout's own spans.
-        seconds: What the time axis spans.
+        attempt: The number of the attempt whose spans are shown; 0 for the rollout's own spans.
+        seconds: The length of the time axis.
         rows: The rows that train.
-        why: The outcome of every call, and what steps made of it, in words, as ``agl why`` prints it.
-        scoring: Every recorded reward, and its place among those of the run.
-        late: Whether spans belong to the rollout and to no attempt.
-        next: The query of the next page, empty on the last.
+        why: The text of ``agl why``: the outcome of every call, and its use by steps.
+        scoring: Every recorded reward, and its place among the run's rewards.
+        late: True if spans belong to the rollout but to no attempt.
+        next: The query of the next page; empty on the last.
     """
 
     rollout_id: str
@@ -92,7 +93,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class SpanView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One span whole: its attributes, all of its texts, and the tokens of a call."""
+    """One span in full: its attributes, all its texts, and the tokens of a call."""
 
     rollout_id: str
     attempt: int
@@ -114,10 +115,10 @@ class SpanView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> RolloutView:
-    """Read a rollout by its id, by the beginning of its id, or the newest one for ``latest``.
+    """Read a rollout, given its id, a prefix of its id, or ``latest`` for the newest one.
 
     Raises:
-        NotFoundError: There is no such rollout or attempt.
+        NotFoundError: The rollout or the attempt does not exist.
     """
     (rollout_id,) = await find_ids(store, [name])
     rollout, attempts = await rollout_of(store, rollout_id)
@@ -166,7 +167,7 @@ async def rollout_tokens_view(store: Store, name: str, chosen: TokensFilter) -> 
 
 
 async def span_view(store: Store, name: str, place: str, chosen: RolloutFilter) -> SpanView:
-    """Read one span of an attempt; raises :class:`NotFoundError` if there is none whose ``sequence`` is ``place``."""
+    """Read the span of an attempt whose ``sequence`` is ``place``; raises :class:`NotFoundError` if there is none."""
     sequence = int(place)
     (rollout_id,) = await find_ids(store, [name])
     rollout, attempts = await rollout_of(store, rollout_id)
@@ -204,13 +205,13 @@ async def span_view(store: Store, name: str, place: str, chosen: RolloutFilter) 
 
 
 def _chosen(rollout: Rollout, attempts: list[Attempt], number: int | None) -> tuple[int, str]:
-    """Return the number and the id of the attempt whose spans are shown; 0 and ``""`` for the rollout's own."""
+    """Return the number and id of the attempt whose spans are shown; 0 and ``""`` for the rollout's own spans."""
     attempt = None if number == 0 else attempt_of(rollout, attempts, number)
     return (attempt.number, attempt.attempt_id) if attempt else (0, "")
 
 
 async def _page(store: Store, rollout_id: str, attempt_id: str, after: int) -> tuple[list[Span], bool]:
-    """Read a page of spans, and whether it is the last."""
+    """Read a page of spans; the second value is true if it is the last page."""
     page: list[Span] = []
     size = 0
     async for span in SpanReader(store, rollout_id, attempt_id).behind(after):
@@ -222,7 +223,7 @@ async def _page(store: Store, rollout_id: str, attempt_id: str, after: int) -> t
 
 
 def _size(span: Span) -> int:
-    """Return roughly how many characters a span's call holds."""
+    """Return the approximate number of characters in a span's call."""
     return len(str(span.call.request)) + len(str(span.call.response)) if span.call else 0
 
 

@@ -1,8 +1,8 @@
-"""The view of rollouts: a page of those that fit the filters, with a histogram of their rewards.
+"""The view of rollouts: a page of those that match the filters, with a histogram of their rewards.
 
-A store selects by experiment, status, mode, group and text, and finds the rollouts of an algorithm's step by their ids.
-Whatever else is asked for is looked up here, in at most ``SCANNED`` rollouts for a page, so that a page costs the same
-in a store of any size: it says how many rollouts it looked through, and the next page goes on from there.
+The store selects by experiment, status, mode, group and text, and finds the rollouts of an algorithm's step by their
+ids. All other filters are applied here, to at most ``SCANNED`` rollouts per page, so that a page costs the same in a
+store of any size. The page shows how many rollouts were checked, and the next page continues from there.
 """
 
 import math
@@ -23,21 +23,21 @@ from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.statistics import interval
 
 PAGE = 50
-"""Rollouts of a page."""
+"""The most rollouts on a page."""
 
 SCANNED = 400
-"""Rollouts that are looked through for one page."""
+"""The most rollouts that are checked for one page."""
 
 _CHUNK = 200
 _PAGES_WITH_SPANS, _CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 4, 50, 2 << 20
-"""Pages that are looked through where calls have to be read, and the rollouts and bytes of each at most."""
+"""If calls must be read: the most pages of recordings, and the most rollouts and bytes in each."""
 
 _MODES: tuple[Mode, ...] = ("test", "train", "val")
-"""In the order of the ids of a step."""
+"""In the sort order of the rollout ids of a step."""
 
 _BINS = 12
 _TASK = 160
-"""Characters of a task that the table shows."""
+"""The most characters of a task in the table."""
 
 Positive = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -54,19 +54,21 @@ Reject = Literal[
     "late",
     "not_final",
 ]
-"""The reasons of :attr:`agl.schemas.Transition.reject` that follow from what was recorded, whoever trains on it."""
+"""The reasons in :attr:`agl.schemas.Transition.reject` that follow from the record alone, whatever trains on it."""
 
 
 class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address's query.
+    """The query of the page's address.
 
     Attributes:
-        text: A part of the rollout's id or of its task as JSON.
-        low: Rewards from here on; ``high`` rewards below.
-        reward: ``none`` for the rollouts without a reward.
+        text: A part of the rollout's id, or of its task as JSON.
+        low: Select rewards at or above this.
+        high: Select rewards below this.
+        reward: ``none`` selects the rollouts without a reward.
         agent: An agent, node or role that made a call.
-        reject: The reason why one of its calls can train nobody.
-        after: The last id of the page before; ``at`` its time of creation.
+        reject: The reject reason of one of the rollout's calls.
+        after: The last rollout id of the previous page.
+        at: The time of creation of that rollout.
     """
 
     experiment: str = ""
@@ -85,7 +87,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     at: float = 0.0
 
     def admits(self, reward: float | None) -> bool:
-        """Return true for a reward that the filter selects."""
+        """Return true if the filters select this reward."""
         if self.reward == "none":
             return reward is None
         if self.low is None and self.high is None:
@@ -99,8 +101,8 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A rollout in the table.
 
     Attributes:
-        task: The beginning of the task as JSON.
-        seconds: Time from the start to the end, or ``None`` before it.
+        task: The start of the task as JSON.
+        seconds: Time from start to end; ``None`` before the end.
         error: The last attempt's error, such as ``ValueError: no``.
     """
 
@@ -120,11 +122,11 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A bar of a histogram: the rewards from ``low`` until ``high``, or both ``None`` for no reward.
+    """A bar of a histogram: the rewards from ``low`` to ``high``; both are ``None`` for rollouts without a reward.
 
     Attributes:
-        query: Filters the rollouts by it, empty where there is no such filter.
-        is_here: Whether the rollout of the page has a value in it.
+        query: The query that selects the bar's rollouts; empty if no filter can.
+        is_here: True if the page's rollout has a value in this bar.
     """
 
     low: float | None
@@ -135,12 +137,14 @@ class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The rewards of the rollouts that fit among those looked through.
+    """Sums over the matching rollouts among those checked.
 
     Attributes:
-        rollouts: Rollouts that fit; ``tasks`` how many groups with a reward they belong to.
-        mean: Mean over tasks of the means of their rollouts, ``None`` without any reward.
-        low: Lower end of Student's 95 % interval over tasks, ``None`` below two tasks; ``high`` the upper one.
+        rollouts: The number of matching rollouts.
+        tasks: The number of groups with a reward among them.
+        mean: Mean over tasks of the mean of each task's rollouts; ``None`` without any reward.
+        low: Lower end of Student's 95 % interval over tasks; ``None`` for fewer than two tasks.
+        high: Upper end of that interval.
     """
 
     rollouts: int
@@ -154,9 +158,9 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A page of rollouts, the newest first.
 
     Attributes:
-        looked_through: Rollouts that the page looked through.
-        histogram: The rewards of those that fit, whatever the filter on rewards.
-        next: The query of the next page, empty on the last.
+        looked_through: The number of rollouts checked for the page.
+        histogram: The rewards of the matching rollouts, without the filter on rewards.
+        next: The query of the next page; empty on the last.
     """
 
     filters: dict[str, str]
@@ -168,7 +172,7 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
-    """Read a page of rollouts; raises :class:`ConfigError` for bounds of rewards that hold nothing."""
+    """Read a page of rollouts; raises :class:`ConfigError` if ``low`` is not below ``high``."""
     if chosen.low is not None and chosen.high is not None and chosen.low >= chosen.high:
         raise ConfigError(f"no reward is at least {chosen.low:g} and below {chosen.high:g}; exchange low and high")
     seen = await _step(store, chosen) or await _scan(store, chosen)
@@ -187,11 +191,14 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
 
 
 class _Seen(Record, frozen=True, kw_only=True):
-    """Rollouts of which those that fit all filters but that on rewards are kept, each with its reward.
+    """The rollouts checked so far.
 
     Attributes:
-        count: Rollouts that were looked at, in ``pages`` requests; ``last`` the last of them.
-        is_end: Whether there are no more of them.
+        fitting: Rollouts that match all filters except the one on rewards, with their rewards.
+        count: The number of rollouts that were checked.
+        pages: The number of requests that read them.
+        last: The last rollout that was checked.
+        is_end: True if there are no more rollouts.
     """
 
     fitting: list[tuple[Recording, float | None]]
@@ -202,7 +209,7 @@ class _Seen(Record, frozen=True, kw_only=True):
 
 
 async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
-    """Look through the rollouts, the newest first, until a page is full."""
+    """Check the rollouts, newest first, until the page is full or the limit is reached."""
     query = _query(chosen)
     seen = _Seen(fitting=[], count=0, pages=0, last=None, is_end=False)
     while not _is_enough(seen, chosen) and sum(chosen.admits(reward) for _, reward in seen.fitting) <= PAGE:
@@ -215,7 +222,7 @@ async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
 
 
 async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
-    """Look up the rollouts of a step by how their ids begin; ``None`` if the filters name no step, or it has none."""
+    """Look up a step's rollouts by their id prefix; ``None`` if the filters name no step, or it has no rollouts."""
     records = await store.experiments(chosen.experiment) if chosen.experiment and chosen.algorithm else []
     if not records or chosen.step is None:
         return None
@@ -238,26 +245,26 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
 
 
 async def _page(store: Store, query: RolloutQuery, chosen: RolloutsFilter) -> list[Recording]:
-    """Read the next rollouts, with their spans if the filter is about calls."""
+    """Read the next rollouts, with their spans if the filters need calls."""
     if not chosen.reject:
         return await store.recordings(query, spans="none")
     return await store.recordings(replace(query, limit=_CHUNK_WITH_SPANS), spans="all", max_bytes=_BYTES_WITH_SPANS)
 
 
 def _is_enough(seen: _Seen, chosen: RolloutsFilter) -> bool:
-    """Return true if one page of the view may look no further."""
+    """Return true if no more rollouts may be checked for this page."""
     return seen.pages >= _PAGES_WITH_SPANS if chosen.reject else seen.count >= SCANNED
 
 
 def _has_reject(recording: Recording, reason: Reject) -> bool:
-    """Return true if a call was left out for the reason; of a huge rollout the first spans count."""
+    """Return true if a call has this reject reason; of a huge rollout only the first spans are read."""
     deciding = [each for each in recording.attempts if each.attempt_id == recording.rollout.attempt_id]
     episode = build_episode(recording.rollout, deciding[0] if deciding else None, recording.spans)
     return any(call.reject == reason for call in episode.transitions)
 
 
 async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: RolloutsFilter) -> _Seen:
-    """Add a page of rollouts that were looked at."""
+    """Add a page of rollouts to those checked."""
     found = [one for one in page if _is_of_step(one, chosen)]
     if chosen.reject:
         found = [replace(one, spans=[]) for one in found if _has_reject(one, chosen.reject)]
@@ -302,7 +309,7 @@ async def _with_agent(store: Store, found: Sequence[Recording], agent: str) -> S
 
 
 def _filters(chosen: RolloutsFilter) -> dict[str, str]:
-    """Return the filters that are set, without the place of the page, as an address carries them."""
+    """Return the filters that are set as query parameters, without the page's position."""
     values = {name: value for name, value in asdict(chosen).items() if name not in ("after", "at")}
     return {name: str(value) for name, value in values.items() if value not in ("", None)}
 
@@ -340,7 +347,7 @@ def _summary(found: Sequence[tuple[Recording, float | None]]) -> Summary:
 
 
 def _histogram(rewards: Sequence[float | None], filters: dict[str, str]) -> list[Bin]:
-    """Return bars of equal width, the last one open above, and one for rollouts without a reward."""
+    """Return bars of equal width, the last one open above, and a bar for rollouts without a reward."""
     kept = {name: value for name, value in filters.items() if name not in ("low", "high", "reward")}
     values = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
     found = bars_of(values)
@@ -355,7 +362,7 @@ def _histogram(rewards: Sequence[float | None], filters: dict[str, str]) -> list
 
 
 def bars_of(values: Sequence[float]) -> list[tuple[float, float | None]]:
-    """Return the ends of bars of equal width that hold finite values; the last one has no upper end."""
+    """Return the ends of bars of equal width that hold the given finite values; the last bar has no upper end."""
     if not values:
         return []
     low, high = min(values), max(values)
@@ -364,5 +371,5 @@ def bars_of(values: Sequence[float]) -> list[tuple[float, float | None]]:
 
 
 def bar_of(value: float, edges: Sequence[float]) -> int:
-    """Return the number of the bar that holds a value: the last one whose lower end is not above it, else the first."""
+    """Return the number of a value's bar: the last one whose lower end is at or below the value, else the first."""
     return max((index for index, edge in enumerate(edges) if edge <= value), default=0)

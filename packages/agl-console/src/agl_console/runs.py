@@ -1,4 +1,4 @@
-"""The view of runs: every experiment with its state, its last reward and its best version; some of them compared."""
+"""The view of runs: every experiment with its state, last reward and best version; or a comparison of some of them."""
 
 import re
 import time
@@ -15,19 +15,19 @@ from agl_inspect.records.workers import GONE_S
 from agl_inspect.rollouts.step_tallies import read_tallies
 
 PAGE = 50
-"""Runs on a page."""
+"""The most runs on a page."""
 
 COMPARED = 8
-"""Runs that are compared at most, so that their curves stay distinguishable."""
+"""The most runs in a comparison, so that their curves stay distinguishable."""
 
 
 class RunsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address's query.
+    """The query of the page's address.
 
     Attributes:
         compare: Names of the runs to compare; empty to list all.
-        goal: The reward to which the steps of compared runs are counted; ``None`` for nine tenths of the best one.
-        after: The last name of the page before.
+        goal: The reward that counts as reached in compared runs; ``None`` for nine tenths of the best one.
+        after: The last name on the previous page.
     """
 
     compare: tuple[str, ...] = ()
@@ -40,12 +40,13 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         status: ``running``, ``stopped`` (it may be resumed) or ``finished``.
-        turn: Steps that all algorithms took together.
-        rewards: The last reward of each algorithm, with the ends of its interval where they are known.
-        rollouts: Finished rollouts of all its runs; ``tokens`` are those that models sampled in them, and ``seconds``
-            the time from their first attempts' starts to their ends, added up.
+        turn: The number of steps that all algorithms took together.
+        rewards: The last reward of each algorithm.
+        rollouts: Finished rollouts of all the experiment's runs.
+        tokens: Tokens that models sampled in these rollouts.
+        seconds: The sum of the rollouts' times, from the start of the first attempt to the end.
         best: The version of a live resource with the highest measured score.
-        has_failures: Whether a rollout failed.
+        has_failures: True if a rollout failed.
     """
 
     name: str
@@ -69,14 +70,14 @@ class LastReward(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Difference(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A setting whose values differ: its name, and its value in each run, empty where the run has none."""
+    """A setting that differs between runs: its name, and its value in each run, ``""`` where a run does not set it."""
 
     name: str
     values: list[str]
 
 
 class Cost(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What finished rollouts took: their number, the tokens that models sampled, and seconds from start to end."""
+    """The cost of finished rollouts: their number, the tokens that models sampled, and seconds from start to end."""
 
     rollouts: int
     tokens: int
@@ -84,15 +85,15 @@ class Cost(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The runs of a page, or those that are compared.
+    """The runs of a page, or a comparison of runs.
 
     Attributes:
-        figures: The rewards of the runs that are compared, in one figure.
-        against_first: The newest validation of each run but the first one against that of the first.
-        goal: The steps of the compared runs to a reward; ``None`` where none is logged.
-        differences: The settings in which they differ.
-        fits: What a model said about the parameters of runs on this page, by ``agl metrics --rank``, newest first.
-        next: The query of the next page, empty on the last.
+        figures: The rewards of the compared runs, in one figure.
+        against_first: The newest validation of each run but the first, compared with the first run's.
+        goal: The steps until the compared runs reached a reward; ``None`` if no reward is logged.
+        differences: The settings in which the runs differ.
+        fits: Models of how these runs' parameters affect the result, from ``agl metrics --rank``, newest first.
+        next: The query of the next page; empty on the last.
     """
 
     runs: list[RunRow]
@@ -120,7 +121,7 @@ async def runs_view(store: Store, chosen: RunsFilter) -> RunsView:
 
 
 async def status_of(store: Store, record: ExperimentRecord) -> str:
-    """Tell whether a run is finished, runs, or stopped before its end."""
+    """Return ``finished``, ``running``, or ``stopped`` for a run that stopped before its end."""
     if record.status == "finished":
         return "finished"
     signs = await store.presences(record.name, member="")
@@ -128,7 +129,7 @@ async def status_of(store: Store, record: ExperimentRecord) -> str:
 
 
 async def best_version(store: Store, record: ExperimentRecord) -> VersionScore | None:
-    """Return the best measured version of the resources of a run; ``None`` if none of its versions was measured."""
+    """Return the version of a run's resources with the highest score; ``None`` if no version was measured."""
     made = re.compile(rf"{re.escape(record.name)}-[0-9]+-(?![0-9]+-)")  # those of an experiment NAME-1 are not its own
     own = [
         score
@@ -172,12 +173,12 @@ async def _compared(
 
 
 async def _metrics(store: Store, record: ExperimentRecord, *names: str) -> list[Metric]:
-    """Return the numbers of an experiment's newest run."""
+    """Return metrics of an experiment's newest run, by name."""
     return [metric for name in names for metric in await store.metrics(record.name, name=name, run=record.run)]
 
 
 async def cost_of(store: Store, experiment: str) -> Cost:
-    """Return what the finished rollouts of all runs of a name took, from the sums that the store keeps."""
+    """Return the cost of the finished rollouts of all runs of an experiment, from the store's statistics."""
     return _sum(await store.statistics(experiment))
 
 

@@ -1,4 +1,4 @@
-"""Serves the views of a store over HTTP, and the actions where it knows who may act."""
+"""Serves the views of a store over HTTP, and the actions if there is an admin token."""
 
 import asyncio
 import time
@@ -20,10 +20,10 @@ from agl_console.vocabulary import Vocabulary
 from agl_inspect.advice.suggestions import read_alerts
 
 FEEDS = 32
-"""Pages that may wait for changes at a time."""
+"""The most pages that may wait for changes at a time."""
 
 _PAUSE_S = 1.0
-"""Seconds between two messages that something changed."""
+"""Seconds between two change events."""
 
 _WAIT_S = 15.0
 _JSON = "application/json"
@@ -40,16 +40,16 @@ def make_app(
     access: Access | None = None,
     audit: Audit | None = None,
 ) -> web.Application:
-    """Make the console's application, which leaves ``store`` open.
+    """Create the console's application, which leaves ``store`` open.
 
     Args:
         store: The store to read, and to act on.
-        name: The store's address for people.
-        hosts: Further host names by which the console is addressed.
-        password: Asked for at every request; empty to ask for none.
-        vocabulary: The texts of tokens, ``None`` to show ids only.
-        access: Knows who may act; ``None`` for a console that only reads.
-        audit: Takes a line for each action, by default the log ``agl_console``.
+        name: The store's address, as pages show it.
+        hosts: Further host names of the console.
+        password: Required at every request; ``""`` for no password.
+        vocabulary: The texts of tokens; ``None`` to show ids only.
+        access: The sessions of users who may act; ``None`` for a console that only reads.
+        audit: Takes a line for each action; by default the logger ``agl_console``.
     """
     app = web.Application(middlewares=[Guard(hosts=hosts, password=password).middleware()])
     pages = Pages(name)
@@ -89,7 +89,7 @@ class _Console:
         return web.Response(text=await findings_text(self._store), headers={"Content-Type": _PROMETHEUS})
 
     async def changes(self, request: web.Request) -> web.StreamResponse:
-        """Send an event soon after something in the store changed, by the store's feed, until the client leaves."""
+        """Send an event soon after each change in the store, by its change feed, until the client leaves."""
         if self._feeds >= FEEDS:
             return web.Response(status=503, text=f"{FEEDS} pages wait for changes already; close some\n")
         self._feeds += 1
@@ -101,9 +101,10 @@ class _Console:
             self._feeds -= 1
 
     async def _feed(self, request: web.Request) -> web.StreamResponse:
-        """Send an event for changes, and one more when none follow.
+        """Send an event after changes, and one more when no others follow.
 
-        A store's feed has neither numbers nor the ends of runs, nor what changed before a page began to listen.
+        The extra event covers data that is not in the feed: metrics, the ends of runs, and changes before the page
+        began to listen.
         """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
@@ -135,7 +136,7 @@ _HEAD = (
 async def findings_text(store: Store) -> str:
     """Return the findings of the last hour in unfinished runs, with the Unix time of each as its value.
 
-    A rule that found something more than once has one line, with the newest time: Prometheus takes no series twice.
+    If a rule found something several times, one line has the newest time, because Prometheus rejects duplicate series.
     """
     now = time.time()
     found: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""The view of a run's machinery: times of the parts of its steps, workers, leases, queue, calls and alerts.
+"""The view of a run's machinery: the time of each part of a step, workers, leases, queue, calls and alerts.
 
-Everything comes from what was recorded. The time between the numbers of two steps that no metric accounts for is called
-the rest. Calls per second are those of the newest rollouts, because a store keeps no sums over all.
+Everything comes from the store. The time between the metrics of two steps that no metric accounts for is shown as the
+rest. Calls per second are those of the newest rollouts, because a store holds no sums over all calls.
 """
 
 import math
@@ -19,22 +19,22 @@ from agl_inspect.records.metrics import experiment_step
 from agl_inspect.records.workers import ListedWorker, list_workers
 
 STEPS = 25
-"""Steps of a page."""
+"""The most steps on a page."""
 
 LOOKED = 100
-"""Finished rollouts whose calls are counted."""
+"""The number of newest finished rollouts whose calls are counted."""
 
 ALERTS = 100
-"""Alerts that are listed: the newest."""
+"""The most alerts in the list; the newest are shown."""
 
 LEASES = 50
-"""Running attempts that are listed."""
+"""The most running attempts in the list."""
 
 COUNTED = 1000
-"""Queued or running rollouts beyond which they are not counted: a store's count costs more the larger it is."""
+"""The largest count of queued or running rollouts; counting stops there, because it costs more in a larger store."""
 
 BARS = 20
-"""Bars of the calls over time."""
+"""The number of bars in the figure of calls over time."""
 
 PARTS = {
     "collect_s": "rollouts",
@@ -44,20 +44,20 @@ PARTS = {
     "weight_sync_s": "publish",
     "save_s": "save",
 }
-"""Metrics of seconds that are shown as parts of a step, in the order in which a step does them."""
+"""Metrics in seconds that are shown as the parts of a step, in the order of their execution."""
 
 _TRAIN = "train_s"
-"""Seconds that hold some of the others."""
+"""The metric of a training phase, whose seconds include some of the others."""
 
 
 class SystemFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address's query: steps of all algorithms below this one; ``None`` for the newest."""
+    """The query of the page's address: steps below this one, counted over all algorithms; ``None`` for the newest."""
 
     before: int | None = None
 
 
 class Part(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A part of a step: ``start`` is in seconds from the step's begin."""
+    """A part of a step; ``start`` is in seconds from the beginning of the step."""
 
     name: str
     start: float
@@ -65,12 +65,12 @@ class Part(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class StepTimes(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A step: its parts one behind the other.
+    """A step, with its parts in sequence.
 
     Attributes:
-        place: The steps of all algorithms together.
-        seconds: From the numbers of the step before, of any algorithm, to its own; the sum of the parts if that is
-            unknown or less.
+        place: The step's number, counted over all algorithms.
+        seconds: The time from the metrics of the previous step, of any algorithm, to those of this step; the sum of the
+            parts if that time is unknown or shorter.
     """
 
     algorithm: str
@@ -82,7 +82,7 @@ class StepTimes(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Lease(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A running attempt; ``left_s`` is what is left of its lease, below 0 when it lapsed."""
+    """A running attempt; ``left_s`` is the rest of its lease in seconds, below 0 if the lease has expired."""
 
     rollout_id: str
     attempt: int
@@ -92,7 +92,7 @@ class Lease(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class CallRate(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The calls that ended in a part of the time; ``start`` is in Unix seconds."""
+    """The calls that ended in one interval, and their sampled tokens; ``start`` is in Unix seconds."""
 
     start: float
     seconds: float
@@ -104,12 +104,14 @@ class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The machinery of a run.
 
     Attributes:
-        cost: What the finished rollouts of all runs of this name took.
-        alerts: What rules found in the run and what it did about a collapse, the newest first.
-        longest: Seconds of the time axis: of the longest step, the rest of which counts up to three times its parts.
-        queued: Queued rollouts, ``COUNTED`` for this many or more; ``running`` likewise.
-        looked_through: Finished rollouts whose calls ``rates`` counts.
-        next: The query of the page with older steps, empty on the last.
+        cost: The cost of the finished rollouts of all runs of this experiment.
+        alerts: The findings of rules in the run, and its reactions to a collapse, the newest first.
+        longest: The length of the time axis in seconds: that of the longest step, whose rest counts up to three times
+            its parts.
+        queued: The number of queued rollouts; ``COUNTED`` means this many or more.
+        running: The number of running rollouts, likewise.
+        looked_through: The number of finished rollouts whose calls ``rates`` counts.
+        next: The query of the page with older steps; empty on the last.
     """
 
     name: str
@@ -177,7 +179,7 @@ def steps_of(metrics: Sequence[Metric]) -> list[StepTimes]:
 
 
 def _parts(seconds: Mapping[str, float]) -> list[Part]:
-    """Return the parts of a step in order, with what is left of the training that holds some of them."""
+    """Return the parts of a step in order, including the training time that none of the other metrics covers."""
     named = [(words, seconds[name]) for name, words in PARTS.items() if name in seconds]
     inside = sum(seconds.get(name, 0.0) for name in PARTS if name != "collect_s")
     if seconds.get(_TRAIN, 0.0) > inside:
@@ -191,7 +193,7 @@ def _parts(seconds: Mapping[str, float]) -> list[Part]:
 
 
 def _length(step: StepTimes) -> float:
-    """Return the seconds of a step that the axis has to hold: a pause between two sessions would hide the others."""
+    """Return the seconds of a step on the axis; a long pause between sessions is cut, as it would dwarf other steps."""
     recorded = sum(part.seconds for part in step.parts if part.name != "rest")
     return min(step.seconds, 4 * recorded)
 
@@ -201,7 +203,7 @@ async def _count(store: Store, name: str, status: RolloutStatus) -> int:
 
 
 async def _leases(store: Store, name: str) -> list[Lease]:
-    """Return the running attempts, those whose lease ends first."""
+    """Return the running attempts in the order in which their leases end."""
     query = RolloutQuery(experiment=name, status=("running",), limit=LEASES)
     attempts = [
         attempt
@@ -223,7 +225,7 @@ async def _leases(store: Store, name: str) -> list[Lease]:
 
 
 async def _rates(store: Store, name: str) -> tuple[int, list[CallRate]]:
-    """Count the calls of the newest finished rollouts over time; returns of how many rollouts, and the bars."""
+    """Count the calls of the newest finished rollouts over time; returns the number of rollouts, and the bars."""
     query = RolloutQuery(
         experiment=name, status=("succeeded", "failed"), sort="finished_at", is_newest_first=True, limit=LOOKED
     )

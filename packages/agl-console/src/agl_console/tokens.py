@@ -1,4 +1,4 @@
-"""The tokens of a rollout's rows, or of one call: ids, log-probabilities, entropies, advantages, and which train."""
+"""The tokens of a rollout's rows, or of one call: ids, log-probabilities, entropies, advantages, and training use."""
 
 import math
 from array import array
@@ -13,17 +13,17 @@ from agl.schemas import Episode, ModelCall, Record, Row, unpack_floats, unpack_i
 from agl_inspect.rollouts.training import token_values
 
 WINDOW = 1000
-"""Tokens of a page."""
+"""The most tokens on a page."""
 
 _LEVELS = (-0.01, -0.1, -0.5, -1.0, -2.0, -4.0)
-"""Log-probabilities that part the levels 0 (certain) to 6 (surprising), in nats."""
+"""Log-probabilities in nats that separate the levels 0 (certain) to 6 (surprising)."""
 
 _SPREADS = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0)
-"""Entropies that part the levels 0 (no choice) to 6 (as among 55 equal tokens or more), in nats."""
+"""Entropies in nats that separate the levels 0 (no choice) to 6 (as among 55 equally likely tokens or more)."""
 
 
 class TokensFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address's query: a row by its branch, and the position of the first token to show."""
+    """The query of the page's address: a row by its branch, and the position of the first token to show."""
 
     row: int = 0
     start: int = 0
@@ -33,14 +33,15 @@ class TokenCell(Record, frozen=True, kw_only=True, omit_defaults=False):
     """One token.
 
     Attributes:
-        logprob: Behaviour log-probability, ``None`` where the token was not sampled.
-        level: 0 for a certain token up to 6 for a surprising one; ``None`` where it was not sampled.
-        version: Index into ``versions`` of the weights that sampled it; ``None`` where it was not sampled.
-        advantage: Its own where the step reported one for every token, else that of its call; ``None`` without one.
-        entropy: That of the policy before the token in nats, which a step reported; ``None`` without one.
-        spread: 0 for an entropy near 0 up to 6 for one above 4; ``None`` without one.
-        text: Its text, ``""`` where no vocabulary is known.
-        tone: -3 for the lowest advantage below 0 up to 3 for the highest above, on the scale of the row.
+        logprob: Behaviour log-probability; ``None`` for a token that was not sampled.
+        level: From 0 for a certain token to 6 for a surprising one; ``None`` for a token that was not sampled.
+        version: Index into ``versions`` of the weights that sampled the token; ``None`` if it was not sampled.
+        advantage: The token's own advantage if the step reported one per token, else its call's; ``None`` without a
+            report.
+        tone: The advantage on the scale of the row, from -3 (lowest, below 0) to 3 (highest, above 0).
+        text: The token's text; ``""`` without a vocabulary.
+        entropy: The policy's entropy before the token in nats, as a step reported it; ``None`` without a report.
+        spread: From 0 for an entropy near 0 to 6 for one above 4 nats; ``None`` without a report.
     """
 
     position: int
@@ -57,10 +58,12 @@ class TokenCell(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A part of a row that one call sampled; ``logprob`` is the mean of its tokens, ``None`` if it has none.
+    """A part of a row that one call sampled.
 
-    ``advantage`` is what a step reported for the call, and ``entropy`` the mean over its tokens; ``None`` without a
-    report.
+    Attributes:
+        logprob: Mean log-probability of its tokens; ``None`` if it has no tokens.
+        advantage: The advantage that a step reported for the call; ``None`` without a report.
+        entropy: The mean entropy over its tokens that a step reported; ``None`` without a report.
     """
 
     start: int
@@ -74,7 +77,7 @@ class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class RowSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A row: its branch, its numbers of tokens and of those that train, and its sampled parts."""
+    """A row: its branch, its number of tokens, its number of trained tokens, and its sampled parts."""
 
     branch: int
     tokens: int
@@ -86,8 +89,9 @@ class TokensView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A window of the tokens of one row.
 
     Attributes:
-        versions: The model versions of the row's tokens.
-        next: The query of the window behind, ``previous`` that of the one before; empty at the ends.
+        versions: The model versions that sampled the row's tokens.
+        previous: The query of the window before this one; empty at the start of the row.
+        next: The query of the window after this one; empty at the end of the row.
     """
 
     rollout_id: str
@@ -100,9 +104,9 @@ class TokensView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallUse]) -> TokensView:
-    """Return a window of a row's tokens; raises :class:`NotFoundError` for a row that the rollout lacks.
+    """Return a window of a row's tokens; raises :class:`NotFoundError` if the rollout has no such row.
 
-    ``uses`` are what steps made of the calls, by span id.
+    ``uses`` gives the steps' use of each call, by span id.
     """
     rollout_id = episode.rollout.rollout_id
     summaries = [summary_of(row, uses) for row in episode.rows]
@@ -142,9 +146,9 @@ def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallU
 
 
 def call_cells(call: ModelCall, *, trains: bool, use: CallUse | None) -> list[TokenCell]:
-    """Return the last tokens of a call's prompt and the first ones of its answer, a window in all.
+    """Return the last tokens of a call's prompt and the first tokens of its answer, one window in all.
 
-    ``trains`` says whether the call reaches a row; ``use`` is what a step reported for it.
+    ``trains`` is true if the call is in a row; ``use`` is a step's report on the call.
     """
     answer = unpack_ids(call.response_ids[: min(WINDOW, call.response_len) * 4])
     first = max(0, call.prompt_len - max(1, WINDOW - len(answer)))
@@ -182,7 +186,7 @@ def summary_of(row: Row, uses: Mapping[str, CallUse]) -> RowSummary:
 def cells_of(
     ids: Sequence[int], logprobs: Sequence[float], *, versions: Sequence[int], mask: bytes, start: int
 ) -> list[TokenCell]:
-    """Return the cells of tokens from position ``start`` on; version -1 is for tokens that were not sampled."""
+    """Return the cells of tokens from position ``start`` on; version -1 marks tokens that were not sampled."""
     return [
         TokenCell(
             position=start + index,
@@ -197,12 +201,12 @@ def cells_of(
 
 
 def level_of(logprob: float) -> int:
-    """Return 0 for a certain token up to 6 for one of probability below 2 %."""
+    """Return the level of a token: 0 if it is certain, up to 6 if its probability is below 2 %."""
     return sum(1 for bound in _LEVELS if logprob < bound)
 
 
 def tone_of(advantage: float, largest: float) -> int:
-    """Return -3 for the lowest advantage up to 3 for the highest, 0 for none, where ``largest`` is the scale's end."""
+    """Return -3 (lowest) to 3 (highest advantage), on a scale that ends at ``largest``; 0 for no advantage."""
     if not advantage or not math.isfinite(advantage):
         return 0
     size = 1 if abs(advantage) <= largest / 3 else 2 if abs(advantage) <= largest * 2 / 3 else 3
@@ -210,7 +214,7 @@ def tone_of(advantage: float, largest: float) -> int:
 
 
 def _with_uses(cells: Sequence[TokenCell], parts: Sequence[tuple[int, CallUse | None, int]]) -> list[TokenCell]:
-    """Give sampled tokens what steps reported of their calls, each with its start and its stop."""
+    """Return the cells with the steps' reports on their calls; ``parts`` has each call's start, report and stop."""
     known = [number for _, use, _ in parts for number in (*_numbers(use, "advantage"), use.advantage if use else None)]
     largest = max((abs(number) for number in known if number is not None and math.isfinite(number)), default=0.0)
     found = list(cells)

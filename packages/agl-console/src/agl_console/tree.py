@@ -11,14 +11,14 @@ from agl_inspect.rollouts.explanations import call_facts
 from agl_inspect.rollouts.span_reader import in_tree
 
 AXIS = 1000
-"""Units of the time axis, from the first start to the last end."""
+"""The length of the time axis in units, from the first start to the last end."""
 
 DEEPEST = 12
-"""Levels by which rows are indented; deeper ones stand below each other."""
+"""The most levels of indentation; deeper rows are indented as far as this level."""
 
 
 CUT = 2000
-"""Characters of a text that a rollout's page shows; the page of a span shows all of them, up to ``LONGEST``."""
+"""The most characters of a text on a rollout's page; a span's page shows up to ``LONGEST``."""
 
 LONGEST = 200_000
 
@@ -27,8 +27,9 @@ class Text(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A labelled text.
 
     Attributes:
+        text: The start of the text.
         role: ``system``, ``user``, ``assistant``, ``tool``, ``error``, or ``""``.
-        length: Characters of the whole text, of which ``text`` is the beginning.
+        length: The number of characters of the whole text.
     """
 
     label: str
@@ -38,15 +39,15 @@ class Text(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def is_cut(self) -> bool:
-        """True if the text is longer than what is here."""
+        """True if ``text`` is only the start of the text."""
         return self.length > len(self.text)
 
 
 class Contents:
-    """Makes the texts of spans, one after the other; messages that an earlier call has shown are not repeated.
+    """Makes the texts of spans in sequence; messages that an earlier call has shown are not repeated.
 
     Args:
-        limit: Characters at most of each text.
+        limit: The most characters of each text.
     """
 
     def __init__(self, *, limit: int = CUT) -> None:
@@ -54,12 +55,12 @@ class Contents:
         self._shown = ShownMessages()
 
     def of(self, span: Span) -> tuple[int, list[Text]]:
-        """Return how many messages were shown before, and the texts."""
+        """Return the number of messages that were shown before, and the other texts."""
         repeated, texts = contents_of(span, self._shown)
         return repeated, [self.text(label, value, role=role) for role, label, value in texts]
 
     def text(self, label: str, value: Any, *, role: str = "") -> Text:
-        """Return a labelled text; a value that is no text is written as JSON."""
+        """Return a labelled text; a value that is not a string is written as JSON."""
         text = value if isinstance(value, str) else to_json(value).decode()
         return Text(label=label, text=text[: self._limit], role=role, length=len(text))
 
@@ -69,12 +70,13 @@ class Node(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         kind: ``call``, ``reward``, ``agent``, ``tool``, ``node``, ``workflow``, ``handoff`` or ``step``.
-        agent: The nearest agent, node or role around it.
-        start: Where its bar begins on the axis; ``width`` how long it is.
-        facts: What else is known, in words: model, version, tokens, finish reason.
-        fate: Where a call went: ``row 0 at 12``, or the reason for its rejection; ``""`` for other spans.
-        is_rejected: Whether the call reaches no row.
-        repeated: Messages of the call that rows above show.
+        agent: The innermost agent, node or role that encloses the span.
+        start: The start of the bar on the time axis.
+        width: The length of the bar.
+        facts: Other facts as text: model, version, tokens, finish reason.
+        fate: The place of a call in the rows, ``row 0 at 12``, or its reject reason; ``""`` for other spans.
+        is_rejected: True if the call is in no row.
+        repeated: The number of the call's messages that rows above show.
     """
 
     span_id: str
@@ -98,7 +100,7 @@ class Node(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def tree_of(spans: Sequence[Span], transitions: Mapping[str, Transition]) -> list[Node]:
-    """Return the spans as rows in order: children below their parent, in order of start."""
+    """Return the spans as rows in display order: children below their parent, in the order of their starts."""
     enclosing, contents = Enclosing(spans), Contents()
     first = min((span.start_ns for span in spans if span.start_ns), default=0)
     last = max((max(span.start_ns, span.end_ns) for span in spans), default=0)
@@ -134,7 +136,7 @@ def tree_of(spans: Sequence[Span], transitions: Mapping[str, Transition]) -> lis
 
 
 def kind_of(span: Span) -> str:
-    """Return the kind of a span in one word."""
+    """Return the kind of a span, as :attr:`Node.kind` lists them."""
     if span.call is not None:
         return "call"
     if span.reward is not None:
@@ -145,12 +147,12 @@ def kind_of(span: Span) -> str:
 
 
 def seconds_of(span: Span) -> float:
-    """Return how long a span took."""
+    """Return the duration of a span in seconds."""
     return max(0, span.end_ns - span.start_ns) / 1e9
 
 
 def facts_of(span: Span) -> list[str]:
-    """Return what is known of a model call or of a hand-off, in words."""
+    """Return the facts of a model call or a hand-off as text."""
     target = span.attributes.get(semconv.HANDOFF_TARGET)
     if span.call is None:
         return [f"to {target}"] if target else []
@@ -158,7 +160,7 @@ def facts_of(span: Span) -> list[str]:
 
 
 def fate_of(transition: Transition | None) -> str:
-    """Tell where a call went: its row and place, or the reason for its rejection."""
+    """Return the row and position of a call, or its reject reason; ``""`` without a transition."""
     if transition is None:
         return ""
     if transition.reject:

@@ -1,7 +1,7 @@
-"""The views of versions: every prompt, skill, tool and weights; and one of them as a tree, with a diff and its labels.
+"""The views of versions: all prompts, skills, tools and weights; and one resource's tree, with a diff and its labels.
 
-A store returns all versions of a resource at once. A page shows the newest ``VERSIONS`` of them, and compares texts up
-to ``DIFFED`` characters.
+A store returns all versions of a resource at once. A page shows the newest ``VERSIONS`` of them, and compares texts of
+up to ``DIFFED`` characters.
 """
 
 import re
@@ -31,35 +31,36 @@ from agl_inspect.versions import (
 )
 
 PAGE = 50
-"""Resources on a page."""
+"""The most resources on a page."""
 
 VERSIONS = 200
-"""Versions on a page."""
+"""The most versions on a page."""
 
 DIFFED = 100_000
-"""Characters of each of two texts that are compared at most, and a tenth as many lines."""
+"""The most characters of a text that is compared; it may have a tenth as many lines."""
 
 MOVES = 100
-"""Moves of labels on a page."""
+"""The most moves of labels on a page."""
 
 TRIALS = 3
-"""Trials of a version on a page."""
+"""The most trials of a version on a page."""
 
 DEEPEST = 12
-"""Branches by which rows are indented; deeper ones stand below each other."""
+"""The most levels of indentation, one per branch; deeper rows are indented as far as this level."""
 
 
 LOOKED_THROUGH = 400
-"""The newest rollouts among which the view looks for placed ones."""
+"""The number of newest rollouts among which the view looks for rollouts in a split."""
 
 
 class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An arm of a split, by its finished rollouts and the conversations that were begun.
+    """An arm of a split, measured by its finished rollouts and the conversations that have begun.
 
     Attributes:
-        share: The part of the traffic that it is to get.
-        mean: Mean reward, in which a failed rollout counts 0 and one without a reward is left out; ``None`` without
-            any. ``low`` and ``high`` are the ends of its 95 % interval, ``None`` for fewer than two rewards.
+        share: The share of the traffic that the arm is meant to get.
+        mean: Mean reward; ``None`` without any. A failed rollout counts 0, and one without a reward is left out.
+        low: Lower end of the mean's 95 % interval; ``None`` for fewer than two rewards.
+        high: Upper end of that interval, likewise.
     """
 
     label: str
@@ -77,7 +78,7 @@ class SplitPart(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The arms of the newest split in which versions of a resource differ, the baseline first.
 
     Attributes:
-        looked_through: Rollouts that were looked at.
+        looked_through: The number of rollouts that were read to find it.
     """
 
     arms: list[Arm]
@@ -85,23 +86,23 @@ class SplitPart(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class _Placement(Record, frozen=True, kw_only=True):
-    """What the gateway records of a rollout in a split: ``versions`` by label and resource, where the arms differ."""
+    """The gateway's record of a rollout in a split; ``versions`` has the differing resources, by label and name."""
 
     arm: str
     shares: dict[str, float]
     versions: dict[str, dict[str, str]]
 
     def is_about(self, name: str) -> bool:
-        """Return true if every arm has a version of the resource."""
+        """Return true if the split compares versions of the resource."""
         return self.arm in self.shares and all(name in self.versions.get(label, {}) for label in self.shares)
 
     def is_like(self, other: "_Placement") -> bool:
-        """Return true if both are of one split, between the same versions."""
+        """Return true if both belong to the same split, between the same versions."""
         return (self.shares, self.versions) == (other.shares, other.versions)
 
 
 async def split_part(store: Store, name: str) -> SplitPart | None:
-    """Read the arms of the newest split of a resource; ``None`` without one among the newest rollouts."""
+    """Read the arms of the newest split of a resource; ``None`` if none of the newest rollouts is in one."""
     query = RolloutQuery(sort="created_at", is_newest_first=True, limit=LOOKED_THROUGH)
     looked = await store.recordings(query, spans="none")
     placed = [(one, where) for one in looked if (where := _placement(one.rollout)) and where.is_about(name)]
@@ -143,19 +144,19 @@ def _arm(placement: _Placement, name: str, label: str, found: Sequence[Recording
 
 
 class ResourcesFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address's query: the last name of the page before."""
+    """The query of the page's address: the last name on the previous page."""
 
     after: str = ""
 
 
 class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address's query.
+    """The query of the page's address.
 
     Attributes:
-        version: The version or label to show, by default the newest.
-        against: The version or label to compare it with, by default its parent.
-        tried: ``yes`` for the versions too that an algorithm or ``agl resources try`` only tried.
-        before: The oldest version of the page before.
+        version: The version or label to show; by default the newest version.
+        against: The version or label to compare it with; by default its parent.
+        tried: ``yes`` to include versions that an algorithm or ``agl resources try`` only tried.
+        before: The oldest version on the previous page.
     """
 
     version: str = ""
@@ -165,7 +166,7 @@ class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ResourceRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A resource: its newest version, and the best measured one."""
+    """A resource, with its newest version and its best measured version."""
 
     name: str
     kind: str
@@ -177,18 +178,18 @@ class ResourceRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class ResourcesView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A page of resources by name; ``next`` is the query of the next one, empty on the last."""
+    """A page of resources in the order of their names; ``next`` is the query of the next page, empty on the last."""
 
     resources: list[ResourceRow]
     next: dict[str, str]
 
 
 class TriedScore(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The measurements of a version by a trial, paired by task with the trial's first version.
+    """A trial's score of a version, paired by task with the trial's first version.
 
     Attributes:
-        source: The tasks in words.
-        against: The trial's first version, ``""`` for that itself.
+        source: A description of the tasks.
+        against: The trial's first version; ``""`` if this is the first version itself.
     """
 
     time: float
@@ -201,15 +202,15 @@ class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A version in the tree.
 
     Attributes:
-        depth: Branches between it and the line that leads to the newest version.
-        origin: The algorithm and step that made it, or the experiment that began with it; ``""`` for a person.
-        experiment: The experiment that published it, ``""`` if unknown.
-        score: The measured score, ``None`` if it was never measured.
-        trials: What the newest trials measured of it, newest first.
-        claimed: The score that an algorithm stored with it, in words.
-        why: The decision of the search that made it.
-        live: Experiments in which it is live.
-        is_tried: Whether an algorithm or ``agl resources try`` only tried it.
+        depth: The number of branches between this version and the line that leads to the newest version.
+        origin: The algorithm and step that made the version, or the experiment that began with it; ``""`` for a person.
+        experiment: The experiment that published the version; ``""`` if unknown.
+        score: The measured score; ``None`` if the version was never measured.
+        trials: The newest trials' scores of the version, newest first.
+        claimed: The score that an algorithm stored with the version, as text.
+        why: The decision of the search that made the version.
+        live: Experiments in which the version is live.
+        is_tried: True if an algorithm or ``agl resources try`` only tried the version.
     """
 
     version: str
@@ -235,21 +236,22 @@ class DiffLine(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The versions of one resource, one of which is shown.
+    """The versions of one resource, with one of them shown in full.
 
     Attributes:
         kind: ``prompt``, ``weights``, ``model`` or ``data``.
-        versions: The newest versions as a tree: a branch stands below the version that it leaves.
-        total: Versions of the resource that the filter selects.
-        shown: The version that is shown, and ``text`` its text.
-        against: The version it is compared with, ``""`` for none.
-        diff: The difference; empty for equal texts.
-        is_too_long: Whether the texts are too long to compare.
-        trial: The command that compares it with what is live, or an edit of it where it is live itself, for the
-            experiment's file ``FILE``; ``""`` for models and weights, which have no text.
-        split: The arms of the newest split of traffic in which its versions differ, ``None`` without one.
+        versions: The newest versions as a tree, each branch below the version at which it begins.
+        total: The number of versions that the filter selects.
+        shown: The version that is shown.
+        text: The text of that version.
+        against: The version it is compared with; ``""`` for none.
+        diff: The difference; empty if the texts are equal.
+        is_too_long: True if the texts are too long to compare.
+        trial: The command that compares the version with the live one, or with an edit of itself if it is live;
+            ``FILE`` stands for the experiment's file. ``""`` for models and weights, which have no text.
+        split: The arms of the newest split of traffic in which the resource's versions differ; ``None`` without one.
         moves: Moves of labels, the newest first.
-        next: The query of the page with older versions, empty on the last.
+        next: The query of the page with older versions; empty on the last.
     """
 
     name: str
@@ -269,7 +271,7 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def resources_view(store: Store, chosen: ResourcesFilter) -> ResourcesView:
-    """Read a page of resources by name."""
+    """Read a page of resources, sorted by name."""
     every = sorted(await list_versions(store, None, has_candidates=True), key=lambda item: item.version.name)
     behind = [item for item in every if item.version.name > chosen.after]
     rows = [await _resource(store, item) for item in behind[:PAGE]]
@@ -280,7 +282,7 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     """Read the versions of a resource.
 
     Raises:
-        NotFoundError: There is no such resource, version or label.
+        NotFoundError: The resource, version or label does not exist.
     """
     every = await list_versions(store, name, has_candidates=True, has_trials=False)
     labels = {move.label: move.version for move in await store.labels(name)}
@@ -317,7 +319,7 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
 
 
 def trials_by_version(trials: Sequence[Trial]) -> dict[str, list[TriedScore]]:
-    """Return what the newest trials measured of each version; ``trials`` are in their order, newest first."""
+    """Return the newest trials' scores by version; ``trials`` are ordered newest first."""
     found: dict[str, list[TriedScore]] = {}
     for trial in trials:
         baseline = trial.scores[0].version
@@ -330,7 +332,7 @@ def trials_by_version(trials: Sequence[Trial]) -> dict[str, list[TriedScore]]:
 
 
 def kind_of(resource: Resource) -> str:
-    """Name the kind of a resource in one word."""
+    """Return the kind of a resource: ``prompt``, ``weights``, ``model`` or ``data``."""
     if isinstance(resource, PromptTemplate):
         return "prompt"
     if isinstance(resource, Weights):
@@ -339,9 +341,9 @@ def kind_of(resource: Resource) -> str:
 
 
 def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]]:
-    """Return versions with their depths, children below their parents, the newest line last.
+    """Return versions with their depths, children below their parents, the line to the newest version last.
 
-    The line that leads to the newest version stays at the depth of its parent; every other child begins a branch.
+    On that line a version has the depth of its parent; every other child begins a branch.
     """
     known = {item.version.version for item in versions}
     children: dict[str, list[ListedVersion]] = {}
@@ -363,7 +365,7 @@ def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]
 
 
 class _Origins:
-    """The known origins, scores and trials of a resource's versions."""
+    """The origins, scores and trials of a resource's versions, as far as they are known."""
 
     def __init__(
         self,
@@ -396,7 +398,7 @@ class _Origins:
         )
 
     def _experiment(self, version: ResourceVersion) -> str:
-        """Return the experiment that published a version: it names it, or its algorithm's versions begin with it."""
+        """Return the experiment that published a version, by its metadata or by the prefix of its name."""
         named = version.metadata.get("experiment")
         if isinstance(named, str) or not version.algorithm:
             return named if isinstance(named, str) else ""
@@ -409,7 +411,7 @@ class _Origins:
 
 
 def _trial(version: ResourceVersion, *, is_live: bool) -> str:
-    """Return the command that tries a version, or an edit of the live one; ``""`` for one without a text."""
+    """Return the command that tries a version, or an edit of it if it is live; ``""`` for models and weights."""
     if isinstance(version.resource, LLM | Weights):
         return ""
     return command(
@@ -432,7 +434,7 @@ async def _resource(store: Store, item: ListedVersion) -> ResourceRow:
 
 
 def _found(name: str, wanted: str, labels: Mapping[str, str], known: Mapping[str, ListedVersion]) -> str:
-    """Return the version that is named, itself or by a label; ``""`` where none is named."""
+    """Return the version that ``wanted`` names, directly or by a label; ``""`` if ``wanted`` is empty."""
     version = labels.get(wanted, wanted)
     if version and version not in known:
         there = did_you_mean(wanted, [*labels, *known], otherwise=f"{name} has {len(known)} versions: /versions/{name}")
@@ -441,14 +443,14 @@ def _found(name: str, wanted: str, labels: Mapping[str, str], known: Mapping[str
 
 
 def _page(listed: Sequence[ListedVersion], before: str) -> Sequence[ListedVersion]:
-    """Return the newest versions, or those before one of them."""
+    """Return the newest versions, or the versions before ``before``."""
     places = [place for place, item in enumerate(listed) if item.version.version == before]
     end = places[0] if places else len(listed)
     return listed[max(0, end - VERSIONS) : end] or listed[:1]
 
 
 def _difference(old: ResourceVersion, new: ResourceVersion) -> tuple[bool, list[DiffLine]]:
-    """Return whether two texts are too long to compare, and their difference."""
+    """Return true if two texts are too long to compare, and their difference."""
     texts = [resource_text(version.resource) for version in (old, new)]
     if any(len(text) > DIFFED or text.count("\n") > DIFFED // 10 for text in texts):
         return True, []

@@ -1,4 +1,4 @@
-"""The addresses of the console, and the view behind each: a page for people, the same data as JSON for programs."""
+"""The addresses of the console, and the view at each: as a page for people, and the same data as JSON for programs."""
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,20 +29,20 @@ Query = Mapping[str, Sequence[str]]
 
 
 class View(NamedTuple):
-    """A view that was read: the name of its template, and its data."""
+    """A view: the name of its template, and its data."""
 
     template: str
     data: Record
 
 
 async def read_view(store: Store, path: str, query: Query, vocabulary: Vocabulary | None = None) -> View:
-    """Read the view of an address.
+    """Read the view at an address.
 
     Args:
         store: The store.
         path: The path, percent-encoded, such as ``/runs/sql``.
         query: The parameters.
-        vocabulary: The texts of tokens, ``None`` to show ids only.
+        vocabulary: The texts of tokens; ``None`` to show ids only.
 
     Raises:
         NotFoundError: No view, run, rollout or span has this address.
@@ -58,7 +58,7 @@ async def read_view(store: Store, path: str, query: Query, vocabulary: Vocabular
 
 
 def _with_texts(data: Record, vocabulary: Vocabulary) -> Record:
-    """Give the tokens of a view their texts."""
+    """Add the texts of tokens to a view's data."""
     if not isinstance(data, SpanView | TokensView):
         return data
     texts = vocabulary.texts(cell.id for cell in data.cells)
@@ -78,11 +78,11 @@ _VIEWS: tuple[tuple[str, str, Callable[..., Awaitable[Record]], type[Record]], .
     ("/versions", "resources.html", resources_view, ResourcesFilter),
     ("/versions/([^/]+)", "versions.html", versions_view, VersionsFilter),
 )
-"""The pattern of each address, its template, its view, and the filter that the view takes after the address's parts."""
+"""For each address: its pattern, its template, the view's function, and the type of the function's last argument."""
 
 
 def parsed(query: Query, kind: type[F]) -> F:
-    """Convert the parameters of an address or a form; empty ones, as forms send them, count as absent.
+    """Convert the parameters of an address or a form to ``kind``; empty ones, as forms send them, count as absent.
 
     Raises:
         ConfigError: A parameter is unknown or has an impossible value.

@@ -1,7 +1,7 @@
-"""The texts of tokens, from the file ``tokenizer.json`` that models of Hugging Face come with.
+"""The texts of tokens, from the file ``tokenizer.json`` of a Hugging Face model.
 
-Only its vocabulary is read, and no tokenizer is built: a token is shown as it stands there, with the bytes that
-byte-level and SentencePiece vocabularies write as other characters.
+Only the vocabulary is read; no tokenizer is built. A token is shown as the vocabulary writes it, except that byte-level
+and SentencePiece encodings of bytes are decoded.
 """
 
 import re
@@ -29,7 +29,7 @@ class _Added(Record, frozen=True, kw_only=True):
 
 
 class _Tokenizer(Record, frozen=True, kw_only=True):
-    """The part of the file that is read here."""
+    """The parts of the file that are read here."""
 
     model: _Model
     added_tokens: tuple[_Added, ...] = ()
@@ -43,7 +43,7 @@ class Vocabulary:
         path: ``tokenizer.json``, or the folder of a model that has one.
 
     Raises:
-        ConfigError: There is no such file, or it holds no vocabulary.
+        ConfigError: The file does not exist, or holds no vocabulary.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class Vocabulary:
         self._bytes = _bytes_by_character() if b'"ByteLevel"' in bytes(found.decoder) else {}
 
     def texts(self, ids: Iterable[int]) -> list[str]:
-        """Return the texts of tokens, ``""`` for those that the vocabulary lacks; line ends and tabs are shown."""
+        """Return the texts of tokens, with visible line ends and tabs; ``""`` for tokens that the vocabulary lacks."""
         return [self._text(number).translate(_SHOWN) for number in ids]
 
     def _text(self, number: int) -> str:
@@ -76,12 +76,12 @@ class Vocabulary:
 
 
 def _decoded(data: bytes) -> str:
-    """Decode a token's bytes; a part of a character is written as ``\\xe4``."""
+    """Decode a token's bytes; an incomplete character is written as ``\\xe4``."""
     return data.decode("utf-8", "backslashreplace")
 
 
 def _bytes_by_character() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for: GPT-2's table."""
+    """Return the byte for each character of a byte-level vocabulary, by GPT-2's table."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}

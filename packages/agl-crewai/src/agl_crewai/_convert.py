@@ -11,24 +11,24 @@ from agl import semconv
 _DELEGATION = ("delegate_work_to_coworker", "ask_question_to_coworker")
 _FAILED = ("_failed", "_error")
 _UNKNOWN_ERROR = "_OTHER"
-"""The conventions' value of ``error.type`` where an error has no type; CrewAI keeps most errors as text."""
+"""The conventions' value of ``error.type`` for an error without a type; CrewAI reports most errors as text."""
 
 _IDENTITY = ("flow_name", "method_name", "crew_name", "tool_name", "call_id")
-"""Fields that are equal in the two events of one scope, where both have them."""
+"""Fields that must be equal in the start and end events of a scope, where both events have them."""
 
 
 def span_id(event_id: str) -> str:
-    """The id of an event's span: half of the digits of the event's id, a UUID."""
+    """Return the id of an event's span: the first half of the digits of the event's id, a UUID."""
     return event_id.replace("-", "")[:16]
 
 
 def time_of(event: Any) -> int:
-    """The time at which the event was emitted, in Unix nanoseconds; its handler runs somewhat later."""
+    """Return the time at which the event was emitted, in Unix nanoseconds; its handler runs somewhat later."""
     return int(event.timestamp.timestamp() * 1_000_000) * 1000
 
 
 def is_pair(start: Any, end: Any) -> bool:
-    """True if ``end`` can be the end of ``start``: CrewAI pairs them wrongly after some failures."""
+    """Return true if ``end`` can be the end of ``start``; after some failures CrewAI pairs the wrong events."""
     if VALID_EVENT_PAIRS.get(end.type, start.type) != start.type:
         return False
     before, after = _identity(start), _identity(end)
@@ -36,19 +36,19 @@ def is_pair(start: Any, end: Any) -> bool:
 
 
 def _identity(event: Any) -> dict[str, Any]:
-    """The event's fields, with a tool's name as models are given it: CrewAI begins some calls by one and ends by it."""
+    """Return the event's fields, with a tool's name in its form for models: a start and an end may use either form."""
     found = _fields(event)
     name = found.get("tool_name")
     return found if name is None else {**found, "tool_name": sanitize_tool_name(str(name))}
 
 
 def _fields(event: Any) -> dict[str, Any]:
-    """The event's fields as a dict, because asking a pydantic model for a field that it lacks is slow."""
+    """Return the event's fields as a dict, because asking a pydantic model for a missing field is slow."""
     return cast("dict[str, Any]", vars(event))
 
 
 def about_start(source: Any, event: Any) -> dict[str, Any]:
-    """The subject of the scope that ``event`` begins; ``source`` emitted the event, a model call's is its client."""
+    """Return the attributes of the scope that ``event`` starts; the ``source`` of a model call is its client."""
     describe = _STARTS.get(event.type)
     found: dict[str, Any] = {"operation": event.type.removesuffix("_started"), **(describe(event) if describe else {})}
     if event.type == "flow_started" and type(source).__module__.startswith("crewai."):
@@ -59,18 +59,18 @@ def about_start(source: Any, event: Any) -> dict[str, Any]:
 
 
 def is_model_call(event: Any) -> bool:
-    """True for the event that reports the start of a model call."""
+    """Return true for the event that reports the start of a model call."""
     return event.type == "llm_call_started"
 
 
 def class_name(model: Any) -> str:
-    """The class name of a model's client."""
+    """Return the class name of a model's client, with its module."""
     kind = cast("type[Any]", type(model))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def about_end(event: Any) -> dict[str, Any]:
-    """The outcome of the scope that ``event`` ends, as arguments of ``close``."""
+    """Return the outcome of the scope that ``event`` ends, as arguments of ``close``."""
     found: dict[str, Any] = {"end_ns": time_of(event)}
     if event.type == "tool_usage_finished":
         found["result"] = event.output
@@ -93,7 +93,7 @@ def _method(event: Any) -> dict[str, Any]:
 
 
 def _task(event: Any) -> dict[str, Any]:
-    """A task as a node of that name; its description, CrewAI's name for an unnamed task, is too long for one."""
+    """Return a task as a node with the task's own name; an unnamed task's description would be too long as a name."""
     return {"operation": "invoke_task", "node": getattr(event.task, "name", None)}
 
 
@@ -138,7 +138,7 @@ _STARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _error(end: Any) -> object | None:
-    """The error of a failing event, or a failure that a tool reported without raising."""
+    """Return the error of a failing event, or a failure that a tool reported without raising."""
     if end.type.endswith(_FAILED):
         return _fields(end).get("error") or end.type
     return _fields(end).get("failure")

@@ -1,14 +1,14 @@
-"""Records spans from CrewAI's events, which may arrive in any order, and patches CrewAI where they do not suffice.
+"""Records spans from CrewAI's events, which may arrive in any order, and patches CrewAI where events do not suffice.
 
-Handlers run in a copy of the emitter's context, so the current rollout there is the emitter's.
-Outside a rollout every patch is inert.
+Handlers run in a copy of the emitter's context, so the current rollout in a handler is the emitter's. Outside of a
+rollout every patch does nothing.
 
-CrewAI's own clients emit an event for each call; a program's subclass of ``BaseLLM`` need not. Every such class is
-watched, including those defined later: a call that the wire hook saw, or that an event reports, gets no span here.
+CrewAI's own clients emit an event for each call; a program's subclass of ``BaseLLM`` need not. All such classes,
+including those defined later, are watched. A call that the wire hook saw, or that an event reports, gets no span here.
 
-CrewAI does not end some of its scopes after a failure, and none after a cancellation, and keeps them in the context of
-the caller, whose next calls would count as the failed agent's. So they are left with the exception that leaves a crew,
-a flow or an agent.
+After a failure CrewAI does not end some of its scopes, and after a cancellation none. They stay in the caller's
+context, whose next calls would then count as the failed agent's. So when an exception leaves a crew, a flow or an
+agent, the scopes from before are restored.
 """
 
 import importlib
@@ -55,7 +55,7 @@ _UNENDED = "CrewAI did not end it"
 
 @dataclass(frozen=True)
 class _OpenScope:
-    """A scope that has begun: its attempt, its first event and its span."""
+    """An open scope: its attempt, its start event and its span."""
 
     attempt: ActiveAttempt
     event: BaseEvent
@@ -63,7 +63,7 @@ class _OpenScope:
 
 
 class Listener:
-    """Turns pairs of events into spans; thread-safe."""
+    """Converts pairs of start and end events to spans; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -71,7 +71,7 @@ class Listener:
         self._early: dict[str, tuple[ActiveAttempt, BaseEvent]] = {}
 
     def listen(self) -> Undo:
-        """Register with the bus; the returned function removes the handlers."""
+        """Register with the event bus; the returned function removes the handlers."""
         kinds = event_kinds()
         for kind in kinds:
             crewai_event_bus.on(kind)(self.handle)
@@ -83,7 +83,7 @@ class Listener:
         return undo
 
     def handle(self, source: Any, event: BaseEvent) -> None:
-        """Handle one event of the bus, which ``source`` emitted."""
+        """Handle one event of the bus; ``source`` emitted it."""
         attempt = current()
         if attempt is None:
             return
@@ -96,16 +96,16 @@ class Listener:
             _log.exception("The CrewAI event %s could not be recorded.", event.type)
 
     def current_span_id(self) -> str | None:
-        """Id of the span of the innermost scope in this context; its handler may not have opened it yet."""
+        """Return the id of the span of the innermost scope in this context; the span may not be open yet."""
         event_id = get_current_parent_id()
         return None if event_id is None else _convert.span_id(event_id)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait for the handlers of every event so far."""
+        """Wait until the handlers of all events so far have run, for ``timeout_s`` seconds at most."""
         crewai_event_bus.flush(timeout=timeout_s)
 
     def close(self, attempt: ActiveAttempt) -> None:
-        """Record the scopes that ``attempt`` left open: CrewAI does not end some of them after a failure."""
+        """Close the spans of scopes that ``attempt`` left open, because CrewAI does not end some after a failure."""
         with self._lock:
             left = [opened for opened in self._open.values() if opened.attempt is attempt]
             for opened in left:
@@ -132,7 +132,7 @@ class Listener:
             opened.span.close(**_convert.about_end(event))
 
     def _started_id(self, event: BaseEvent) -> str:
-        """Id of the event that ``event`` ends: CrewAI's answer, or an outer one where CrewAI left a scope open."""
+        """Return the id of the start event of ``event``'s scope: CrewAI's own, or an outer one if it does not match."""
         started_id = event.started_event_id or ""
         opened = self._open.get(started_id)
         while opened is not None and not _convert.is_pair(opened.event, event):
@@ -142,7 +142,7 @@ class Listener:
 
 
 def event_kinds() -> list[type[BaseEvent]]:
-    """The classes of all events that begin or end a scope."""
+    """Return the classes of all events that start or end a scope."""
     names = [module.name for module in pkgutil.iter_modules(event_modules.__path__)]
     modules = [importlib.import_module(f"{event_modules.__name__}.{name}") for name in names]
     found = {value for module in modules for value in vars(module).values() if _is_scope(value)}
@@ -157,7 +157,7 @@ def _is_scope(value: object) -> bool:
 
 
 def _open_span(source: Any, event: BaseEvent) -> OpenSpan:
-    """Open a scope's span within the enclosing scope, or within a foreign span that was opened inside that."""
+    """Open a scope's span below the enclosing scope's span, or below another framework's span inside that scope."""
     with within_scope(event.parent_event_id):
         parent = current_span_id()
     return open_span(
@@ -171,7 +171,7 @@ def _open_span(source: Any, event: BaseEvent) -> OpenSpan:
 
 @contextmanager
 def within_scope(event_id: str | None) -> Generator[None]:
-    """Make the scope of this event CrewAI's current one; ``None`` for no scope."""
+    """Make the scope of this event CrewAI's current one during the block; ``None`` means no scope."""
     before = _scopes()
     restore_event_scope(() if event_id is None else ((event_id, ""),))
     try:
@@ -182,7 +182,7 @@ def within_scope(event_id: str | None) -> Generator[None]:
 
 @contextmanager
 def _left_with_exception(_: Any) -> Generator[None]:
-    """Make the scopes that are open now CrewAI's current ones again if an exception leaves the block."""
+    """Restore CrewAI's scopes from before the block if an exception leaves it."""
     before = _scopes()
     try:
         yield
@@ -198,7 +198,7 @@ def _scopes() -> tuple[tuple[str, str], ...]:
 
 
 def patches() -> Iterator[Undo]:
-    """Change CrewAI; yields the functions that restore the originals."""
+    """Patch CrewAI; yields the functions that restore the originals."""
     # Subclasses of the program's own only: CrewAI's clients report by events.
     yield patch_subclasses(BaseLLM, {"call": around(_open_call), "acall": around_async(_open_call)}, besides="crewai")
     yield patch(CrewAIEventsBus, "emit", _noting_model_calls)
@@ -215,12 +215,12 @@ def _open_call(model: BaseLLM) -> OpenSpan:
 
 
 def _defining(kind: type[Any], name: str) -> type[Any]:
-    """The class that defines a method, which for flows is in a module that CrewAI does not export."""
+    """Return the class that defines a method; that of flows is in a module that CrewAI does not export."""
     return next(each for each in kind.__mro__ if name in vars(each))
 
 
 def _noting_model_calls(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note the calls that events report here, where they are emitted; their handlers run elsewhere, and later."""
+    """Note model calls when their events are emitted, because the handlers run later and in other threads."""
 
     @wraps(original)
     def emit(self: CrewAIEventsBus, source: Any, event: Any, **options: Any) -> Any:

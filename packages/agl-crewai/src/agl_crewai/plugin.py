@@ -8,7 +8,7 @@ from agl.contracts import TracerEntry
 
 @hookimpl
 def agl_tracers() -> Iterable[TracerEntry]:
-    """The tracer of CrewAI's crews and flows."""
+    """Register the tracer of CrewAI's crews and flows."""
     yield TracerEntry(
         name="crewai",
         factory="agl_crewai.tracer:CrewAITracer",

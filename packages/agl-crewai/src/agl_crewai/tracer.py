@@ -1,12 +1,12 @@
 """Attributes model calls to agents in CrewAI, from the events of CrewAI's bus.
 
-Every event that opens a scope becomes a span whose id is derived from the event's own id. So the id is known when
-a model call leaves, although CrewAI runs handlers later, on other threads and in any order. Model calls are recorded
-on the wire; the span of a call's event only gives the agent that made it. A model of the program's own that bypasses
-the wire, and that no event reports, gets a span here.
+Every event that starts a scope becomes a span whose id is derived from the event's id. So the id is known when a model
+call is sent, although CrewAI runs handlers later, in other threads and in any order. Model calls are recorded on the
+wire; the span of a call's event only says which agent made it. A call of a program's own model that bypasses the wire,
+and that no event reports, gets a span here.
 
-CrewAI's telemetry, its trace uploads and its version check are off while a tracer is installed, through its own
-environment variables; ``OTEL_SDK_DISABLED`` is left alone, as it would silence all tracing of the process.
+CrewAI's telemetry, trace uploads and version check are turned off while a tracer is installed, through CrewAI's own
+environment variables. ``OTEL_SDK_DISABLED`` is not used, because it would turn off all tracing of the process.
 """
 
 import os
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _QUIET = {"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false", "CREWAI_DISABLE_VERSION_CHECK": "true"}
 _SCOPE_END_S = 5.0
-"""Seconds that the end of an attempt waits for CrewAI's handlers; they take milliseconds."""
+"""Seconds to wait for CrewAI's handlers at the end of an attempt; they take milliseconds."""
 
 
 class CrewAITracer(SharedTracer):
-    """Observes CrewAI; see the module. Several may be installed at once; one listener serves them all."""
+    """Observes CrewAI; see the module. Several tracers may be installed; they share one listener."""
 
     _listener: ClassVar["Listener | None"] = None
 
@@ -40,24 +40,24 @@ class CrewAITracer(SharedTracer):
         yield from patches()
 
     def current_span_id(self) -> str | None:
-        """Id of the innermost span of CrewAI here: of a model call, tool, agent, task, crew or flow."""
+        """Return the id of CrewAI's innermost span here: of a model call, tool, agent, task, crew or flow."""
         if current() is None or self not in self._installed or self._listener is None:
             return None
         return self._listener.current_span_id()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until CrewAI has handed over every event so far."""
+        """Wait until CrewAI's handlers have received every event so far, for ``timeout_s`` seconds at most."""
         if self in self._installed and self._listener is not None:
             self._listener.flush(timeout_s)
 
     def worker_env(self) -> Mapping[str, str]:
-        """CrewAI's own switches against telemetry, trace uploads and version checks."""
+        """Return CrewAI's own variables that turn off telemetry, trace uploads and version checks."""
         return dict(_QUIET)
 
 
 @contextmanager
 def _observe(attempt: ActiveAttempt) -> Generator[None]:
-    """Start an attempt outside every scope, as CrewAI leaves some open after a failure; close its own at the end."""
+    """Start an attempt outside of scopes that CrewAI left open after a failure; at its end, close its own scopes."""
     from agl_crewai.listener import within_scope
 
     listener = CrewAITracer._listener  # pyright: ignore[reportPrivateUsage]  # this module's own

@@ -1,1 +1,1 @@
-"""agl_data: brings runs in, writes them out, and keeps them elsewhere."""
+"""agl_data: imports, exports and archives runs, and copies them between stores."""

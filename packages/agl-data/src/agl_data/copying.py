@@ -1,7 +1,7 @@
-"""``agl data copy``: copy experiments from one store to another, of any two kinds.
+"""``agl data copy``: copies experiments from one store to another, of the same or another kind.
 
-Everything of an experiment is copied, and its record last. A copy that was interrupted is therefore no experiment yet,
-and repeating the command completes it: records that were copied already are left alone.
+The record of an experiment is copied last, after everything else. After an interruption the target therefore does not
+list the experiment yet, and repeating the command completes the copy: records that are already there are left alone.
 """
 
 import sys
@@ -21,17 +21,24 @@ from agl_inspect.terminal.output import json_option, print_json
 from agl_inspect.terminal.query import pages
 
 _ROLLOUTS, _SPANS, _ROWS = 200, 5_000, 1_000
-"""The most rollouts, spans and other records that are written at once."""
+"""Largest numbers of rollouts, of spans and of other records in one write."""
 
 _OF_THE_STORE = ("exporter", "owner")
-"""States of an experiment that are about its store: how far exporters read the change feed, and who runs it there."""
+"""States that belong to the store rather than the experiment, and are not copied: how far exporters have read the
+change feed, and which process runs the experiment."""
 
 Tell = Callable[[int], None]
-"""Takes the number of rollouts that have been handled since its last call."""
+"""Takes the number of rollouts handled since the previous call."""
 
 
 class Copied(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The result of a copy; ``known`` rollouts were in the target already."""
+    """The result of a copy.
+
+    Attributes:
+        experiments: Names of the copied experiments.
+        rollouts: Number of copied rollouts.
+        known: Number of rollouts that the target already had.
+    """
 
     experiments: list[str]
     rollouts: int
@@ -73,7 +80,7 @@ def copy(manager: PluginManager, source: str, target: str, names: tuple[str, ...
 
 
 async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Copied:
-    """Check that the copy is possible, and make it, with a bar on a terminal."""
+    """Check that the copy is possible, and make it while a progress bar shows on a terminal."""
     records = [record for record in await source.experiments() if not names or record.name in names]
     resources = await _survey(source, names)
     unknown = sorted(set(names).difference(resources, (record.name for record in records)))
@@ -97,7 +104,7 @@ async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Co
 
 
 async def _survey(source: Store, names: Sequence[str]) -> dict[str, tuple[int, set[str]]]:
-    """Count the rollouts of each experiment and find the resources that they used; a running one is refused."""
+    """Count each experiment's rollouts and find the resources they used; raises ConflictError if one is running."""
     counts: defaultdict[str, int] = defaultdict(int)
     used: defaultdict[str, set[str]] = defaultdict(set)
     for query in [RolloutQuery(experiment=name) for name in names] or [RolloutQuery()]:
@@ -170,7 +177,7 @@ async def _copy_metrics(source: Store, target: Store, experiment: str) -> None:
 
 
 async def _copy_other_states(source: Store, target: Store, names: Sequence[str]) -> None:
-    """Copy the states that belong to no experiment, unless only some experiments are copied."""
+    """Copy the states that belong to no experiment; does nothing if only named experiments are copied."""
     states = {} if names else await source.load_state("")
     await target.save_state(
         {key: value for key, value in states.items() if not key.startswith(("experiment/", "gateway/"))}
@@ -178,7 +185,7 @@ async def _copy_other_states(source: Store, target: Store, names: Sequence[str])
 
 
 async def _copy_experiment(source: Store, target: Store, record: ExperimentRecord) -> None:
-    """Copy the ledgers, then the states with the record, by which the experiment begins to exist."""
+    """Copy the ledgers, then the states with the experiment's record, which makes the target list the experiment."""
     found = await source.load_state(f"experiment/{record.name}/")
     states = {key: value for key, value in found.items() if key.split("/")[2] not in _OF_THE_STORE}
     for key in states:

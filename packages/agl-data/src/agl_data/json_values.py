@@ -1,4 +1,4 @@
-"""JSON values that files and stores cannot carry, and their replacements; JSON lines of any recorded value."""
+"""Replaces JSON values that files and stores cannot hold, and writes recorded values as JSON lines."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from agl.schemas import Json, to_json
 from agl_inspect.exports import ExportSetup
 
 CHANGED = "rollouts with halves of characters, which were replaced, or integers beyond 64 bits, now texts"
-"""The loss that :func:`storable` is in an export."""
+"""The loss that an export counts when it replaces values by :func:`storable`."""
 
 NO_NUMBERS = "calls with log-probabilities that JSON has no numbers for (NaN, infinities): without any"
 
@@ -19,7 +19,7 @@ _LARGEST, _SMALLEST = (1 << 64) - 1, -(1 << 63)
 
 
 def storable(value: Json) -> Json:
-    """Return a value as JSON carries it: halves of characters replaced, integers beyond 64 bits as texts."""
+    """Return a value that JSON can hold: lone surrogates are replaced, and integers beyond 64 bits become text."""
     if isinstance(value, str):
         return _HALVES.sub("\ufffd", value)
     if isinstance(value, int) and not _SMALLEST <= value <= _LARGEST:
@@ -34,13 +34,13 @@ def storable(value: Json) -> Json:
 
 
 class LineFile:
-    """Writes one JSON value a line."""
+    """Writes JSON values to the file of an export, one per line."""
 
     def __init__(self, setup: ExportSetup) -> None:
         self._file, self._losses = setup.file, setup.losses
 
     def write(self, value: Json, rollout_id: str) -> None:
-        """Write a value of a rollout."""
+        """Write a value; if it must be made storable first, count that as a loss of the rollout."""
         try:
             line = to_json(value)
         except (UnicodeEncodeError, OverflowError):
@@ -55,5 +55,5 @@ def are_numbers(values: list[float]) -> bool:
 
 
 def without_empty(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without those that are ``None`` or empty."""
+    """Return the fields whose values are neither ``None`` nor empty."""
     return {name: value for name, value in fields.items() if value not in (None, "", [], {}, ())}

@@ -23,7 +23,7 @@ _COMMANDS = {
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """Register the commands and the formats; each builds an :class:`agl_inspect.exports.ExportWriter`."""
+    """Register the commands and the formats; a format's factory makes an :class:`agl_inspect.exports.ExportWriter`."""
     for name, (factory, summary) in _COMMANDS.items():
         yield CommandEntry(name=name, parent="data", factory=f"agl_data.{factory}", summary=summary)
     for name, (factory, summary) in _FORMATS.items():

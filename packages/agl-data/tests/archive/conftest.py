@@ -1,4 +1,4 @@
-"""Stores with recorded rollouts, and an archive of their own for each test."""
+"""Stores with recorded rollouts, and a new archive for each test."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def call(number: int) -> ModelCall:
 
 
 async def record(store: Store, experiment: str = "sums", *, ids: Sequence[int] = range(4), step: int = 1) -> list[str]:
-    """Record rollouts that fail first and succeed then, and return their ids; the reward of number n is n / 4."""
+    """Record rollouts that first fail and then succeed; return their ids. Rollout number n has the reward n / 4."""
     names = [f"{experiment}-{number:03}" for number in ids]
     await store.enqueue(
         [
@@ -88,7 +88,7 @@ async def record(store: Store, experiment: str = "sums", *, ids: Sequence[int] =
 
 
 async def record_context(store: Store, experiment: str = "sums") -> None:
-    """Record what rollouts refer to: versions with a score, a label that moved back, and a number."""
+    """Record data that rollouts refer to: versions with a score, a label that moved back, and a metric."""
     await store.publish(
         [
             ResourceVersion(name="prompt", version=f"v{number}", parent=parent, resource=PromptTemplate(template="x"))
@@ -103,7 +103,7 @@ async def record_context(store: Store, experiment: str = "sums") -> None:
 
 
 async def contents(store: Store) -> Any:
-    """The part of a store that an archive keeps, in builtin values."""
+    """Return the contents of a store that an archive includes, as builtin values."""
     names = [version.name for version in await store.resources()]
     found = {
         "recordings": [each async for each in read_recordings(store, ALL, spans="all")],

@@ -1,4 +1,4 @@
-"""``agl data archive``: what is written and what is left out, what is removed and what never is."""
+"""``agl data archive``: the rollouts that it writes, those that it skips, and those that it removes from the store."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""``agl data archive`` and ``agl data restore``, as their users call them."""
+"""``agl data archive`` and ``agl data restore``, as users call them."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from .conftest import record, record_context, span
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A folder with a store of four rollouts, which is the working directory."""
+    """The working directory, with a store of four rollouts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
 

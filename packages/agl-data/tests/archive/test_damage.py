@@ -1,4 +1,4 @@
-"""Archives that are damaged, too new or none at all are refused in one paragraph, and nothing is written."""
+"""Folders that are not archives, and damaged or too new archives, are refused in one paragraph; nothing is written."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Whatever was recorded comes out of an archive byte for byte."""
+"""Any recorded rollout is restored from an archive byte for byte."""
 
 import asyncio
 import tempfile

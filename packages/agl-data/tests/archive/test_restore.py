@@ -1,4 +1,4 @@
-"""``agl data restore``: what comes back, what stays as it is, and what is refused."""
+"""``agl data restore`` restores rollouts byte for byte, leaves existing ones unchanged, and refuses conflicts."""
 
 import asyncio
 

@@ -21,7 +21,7 @@ from agl_inspect.exports import Exported, ExportSetup, Losses
 
 
 class Export(NamedTuple):
-    """A file in memory, the number of its records, and what is not in it."""
+    """An exported file in memory, the number of its records, and the losses."""
 
     data: bytes
     records: int
@@ -49,7 +49,7 @@ def export(form: str, recordings: Sequence[Recording], *, suffix: str = ".jsonl"
 
 
 def imported(path: Path, **target: Any) -> list[Episode]:
-    """The rollouts of a file as episodes, as ``agl data import`` brings them into a store."""
+    """Import a file as ``agl data import`` does, and return its rollouts as episodes."""
 
     async def work() -> list[Recording]:
         files, lost = find_files([path], "auto")

@@ -1,4 +1,4 @@
-"""Each format holds what it can, and names the rest."""
+"""Each format writes all the data that it can hold, and counts the rest as losses."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def call(prompt: list[int], ids: list[int], messages: list[Any], said: Any, **fi
 
 
 def team() -> Recording:
-    """A planner that asks a writer through a tool, and goes on with the answer."""
+    """Return a rollout in which a planner calls a writer through a tool, and continues with the answer."""
     asked = {"role": "user", "content": "2 + 2?"}
     function = {"name": "ask_writer", "arguments": '{"text": "2 + 2"}'}
     said = {

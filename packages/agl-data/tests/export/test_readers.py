@@ -1,4 +1,4 @@
-"""The published classes of Tinker and VERL take what is written; needs torch, in ``nox -s trl``."""
+"""The published classes of Tinker and VERL read the exported files; needs torch (``nox -s trl``)."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ FEW = settings(max_examples=25, deadline=None)
 
 
 def lines_and_rows(form: str, recording: Recording) -> list[tuple[Any, Any]]:
-    """Each line of a format with the row that it is of; none for a rollout without rows."""
+    """Return the lines of a format, each with its row; empty for a rollout without rows."""
     episode = episode_of(recording)
     if not episode.rows:
         return []

@@ -1,4 +1,4 @@
-"""Each format holds what it says: out of agl and in again, with equal ids, masks, agents and rewards."""
+"""Rollouts that are exported and imported again have equal ids, masks, agents and rewards, in every format."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ FEW = settings(max_examples=25, deadline=None)
 
 
 def calls_of(episode: Episode) -> list[tuple[Any, ...]]:
-    """Every call that a format of texts holds: who made it, its tokens, its reward, and whether it trains."""
+    """Return the calls that a format of texts can hold, each with its agent, tokens, reward and reject reason."""
     return [
         (c.agent, c.turn, c.prompt_ids, c.response_ids, c.logprobs, c.reward, c.policy, c.model_version, c.reject)
         for c in episode.transitions
@@ -27,12 +27,12 @@ def calls_of(episode: Episode) -> list[tuple[Any, ...]]:
 
 
 def without_turn(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Calls without their turn, which counts those that failed too."""
+    """Return the calls without their turns, which failed calls shift."""
     return [(agent, *rest) for agent, _, *rest in calls]
 
 
 def rows_of(episode: Episode) -> list[tuple[Any, ...]]:
-    """Rows with the agent and the reward of each sampled part."""
+    """Return the rows, with the agent and the reward of each segment."""
     rewards = {call.span_id: call.reward for call in episode.transitions}
     return [
         (
@@ -74,7 +74,7 @@ def lines_of(data: bytes) -> list[Any]:
 
 
 def made_rows(form: str, recording: Recording) -> list[Any] | None:
-    """The lines of a format of token ids; ``None`` where it refuses a rollout of texts."""
+    """Return the lines of a format of token ids; ``None`` if it refuses the rollout because it has only texts."""
     episode = episode_of(recording)
     if not episode.rows and any(call.reject == "missing_token_ids" for call in episode.transitions):
         return None

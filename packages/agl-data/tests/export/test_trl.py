@@ -1,4 +1,4 @@
-"""TRL's own trainer takes a step on recorded rollouts, and on ones that agl runs; needs torch, in ``nox -s trl``."""
+"""TRL's own trainer takes a step on recorded rollouts, and on rollouts that agl runs; needs torch (``nox -s trl``)."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ WORDS = ["<eos>", "<unk>", "add", "2", "3", "4", "5", "6"]
 
 
 def filled(folder: Path, tasks: int, runs: int, *, branches: int = 1) -> str:
-    """A store with ``runs`` rollouts of each task, of which every second one is right."""
+    """Return the URL of a new store with ``runs`` rollouts of each task, every second of which is right."""
     recordings = []
     for number in range(tasks * runs):
         task, run = divmod(number, runs)
@@ -94,7 +94,7 @@ def test_prompt_of_a_task_is_its_text_or_its_json() -> None:
 
 
 def trained(folder: Path, rollout_func: Any, dataset: list[dict[str, Any]]) -> tuple[Any, Any]:
-    """The weights of a tiny random model before and after one step of TRL's trainer, and the trainer."""
+    """Train a tiny random model for one step; return its weights before and after, and TRL's trainer."""
     pytest.importorskip("trl", reason="TRL is not installed; nox -s trl installs it")
     import torch
     from datasets import Dataset
@@ -143,7 +143,7 @@ def test_trainer_of_trl_takes_a_step_on_recorded_rollouts(tmp_path: Path) -> Non
 
 
 class _Model(BaseHTTPRequestHandler):
-    """Answers chat completions with token ids, as vLLM does when it is asked for them; fails the third request."""
+    """Answers chat completions with token ids, as vLLM does on request; fails the third request."""
 
     requests = 0
 

@@ -1,4 +1,4 @@
-"""Recorded rollouts of any form: several agents, branches, tools, sub-agents, odd texts, late rewards, failures."""
+"""Generates recorded rollouts with agents, branches, tools, sub-agents, odd texts, late rewards and failures."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ LOGPROB = st.floats(min_value=-8, max_value=0, width=32)
 
 
 def call_span(span_id: str, call: ModelCall, *, parent: str, at_ns: int, attempt: str = "ro-1.1") -> Span:
-    """A model call's span of one millisecond."""
+    """Return the span of a model call that took one millisecond."""
     (span,) = chat_spans(
         [call],
         rollout_id="ro-1",
@@ -31,14 +31,14 @@ def call_span(span_id: str, call: ModelCall, *, parent: str, at_ns: int, attempt
 
 
 def replaced(record: Any, **fields: Any) -> Any:
-    """The record with other fields."""
+    """Return the record with fields replaced."""
     from msgspec.structs import replace
 
     return replace(record, **fields)
 
 
 class World:
-    """Draws one rollout: each call begins a conversation or goes on with an earlier one."""
+    """Draws one rollout, in which each call starts a conversation or continues an earlier one."""
 
     def __init__(self, draw: Any) -> None:
         self.draw = draw
@@ -67,7 +67,7 @@ class World:
         return own
 
     def place(self, agent: str) -> str:
-        """The span in which an agent calls: its own below the root, or one within a tool that was called before."""
+        """Return the parent span for an agent's call: a span of the agent, below the root or below an earlier tool."""
         if agent not in self.agents or (self.tools and self.draw(st.booleans())):
             parent = self.draw(st.sampled_from([self.agents[""], *(tool for tool, _ in self.tools)]))
             named = {semconv.OPERATION: semconv.OP_INVOKE_AGENT, semconv.AGENT_NAME: agent} if agent else {}
@@ -148,7 +148,7 @@ class World:
 
 @st.composite
 def recordings(draw: Any) -> Recording:
-    """A finished rollout with one attempt that decided, and perhaps a call of one before."""
+    """Draw a finished rollout with its deciding attempt, and sometimes a call of an earlier attempt."""
     world = World(draw)
     world.agents[""] = world.other(semconv.ROOT_SPAN_NAME, "")
     for step in draw(st.lists(st.sampled_from(["call", "call", "call", "reward"]), min_size=1, max_size=9)):
@@ -160,7 +160,7 @@ def recordings(draw: Any) -> Recording:
 
 
 def recording_of(spans: list[Span], rollout_id: str = "ro-1") -> Recording:
-    """A rollout that succeeded in its only attempt."""
+    """Return a rollout with these spans that succeeded in its only attempt."""
     attempt_id = f"{rollout_id}.1"
     rollout = Rollout(
         rollout_id=rollout_id,

@@ -1,4 +1,4 @@
-"""Imports files in this process, and reads what arrived."""
+"""Imports files in this process, and reads the imported rollouts."""
 
 import asyncio
 from collections import Counter
@@ -17,7 +17,7 @@ from agl_store_sqlite._store import SQLiteStore
 
 
 class Imports:
-    """A store of its own, into which files are imported."""
+    """A new store into which a test imports files."""
 
     def __init__(self, folder: Path) -> None:
         self.url = f"sqlite:///{folder}/runs/imports.db"

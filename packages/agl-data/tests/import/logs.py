@@ -1,4 +1,4 @@
-"""Files as other tools write them: sessions of Claude Code and Codex, trajectories, and chats."""
+"""Writes files as other tools do: sessions of Claude Code and Codex, trajectories, and chats."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -17,13 +17,13 @@ def write_lines(path: Path, lines: Iterable[Any]) -> Path:
 
 
 def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:
-    """A conversation of one question and one answer."""
+    """Return a conversation with one question and one answer."""
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": messages, **more}
 
 
 class ClaudeLog:
-    """Writes the lines of a session, each below the one before."""
+    """Writes the lines of a session, each with the previous line as its parent."""
 
     def __init__(self, *, agent: str = "", first: int = 0) -> None:
         self.lines: list[dict[str, Any]] = []
@@ -77,27 +77,27 @@ class ClaudeLog:
         ]
 
     def rewind(self, uuid: str | None) -> None:
-        """Continue below an earlier line."""
+        """Make the next line a child of an earlier line."""
         self._above = uuid
 
 
 def text(words: str) -> dict[str, Any]:
-    """A block of text."""
+    """Return a text block."""
     return {"type": "text", "text": words}
 
 
 def use(call_id: str, name: str, **arguments: Any) -> dict[str, Any]:
-    """A block that calls a tool."""
+    """Return a block that calls a tool."""
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
 
 def result(call_id: str, content: Any, **more: Any) -> dict[str, Any]:
-    """A block with a tool's result."""
+    """Return a block with a tool's result."""
     return {"type": "tool_result", "tool_use_id": call_id, "content": content, **more}
 
 
 def claude_session(path: Path) -> Path:
-    """A session with parallel tools, and a sub-agent in a file of its own."""
+    """Write a session with parallel tool calls, and with a sub-agent in a separate file."""
     log = ClaudeLog()
     log.ask("<command-name>/init</command-name>", isMeta=True)
     log.ask("Mend the tests")
@@ -124,7 +124,7 @@ def claude_session(path: Path) -> Path:
 
 
 def codex_session(path: Path) -> Path:
-    """A session with two calls of tools, counts after each answer, and a compaction."""
+    """Write a session with two tool calls, token counts after each answer, and a compaction."""
 
     def line(second: int, kind: str, **payload: Any) -> dict[str, Any]:
         return {"timestamp": f"2026-05-02T09:00:{second:02}.123Z", "type": kind, "payload": payload}
@@ -188,7 +188,7 @@ def codex_session(path: Path) -> Path:
 
 
 def trajectory(**more: Any) -> dict[str, Any]:
-    """A trajectory with token ids, a tool, a sub-agent and a copied step."""
+    """Return a trajectory with token ids, a tool call, a sub-agent and a copied step."""
     below = {
         "schema_version": "ATIF-v1.8",
         "trajectory_id": "child",

@@ -1,4 +1,4 @@
-"""``agl data import`` and the commands that read what it wrote, as their users call them."""
+"""``agl data import``, and the commands that read imported runs, as users call them."""
 
 import json
 import os

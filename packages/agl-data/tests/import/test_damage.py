@@ -1,4 +1,4 @@
-"""Files that are cut, huge, hostile or of another kind: one paragraph, and nothing half imported."""
+"""Importing a truncated, huge, hostile or unknown file prints one paragraph, and imports nothing."""
 
 import asyncio
 import gzip
@@ -63,7 +63,7 @@ LLM = {"id": "a", "run_type": "llm", "trace_id": "a", "outputs": {"output": "b"}
 
 
 def spans(attributes: dict[str, Json], **fields: Json) -> dict[str, Json]:
-    """A batch with one model call, whose attributes are values of OTLP."""
+    """Return an OTLP batch with the span of a model call; ``attributes`` are given as OTLP values."""
     about = {"gen_ai.operation.name": {"stringValue": "chat"}, **attributes}
     span = {"traceId": "a" * 32, "spanId": "b" * 16, "attributes": [{"key": k, "value": v} for k, v in about.items()]}
     return {"resourceSpans": [{"scopeSpans": [{"spans": [{**span, **fields}]}]}]}

@@ -1,4 +1,4 @@
-"""Chats and trajectories: what a record becomes, with its tokens, agents, tasks and rewards."""
+"""Importing chats and trajectories, with their tokens, agents, tasks and rewards."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""OTLP as JSON: from OpenTelemetry's own exporter, with Phoenix's names, and from ``agl data otlp``."""
+"""Importing OTLP as JSON: from OpenTelemetry's exporter, with Phoenix's attributes, and from ``agl data otlp``."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ class Recorded:
         self.tracer: Tracer = provider.get_tracer("test")
 
     def write(self, path: Path) -> Path:
-        """Write one request for each span, the last one first, as a collector may."""
+        """Write one request for each span in reverse order, as a collector may do."""
         spans = self.exporter.get_finished_spans()
         return write_lines(path, (MessageToDict(encode_spans([span])) for span in spans))
 

@@ -1,4 +1,4 @@
-"""OTLP as Protobuf: as OpenTelemetry's exporter encodes it, in each way to put messages into a file."""
+"""Importing OTLP in Protobuf, encoded by OpenTelemetry's exporter, with each framing of messages in a file."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ from .logs import chat, write_lines
 
 @pytest.fixture
 def messages() -> list[bytes]:
-    """Two traces of two spans each, one span a message."""
+    """Return messages with two traces of two spans each, one span per message."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

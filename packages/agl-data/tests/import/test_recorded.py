@@ -1,4 +1,4 @@
-"""Files that the libraries of Langfuse, LangSmith and MLflow wrote; the scripts beside them did it."""
+"""Importing files that the libraries of Langfuse, LangSmith and MLflow wrote, run by the scripts next to the files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Session logs of Claude Code and Codex: calls, tools, sub-agents, times and what the logs leave out."""
+"""Importing session logs of Claude Code and Codex: calls, tools, sub-agents, times, and data that the logs lack."""
 
 import json
 from pathlib import Path

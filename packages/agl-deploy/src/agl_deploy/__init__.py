@@ -1,3 +1,3 @@
-"""agl_deploy: files that deploy an experiment; a plugin that offers the command ``agl deploy``."""
+"""agl_deploy: the plugin with the command ``agl deploy``, which writes the files that deploy an experiment."""
 
 __all__: list[str] = []

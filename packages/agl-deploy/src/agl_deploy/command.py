@@ -33,7 +33,7 @@ _WORDS: dict[State, str] = {"new": "written", "changed": "replaced", "edited": "
 _PLAIN = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*", re.ASCII)
 
 Made = tuple[dict[str, str], list[str]]
-"""The files of a kind by path, and the steps that deploy them."""
+"""The files that a subcommand generates, as contents by path, and the steps that deploy them."""
 
 
 @click.group()
@@ -45,7 +45,11 @@ def deploy() -> None:
 
 
 def _kind(*own: Callable[[Any], Any]) -> Callable[[Callable[..., Made]], click.Command]:
-    """Make a command of a function that returns files and steps; ``own`` are its options besides the common ones."""
+    """Make a decorator that turns a function into a subcommand.
+
+    The function returns files and steps, and its docstring is the help text. ``own`` are options of the subcommand,
+    in addition to the common ones.
+    """
     common = (
         click.argument("file", metavar="EXPERIMENT", type=click.Path(path_type=Path)),
         click.option(
@@ -152,14 +156,14 @@ def model(needs: Needs, under: str, *, label: str, gpus: int) -> Made:
 
 
 def _on_kubernetes(needs: Needs, under: str, files: dict[str, str], images: str, install: str) -> Made:
-    """Return files with the images and an example of the secrets, and the steps up to ``install``."""
+    """Return the files plus those of the images and an example of ``.env``, and steps that end with ``install``."""
     secret = f"kubectl create secret generic {needs.name} --from-env-file {under}/.env"
     steps = [*_wheels(needs, under), f"build and push {images}", _secrets(needs, under), secret, install]
     return files | image_files(needs, under) | {"env.example": env_example(needs, under)}, steps
 
 
 def _wheels(needs: Needs, under: str) -> list[str]:
-    """Return the command that builds wheels, where some are needed."""
+    """Return the step that builds wheels; empty if none are needed."""
     wheels = wheel_command(needs, under)
     return [shlex.join(wheels)] if wheels else []
 
@@ -169,7 +173,7 @@ def _secrets(needs: Needs, under: str) -> str:
 
 
 def _read(manager: PluginManager, file: Path, output: Path | None) -> tuple[Needs, Path, str]:
-    """Return the experiment's needs, the folder to write to, and its path from the experiment's folder."""
+    """Return the experiment's needs, the folder to write to, and that folder relative to the experiment's folder."""
     needs = read_needs(file, manager)
     base = needs.file.parent
     folder = output.absolute() if output else base / "deploy"
@@ -183,7 +187,7 @@ def _read(manager: PluginManager, file: Path, output: Path | None) -> tuple[Need
 
 
 def _put(folder: Path, files: dict[str, str], *, force: bool, is_dry: bool) -> None:
-    """Write the files, or print them."""
+    """Write the files and print their states; in a dry run, print the files instead."""
     if is_dry:
         for path, state in states(folder, files).items():
             click.echo(f"==> {visible(str(folder / path))} ({state}) <==\n{files[path]}")
@@ -195,7 +199,7 @@ def _put(folder: Path, files: dict[str, str], *, force: bool, is_dry: bool) -> N
 
 
 def _print_steps(needs: Needs, steps: list[str], *, is_dry: bool) -> None:
-    """Print warnings and the next steps; when files are printed, to standard error."""
+    """Print the warnings to standard error, and the next steps to standard output (in a dry run, to standard error)."""
     for text in needs.warnings:
         click.echo(f"warning: {visible(text)}", err=True)
     click.echo(f"next, in {visible(str(needs.file.parent))}:", err=is_dry)

@@ -1,6 +1,7 @@
-"""Writes the files of a deployment: images, compose file, Helm chart, RayJob, SkyPilot file, and a served model.
+"""Generates the files of a deployment: images, compose file, Helm chart, RayJob, SkyPilot file, and a served model.
 
-Every function fills this package's templates with what an experiment needs, and returns contents by path.
+Every function for a kind of deployment fills this package's templates with an experiment's needs, and returns the
+contents of the files by path.
 """
 
 import json
@@ -22,16 +23,16 @@ from agl_deploy.parts import CONSOLE_PORT, GATEWAY_PORT, HEALTH, TRAINER_PORT, P
 from agl_inspect.records.labels import LABEL
 
 _SPECIAL = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), 0xFEFF)}
-"""Characters that JSON lets stand as they are, and YAML or a terminal does not."""
+"""Escapes for characters that JSON allows unescaped, and YAML or a terminal does not."""
 
 
 def quoted(value: Any) -> str:
-    """Return a value as JSON on one line, which is YAML too."""
+    """Return a value as JSON on one line, which is also valid YAML."""
     return json.dumps(value, ensure_ascii=False).translate(_SPECIAL)
 
 
 def in_compose(value: Any) -> str:
-    """Return a value for a compose file, where ``$`` begins a variable and is doubled."""
+    """Return a value for a compose file, with each ``$`` doubled, because a single one starts a variable."""
     return quoted(value).replace("$", "$$")
 
 
@@ -40,12 +41,12 @@ _ENVIRONMENT.filters |= {"json": quoted, "yaml": in_compose}
 
 
 def template(name: str) -> str:
-    """Return a file of the package's ``templates`` as it is."""
+    """Return the text of a file in the package's folder ``templates``, unfilled."""
     return (files("agl_deploy") / "templates" / name).read_text(encoding="utf-8")
 
 
 def fill(name: str, /, **values: Any) -> str:
-    """Return a template with its values filled in; one that is missing is an error."""
+    """Return a template with the values filled in; raises an error if a value is missing."""
     return _ENVIRONMENT.from_string(template(name)).render(**values)
 
 
@@ -53,16 +54,16 @@ _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def trainer_image(gpus: int) -> str:
-    """Return the target of the trainer's image."""
+    """Return the Dockerfile target of the trainer's image: for CUDA, or for CPUs if ``gpus`` is 0."""
     return "trainer-cuda" if gpus else "trainer-cpu"
 
 
 def image_files(needs: Needs, folder: str) -> dict[str, str]:
-    """Return the files by path.
+    """Return the Dockerfile, the requirements, and the files that the images need, by path.
 
     Args:
         needs: The needs of the experiment.
-        folder: Where they go, relative to the experiment's folder.
+        folder: The folder for these files, relative to the experiment's folder.
     """
     dockerfile = fill(
         "Dockerfile",
@@ -84,7 +85,7 @@ def image_files(needs: Needs, folder: str) -> dict[str, str]:
 
 
 def requirement_files(needs: Needs, *, parts: Iterable[str]) -> dict[str, str]:
-    """Return the requirements of parts by path, with the folder for wheels, which git leaves out like secrets."""
+    """Return the requirements files of parts, a folder for wheels, and a ``.gitignore`` for wheels and ``.env``."""
     return {
         **{f"requirements/{part}.txt": _requirements(needs, part) for part in parts},
         "wheels/.gitkeep": "",
@@ -93,7 +94,7 @@ def requirement_files(needs: Needs, *, parts: Iterable[str]) -> dict[str, str]:
 
 
 def wheel_command(needs: Needs, folder: str) -> list[str]:
-    """Return the command that builds the wheels that no index has; empty where there are none."""
+    """Return the command that builds wheels of distributions without a release; empty if there are none."""
     if not needs.sources:
         return []
     return ["python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", f"{folder}/wheels", *needs.sources]
@@ -116,15 +117,15 @@ _PORTS = {"gateway": GATEWAY_PORT, "console": CONSOLE_PORT}
 
 
 def compose_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
-    """Return the compose file and an example of its secrets, by path.
+    """Return the compose file and an example of ``.env``, by path.
 
     Args:
         needs: The needs of the experiment.
-        folder: Where they go, relative to the experiment's folder.
-        gpus: GPUs of the trainer; 0 for the image for CPUs.
+        folder: The folder for these files, relative to the experiment's folder.
+        gpus: Number of GPUs of the trainer; 0 for the image for CPUs.
 
     Raises:
-        ConfigError: Ray starts the agents, and not the file's workers.
+        ConfigError: The runner is ``ray``, which starts agents itself instead of the compose file's workers.
     """
     if needs.ray is not None and needs.ray.runs_agents:
         raise ConfigError(
@@ -165,7 +166,7 @@ def _service(part: Part, needs: Needs, *, is_bundled: bool, gpus: int) -> dict[s
 
 
 def env_example(needs: Needs, folder: str) -> str:
-    """Return the example of ``.env``: every variable that needs a value, without values."""
+    """Return the text of ``env.example``: every variable that needs a value, with an empty value."""
     lines = [f"# Copy to {folder}/.env, which git and the images leave out, and give every variable a value."]
     for name, use in secrets_of(needs).items():
         lines += [f"# {use}", f"{name}="]
@@ -173,18 +174,18 @@ def env_example(needs: Needs, folder: str) -> str:
 
 
 CHART = "chart"
-"""The folder of the chart."""
+"""The folder of the chart, in the templates and in the output."""
 
 _FILLED = ("Chart.yaml", "values.yaml")
-"""Files that the experiment decides about; all others are the same for every experiment."""
+"""Files of the chart that depend on the experiment; the others are the same for every experiment."""
 
 
 def chart_files(needs: Needs, *, gpus: int) -> dict[str, str]:
-    """Return the chart by path.
+    """Return the files of the Helm chart by path.
 
     Args:
         needs: The needs of the experiment.
-        gpus: GPUs of the trainer; 0 for the image for CPUs.
+        gpus: Number of GPUs of the trainer; 0 for the image for CPUs.
     """
     own = {"file": needs.file.name, "gpus": gpus, "version": version("agl-core")}
     values = {**{key: getattr(needs, key) for key in ("name", "experiment", "store", "variables")}, **own}
@@ -195,7 +196,7 @@ def chart_files(needs: Needs, *, gpus: int) -> dict[str, str]:
 
 
 def _paths(folder: Traversable, path: str) -> Iterator[str]:
-    """Yield the paths of all files below a folder of the package, in order."""
+    """Yield the paths of all files below a folder of the package, sorted."""
     for entry in sorted(folder.iterdir(), key=lambda one: one.name):
         below = f"{path}/{entry.name}"
         if entry.is_dir():
@@ -205,19 +206,19 @@ def _paths(folder: Traversable, path: str) -> Iterator[str]:
 
 
 AGENTS = "agl_agents"
-"""The custom resource of the nodes for agents, so that none runs on the head, which has the keys of providers."""
+"""The custom Ray resource of the nodes for agents; it keeps agents off the head, which has the providers' keys."""
 
 _SHARE = 0.001
 _DATABASE_PORT = 5432
 
 
 def rayjob_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
-    """Return the manifest by path.
+    """Return the RayJob's manifest by path.
 
     Args:
         needs: The needs of the experiment.
-        folder: Where it goes, relative to the experiment's folder.
-        gpus: GPUs of the head; 0 for the image for CPUs.
+        folder: The folder for this file, relative to the experiment's folder.
+        gpus: Number of GPUs of the head; 0 for the image for CPUs.
 
     Raises:
         ConfigError: Nothing in the experiment uses Ray, or Ray's server for jobs is not installed here.
@@ -253,7 +254,7 @@ def rayjob_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
 
 
 def _database_ports(store: str) -> list[int]:
-    """Return the ports in the URL of a database, which may name several hosts."""
+    """Return the ports in a database URL, which may name several hosts."""
     place = re.split("[/?]", store.partition("://")[2])[0]
     hosts = place.rpartition("@")[2].split(",")
     found = [re.search(r":(\d+)$", host) for host in hosts]
@@ -261,7 +262,7 @@ def _database_ports(store: str) -> list[int]:
 
 
 def _entrypoint(needs: Needs) -> str:
-    """Return the line that a shell on the head runs, in a folder of its own choice."""
+    """Return the shell command that the head runs; it changes to the experiment's folder itself."""
     words = ["agl", "run", needs.file.name, "--resume", "--quiet"]
     settings = {
         "experiment.store": needs.store or f"postgresql://agl@{needs.name}-postgres/agl",
@@ -280,12 +281,12 @@ def _entrypoint(needs: Needs) -> str:
 
 
 def skypilot_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
-    """Return the files by path.
+    """Return the SkyPilot file and the requirements by path.
 
     Args:
         needs: The needs of the experiment.
-        folder: Where they go, relative to the experiment's folder.
-        gpus: GPUs of the machine; 0 for a machine without one.
+        folder: The folder for these files, relative to the experiment's folder.
+        gpus: Number of GPUs of the machine; 0 for a machine without GPUs.
     """
     secrets = ["AGL_SECRET", *(["PGPASSWORD"] if needs.store else []), *needs.variables["trainer"]]
     text = fill(
@@ -301,7 +302,7 @@ def skypilot_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
 
 
 def _run_line(needs: Needs) -> str:
-    """Return the line that runs the experiment; the shell of the machine finds its home."""
+    """Return the shell command that runs the experiment on the machine, with its data in the home folder."""
     store = '"experiment.store=sqlite:///$HOME/agl-data/agl.db"'
     if needs.store:
         store = shlex.quote(f"experiment.store={needs.store}")
@@ -313,11 +314,15 @@ def _run_line(needs: Needs) -> str:
 SCRIPT = "serve_model.py"
 _WEIGHTS = "/models/served"
 _TAKEN = ("postgres", "gateway", "trainer", "worker", "console", "database", "trained", "dashboard", "ray")
-"""Names that a deployment has given to its own parts and volumes."""
+"""Names that a deployment uses for its own parts and volumes."""
 
 
 def parse_model(text: str, needs: Needs) -> tuple[str, str]:
-    """Return the policy and the label of ``NAME@LABEL``; raises :class:`ConfigError`."""
+    """Split ``NAME@LABEL`` into policy and label.
+
+    Raises:
+        ConfigError: The text has another form, or the experiment has no trained policy of that name.
+    """
     policy, at, label = text.partition("@")
     if not (at and LABEL.fullmatch(label)):
         raise ConfigError(
@@ -330,13 +335,13 @@ def parse_model(text: str, needs: Needs) -> tuple[str, str]:
 
 
 def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[str, str]:
-    """Return the files by path.
+    """Return the files that serve a labelled version, for compose and for Kubernetes, by path.
 
     Args:
         needs: The needs of the experiment.
-        model: ``NAME@LABEL``.
-        folder: Where they go, relative to the experiment's folder.
-        gpus: GPUs of the server.
+        model: The policy and the label, as ``NAME@LABEL``.
+        folder: The folder for these files, relative to the experiment's folder.
+        gpus: Number of GPUs of the server.
     """
     policy, label = parse_model(model, needs)
     own = deployed_name(policy)
@@ -366,7 +371,7 @@ def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[s
 
 
 def _fetch(model: str, gateway: str) -> list[str]:
-    """Return the command that copies the files of the version that has the label now."""
+    """Return the command that copies the weights of the version to which the label points when it runs."""
     store = f"http://{gateway}:{GATEWAY_PORT}"
     export = f"agl data export {shlex.quote(model)} --store {store} --format model --output {_WEIGHTS}"
     return ["sh", "-c", f"rm -rf {_WEIGHTS} && {export}"]

@@ -1,4 +1,4 @@
-"""Finds what keeps an experiment from running on other machines as it stands, and credentials in its files."""
+"""Checks whether an experiment can run on other machines, and whether its files contain credentials."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,32 +14,32 @@ _KEY = re.compile(
     r"\b(sk-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|lsv2_\w{20,})"
 )
-"""Keys of providers, by their usual beginnings."""
+"""Matches API keys of providers, by their usual prefixes."""
 
 _SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|token|password|passwd|secret)$", re.IGNORECASE)
 _SECRET_OPTION = re.compile(r"(api[_-]?key|token|password|passwd|secret)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PASSWORD = re.compile(r"://[^/@:\s]*:[^/@\s]+@")
 _SYSTEM = ("/bin/", "/usr/bin/")
-"""Folders of programs that every image has."""
+"""Folders of programs that exist in every image."""
 
 _KIND = re.compile(r"[a-z][a-z0-9_-]+:(?!//)")
-"""The beginning of tasks and workspaces that a package reads, such as ``harbor:FOLDER``."""
+"""The prefix of tasks and workspaces that a package reads, such as ``harbor:`` in ``harbor:FOLDER``."""
 
 _OWN_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 
 
 def refuse(config: ExperimentConfig, data: Mapping[str, Any], folder: Path) -> None:
-    """Refuse an experiment that cannot be deployed.
+    """Raise an error if an experiment cannot be deployed.
 
     Args:
         config: The experiment.
-        data: Its file as plain data.
-        folder: The file's folder.
+        data: The experiment's file as plain data.
+        folder: The folder of the experiment's file.
 
     Raises:
-        ConfigError: Its store or its gateway cannot be shared, a path is outside of its folder, or a credential stands
-            in its file; the message names the key and never the value.
+        ConfigError: The store or the gateway cannot be shared, a path leads out of the folder, or the file contains a
+            credential. The message names the key of a credential and never its value.
     """
     _refuse_credentials(data)
     section = config.experiment
@@ -81,12 +81,12 @@ def _refuse_gateway(gateway: GatewayConfig) -> None:
 
 
 def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> Iterator[str]:
-    """Yield what may not work elsewhere, or does not belong in an image, in sentences.
+    """Yield warnings about settings that may not work on other machines, and about files that seem to contain keys.
 
     Args:
         config: The experiment.
-        folder: Its folder.
-        files: The agent's modules, relative to it.
+        folder: The folder of the experiment's file.
+        files: Files of the agent's modules, relative to the folder.
     """
     section = config.experiment
     if section.harness:
@@ -109,7 +109,7 @@ def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> It
 
 
 def _of_policies(config: ExperimentConfig) -> Iterator[str]:
-    """Yield what of the policies is only on this machine."""
+    """Yield warnings about policies that depend on this machine."""
     for name, policy in config.policy.items():
         for key, value in _texts(policy.params):
             host = _host(value)
@@ -129,10 +129,10 @@ def _of_policies(config: ExperimentConfig) -> Iterator[str]:
 
 
 def variables(value: Any) -> Iterator[str]:
-    """Yield the environment variables that a section of an experiment names, such as in ``api_key_env``.
+    """Yield the environment variables that a section of an experiment names in keys such as ``api_key_env``.
 
     Raises:
-        ConfigError: A name is not that of a variable.
+        ConfigError: A value is not a valid name of a variable.
     """
     if isinstance(value, Mapping):
         for key, item in cast("Mapping[str, Any]", value).items():
@@ -170,7 +170,7 @@ def _refuse_credentials(data: Mapping[str, Any]) -> None:
 
 
 def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield all texts within plain data, with their place as ``--set`` writes it."""
+    """Yield all texts within plain data, each with its dotted key, as in ``--set``."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, Mapping):
@@ -182,7 +182,7 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _has_password(text: str) -> bool:
-    """Return true for a URL with a password before its host, or with one among its options."""
+    """Return true for a URL with a password before its host or in its query."""
     if _PASSWORD.search(text):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Finds the modules of an agent, and the distributions that they import, without running anything."""
+"""Finds the modules of an agent, and the distributions that they import, without running any code."""
 
 import ast
 import re
@@ -20,9 +20,9 @@ class Imported(Record, frozen=True, kw_only=True):
     """The modules of an agent, and their requirements.
 
     Attributes:
-        files: Files of the folder, relative to it.
-        distributions: Distributions that these files import, and those of the folder's ``requirements.txt``.
-        unknown: Modules that are neither in the folder nor installed, with the file that imports each.
+        files: Files of the modules in the experiment's folder, relative to the folder.
+        distributions: Distributions that these files import, and those in the folder's ``requirements.txt``.
+        unknown: Imported modules that are neither in the folder nor installed, as pairs of module and importing file.
     """
 
     files: tuple[str, ...]
@@ -31,12 +31,12 @@ class Imported(Record, frozen=True, kw_only=True):
 
 
 def read_imports(folder: Path, modules: Iterable[str], programs: Iterable[str] = ()) -> Imported:
-    """Follow the imports of modules within a folder.
+    """Follow the imports of modules through a folder.
 
     Args:
         folder: The experiment's folder.
         modules: Modules of the agent and the rewards, such as ``agent`` or ``pkg.agent``.
-        programs: Files of programs, relative to the folder.
+        programs: Words of the agent's command; those that are Python files are followed too.
 
     Raises:
         ConfigError: A file is not valid Python.
@@ -71,12 +71,12 @@ def _sorted_out(folder: Path, files: list[str], outside: dict[str, str]) -> Impo
 
 @cache
 def _providers() -> dict[str, list[str]]:
-    """Return the distributions that provide each top-level module."""
+    """Return the distributions that provide each top-level module, by module."""
     return dict(metadata.packages_distributions())
 
 
 def _files_of(folder: Path, module: str) -> list[str]:
-    """Return the files that are run when ``module`` is imported from the folder; none where it is not there."""
+    """Return the files that importing ``module`` from the folder runs; empty if the module is not in the folder."""
     if not _MODULE.fullmatch(module):
         return []
     parts = module.split(".")
@@ -93,7 +93,7 @@ def _file(parts: list[str]) -> Path:
 
 
 def _modules_in(folder: Path, file: str) -> Iterator[str]:
-    """Yield the modules that a file imports anywhere, in functions too; relative imports by their whole name."""
+    """Yield the absolute names of modules that a file imports, at any level, including within functions."""
     try:
         tree = ast.parse((folder / file).read_bytes())
     except (SyntaxError, ValueError) as error:
@@ -113,7 +113,7 @@ def _modules_in(folder: Path, file: str) -> Iterator[str]:
 
 
 def _required(folder: Path) -> Iterator[str]:
-    """Yield the requirements of the folder's own ``requirements.txt`` that count here, by name and extras."""
+    """Yield the requirements in the folder's ``requirements.txt`` that apply to this Python, as name with extras."""
     path = folder / "requirements.txt"
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:

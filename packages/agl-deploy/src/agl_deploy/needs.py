@@ -1,4 +1,4 @@
-"""Reads an experiment and says what its parts need: distributions, environment variables, a database."""
+"""Reads an experiment, and determines the needs of its parts: distributions, environment variables, a database."""
 
 import hashlib
 import re
@@ -19,7 +19,7 @@ from agl_deploy.pins import Pin, has_extra, missing, pins
 from agl_run import ExperimentConfig, PolicyConfig, load_config
 
 LONGEST = 30
-"""Characters of a name, so that Kubernetes' limit of 63 has room for the suffixes of a chart."""
+"""Largest length of a name, which leaves room for the chart's suffixes within Kubernetes' limit of 63 characters."""
 
 _VALID = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 
@@ -27,24 +27,24 @@ PARTS = ("gateway", "worker", "trainer", "console")
 
 _EVERYWHERE = ("agl-core", "agl-run", "agl-gateway", "agl-data", "agl-store-postgres")
 _OF_A_CODER = ("pip", "setuptools", "wheel", "agl-deploy", "agl-testing")
-"""Distributions that an agent may have in its ``requirements.txt`` and no image needs."""
+"""Distributions that may be in an agent's ``requirements.txt`` for development, and that no image needs."""
 
 _RAY_WITH_JOBS = "ray[default]"
 _HARNESS = "harness"
 """The runner of coding harnesses."""
 
 _KEYS = {"openai": "OPENAI_API_KEY", "tinker": "TINKER_API_KEY"}
-"""Variables of the keys of policies whose settings name none."""
+"""The environment variable with the API key, by kind of policy, used if the policy's settings name no variable."""
 
 
 class OnRay(Record, frozen=True, kw_only=True):
-    """How an experiment uses a Ray cluster.
+    """An experiment's use of a Ray cluster.
 
     Attributes:
         version: The installed release of Ray.
-        runs_agents: Its agents run there.
-        shares_files: Several processes of the cluster write to the run's folder.
-        takes_jobs: Ray's server for jobs is installed, so that an image with these pins has it.
+        runs_agents: True if the agents run on the cluster.
+        shares_files: True if several processes of the cluster write to the run's folder.
+        takes_jobs: True if Ray's job server is installed here, and so in images with the same pins.
     """
 
     version: str
@@ -57,15 +57,15 @@ class Needs(Record, frozen=True, kw_only=True):
     """Everything that an experiment needs on another machine.
 
     Attributes:
-        file: The experiment's file, absolute.
-        name: A name for images, releases and services, made from the experiment's.
-        experiment: The experiment's own name.
-        store: URL of the database, or ``""`` for the PostgreSQL that comes with the deployment.
-        pins: By part, the distributions to install.
-        trained: The policies whose weights can be trained.
-        variables: By part, the environment variables with keys that the experiment names.
-        ray: How it uses a Ray cluster; ``None`` if nothing of it needs Ray.
-        warnings: Sentences about what may not work elsewhere.
+        file: Absolute path of the experiment's file.
+        name: The name for images, releases and services, derived from the experiment's name.
+        experiment: The experiment's name.
+        store: URL of the database; ``""`` for the PostgreSQL that the deployment includes.
+        pins: The distributions to install, by part.
+        trained: Names of the policies whose weights can be trained.
+        variables: The environment variables with keys that the experiment names, by part.
+        ray: The use of a Ray cluster; ``None`` if the experiment does not need Ray.
+        warnings: Warnings for people about settings that may not work on other machines.
     """
 
     file: Path
@@ -80,16 +80,17 @@ class Needs(Record, frozen=True, kw_only=True):
 
     @property
     def sources(self) -> list[str]:
-        """The folders and files from which wheels are built, because no index has these distributions."""
+        """The sources from which wheels must be built, for distributions without a release in an index."""
         return sorted({pin.source for each in self.pins.values() for pin in each if pin.source})
 
 
 def read_needs(file: Path, manager: PluginManager) -> Needs:
-    """Read what an experiment needs.
+    """Read an experiment, and determine its needs.
 
     Raises:
-        ConfigError: It cannot be deployed; see :func:`agl_deploy.findings.refuse`.
-        UnknownComponentError: A component is not installed here, so that nothing can be said about its distribution.
+        ConfigError: The experiment cannot be deployed (see :func:`agl_deploy.findings.refuse`), or a distribution that
+            every deployment needs is not installed here.
+        UnknownComponentError: A component is not installed here, so that its distribution is unknown.
     """
     config = load_config(file)
     folder, agent = file.absolute().parent, config.experiment.agent
@@ -119,10 +120,10 @@ def read_needs(file: Path, manager: PluginManager) -> Needs:
 
 
 def deployed_name(text: str) -> str:
-    """Return a DNS label of at most 30 characters: ``text`` itself where it is one.
+    """Return a DNS label of at most 30 characters for a text: the text itself, if it is such a label.
 
-    Any other text is simplified and gets eight hexadecimal digits of its hash, so that the same text always gives the
-    same name, and two texts that look alike after that give two.
+    Any other text is simplified, and eight hexadecimal digits of its hash are added. The same text therefore always
+    gives the same name, and texts that are equal after the simplification give different names.
     """
     if _VALID.fullmatch(text) and len(text) <= LONGEST:
         return text
@@ -133,7 +134,7 @@ def deployed_name(text: str) -> str:
 
 
 def _modules(config: ExperimentConfig) -> list[str]:
-    """Return the modules that the experiment's file names as ``module:attribute``, or runs as ``python -m module``."""
+    """Return the modules in the experiment's file: in ``module:attribute``, and in a command ``python -m module``."""
     agent = config.experiment.agent
     uses = [agent if isinstance(agent, str) else "", *(reward.use for reward in config.reward)]
     words = agent if not isinstance(agent, str) else ()
@@ -143,7 +144,7 @@ def _modules(config: ExperimentConfig) -> list[str]:
 
 
 def _runners(config: ExperimentConfig, manager: PluginManager) -> list[str]:
-    """Return the runner, and the one that a harness or an agent such as ``verifiers:NAME`` comes with."""
+    """Return the names of the configured runner, and of the runner that a harness or ``verifiers:NAME`` implies."""
     agent = config.experiment.agent
     brought = agent.partition(":")[0] if isinstance(agent, str) and ":" in agent else ""
     is_brought = any(entry.name == brought for entry in manager.entries("runner"))
@@ -151,7 +152,7 @@ def _runners(config: ExperimentConfig, manager: PluginManager) -> list[str]:
 
 
 def _with_extra(distribution: str, component: str) -> str:
-    """Return a component's distribution, with the extra of the component's name where it has one."""
+    """Return a component's distribution, with the extra that is named like the component, if it exists."""
     extras = metadata.metadata(distribution).get_all("Provides-Extra") if distribution else None
     return f"{distribution}[{component}]" if component in (extras or ()) else distribution
 
@@ -179,13 +180,13 @@ def _distributions(config: ExperimentConfig, manager: PluginManager, found: Impo
 
 
 def _with_jobs_of_ray(names: list[str]) -> list[Pin]:
-    """Pin distributions; Ray, where one of them needs it, with its server for jobs."""
+    """Pin distributions; if one of them needs Ray, pin Ray's job server too."""
     found = pins(names)
     return pins([*names, _RAY_WITH_JOBS]) if any(pin.name == "ray" for pin in found) else found
 
 
 def _on_ray(config: ExperimentConfig, trainer: list[Pin]) -> OnRay | None:
-    """Return how the trainer uses Ray, which is pinned where a component or an import needs it."""
+    """Return the experiment's use of Ray; ``None`` if Ray is not among the trainer's pins."""
     version = next((pin.version for pin in trainer if pin.name == "ray"), "")
     if not version:
         return None
@@ -198,7 +199,7 @@ def _on_ray(config: ExperimentConfig, trainer: list[Pin]) -> OnRay | None:
 
 
 def _variables(config: ExperimentConfig) -> dict[str, list[str]]:
-    """Return the variables of the parts that need any; rewards run where the agent does."""
+    """Return the variables that worker and trainer need; rewards run where the agent does."""
     rewards = {*variables([reward.params for reward in config.reward])}
     policies = {name for policy in config.policy.values() for name in variables(_with_key(policy))}
     rest = variables([*(each.params for each in config.algorithm), *(each.params for each in config.exporter)])
@@ -206,13 +207,13 @@ def _variables(config: ExperimentConfig) -> dict[str, list[str]]:
 
 
 def _with_key(policy: PolicyConfig) -> dict[str, Json]:
-    """Return the parameters of a policy, with the variable of its key where that has a default."""
+    """Return a policy's parameters, with ``api_key_env`` set to its default if the kind of policy has one."""
     default = _KEYS.get(policy.use)
     return {"api_key_env": default, **policy.params} if default else policy.params
 
 
 def _not_here(found: Imported, absent: list[str]) -> list[str]:
-    """Word the imports and requirements of the agent that are not installed here."""
+    """Return warnings about imports and requirements of the agent that are not installed here."""
     return [
         *(
             f"{file} imports {module!r}, which is neither in the folder nor installed here: add its distribution to "

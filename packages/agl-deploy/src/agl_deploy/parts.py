@@ -1,6 +1,6 @@
-"""The parts of a deployment: the command, the environment and the health check of each.
+"""The parts of a deployment, each with its command, its environment variables and its health check.
 
-The images and the compose file run these commands; the chart runs the same with other names of hosts.
+The images and the compose file run these commands. The chart runs the same commands with other host names.
 """
 
 import shlex
@@ -14,10 +14,10 @@ TRAINER_PORT = 4748
 CONSOLE_PORT = 8000
 
 BUNDLED = "postgresql://agl@postgres/agl"
-"""URL of the PostgreSQL that comes with a compose file."""
+"""URL of the PostgreSQL that a compose file includes."""
 
 HEALTH = "/opt/agl/health.py"
-"""Path of the health check in the images."""
+"""Path of the health check's script in the images."""
 
 SECRETS = {
     "AGL_SECRET": "signs tokens, and opens the gateway's store",
@@ -34,9 +34,9 @@ class Part(Record, frozen=True, kw_only=True):
 
     Attributes:
         name: ``gateway``, ``trainer``, ``worker`` or ``console``.
-        command: What runs, in the experiment's folder.
-        health: The command that ends with 0 while the part is healthy.
-        secrets: Environment variables that it needs.
+        command: The part's command, which runs in the experiment's folder.
+        health: The command of the health check, which exits with 0 while the part is healthy.
+        secrets: Environment variables that the part needs.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Part(Record, frozen=True, kw_only=True):
 
 
 def parts_of(needs: Needs) -> dict[str, Part]:
-    """Return the parts by name, in the order in which they start, with the hosts' names of a compose file."""
+    """Return the parts by name, in the order in which they start, with the host names of a compose file."""
     file, store = needs.file.name, needs.store or BUNDLED
     served = f"http://gateway:{GATEWAY_PORT}"
     parts = (
@@ -91,7 +91,7 @@ def parts_of(needs: Needs) -> dict[str, Part]:
 
 
 def secrets_of(needs: Needs) -> dict[str, str]:
-    """Return every environment variable that somebody must give a value, with its purpose."""
+    """Return every environment variable that needs a value from the user, with its purpose."""
     own = {name for names in needs.variables.values() for name in names}
     command = shlex.join(["agl", "worker-token", needs.experiment, "--valid", "365d"])
     general = {name: use.format(command=command) for name, use in SECRETS.items()}

@@ -1,7 +1,7 @@
-"""Pins of the distributions that are installed here, as lines of requirements files.
+"""Pins distributions to the releases that are installed here, as lines of requirements files.
 
-A distribution that came from a folder, from a repository or from a file has no release that another machine can
-install; its wheel is built once, into a folder that the images install from.
+A distribution that was installed from a folder, a repository or a file has no release that other machines can install.
+Its wheel is built once, into a folder from which the images install it.
 """
 
 import json
@@ -18,17 +18,17 @@ from packaging.utils import canonicalize_name
 from agl.schemas import Record
 
 _OF_THE_DEVICE = re.compile(r"(nvidia|cuda|triton|pytorch-triton)(-|$)")
-"""Distributions that torch brings for one kind of device; the index of each image decides about them."""
+"""Distributions that torch requires for one kind of device. They are not pinned; each image's index selects them."""
 
 
 class Pin(Record, frozen=True, kw_only=True):
     """An installed distribution.
 
     Attributes:
-        name: Its normalised name.
-        line: Its line in a requirements file, ``name==version``.
-        version: The version in it.
-        source: What its wheel is built from, as ``pip wheel`` takes it; ``""`` for a release.
+        name: The normalised name.
+        line: The line in a requirements file, ``name==version``.
+        version: The version in that line.
+        source: The source for ``pip wheel`` from which the wheel is built; ``""`` for a release.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Pin(Record, frozen=True, kw_only=True):
 
 
 def pins(names: Iterable[str]) -> list[Pin]:
-    """Pin distributions and all that they need, in order of name.
+    """Pin distributions and all their requirements, sorted by name.
 
     Args:
-        names: Distributions, each with its extras where it has some: ``agl-core[otel]``. Those that are not installed
+        names: Distributions, optionally with extras, such as ``agl-core[otel]``. Distributions that are not installed
             are left out; see :func:`missing`.
     """
     found: dict[str, Pin] = {}
@@ -62,12 +62,12 @@ def pins(names: Iterable[str]) -> list[Pin]:
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """The distributions among ``names`` that are not installed here."""
+    """Return the distributions among ``names`` that are not installed here."""
     return sorted({name for name in names if _installed(Requirement(name).name) is None})
 
 
 def has_extra(name: str) -> bool:
-    """Return true if a distribution is installed with everything that its extra needs: ``ray[default]``."""
+    """Return true if a distribution is installed with everything that its extra needs, such as ``ray[default]``."""
     wanted = Requirement(name)
     distribution = _installed(wanted.name)
     needs = [need for extra in wanted.extras for need in _needs(distribution, extra)] if distribution else []
@@ -82,7 +82,7 @@ def _installed(name: str) -> metadata.Distribution | None:
 
 
 def _needs(distribution: metadata.Distribution, extra: str) -> list[Requirement]:
-    """Return the requirements of a distribution here: for ``extra``, or its own where that is ``""``."""
+    """Return the requirements that an extra adds on this machine; for ``""``, those without any extra."""
     every = [Requirement(text) for text in distribution.requires or ()]
     if not extra:
         return [need for need in every if need.marker is None or need.marker.evaluate({"extra": ""})]
@@ -94,12 +94,12 @@ def _needs(distribution: metadata.Distribution, extra: str) -> list[Requirement]
 
 
 def _pin(name: str, distribution: metadata.Distribution) -> Pin:
-    version = distribution.version.partition("+")[0]  # an index of another device has another local version
+    version = distribution.version.partition("+")[0]  # the local version names the device
     return Pin(name=name, line=f"{name}=={version}", version=version, source=_source(distribution))
 
 
 def _source(distribution: metadata.Distribution) -> str:
-    """Return where a distribution that is not a release came from: PEP 610 calls that its direct URL."""
+    """Return the origin of a distribution that is not a release (PEP 610's direct URL); ``""`` for a release."""
     text = distribution.read_text("direct_url.json")
     if text is None:
         return ""

@@ -1,7 +1,7 @@
-"""Writes generated files without overwriting what somebody edited.
+"""Writes generated files without overwriting files that somebody has edited.
 
-A list of digests next to the files says how they were written: a file that nobody touched is replaced, and one that was
-edited is not.
+A list of digests next to the files records the written contents. A file that still has the recorded digest may be
+replaced; a file with another digest was edited.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Literal, cast
 from agl.errors import ConfigError
 
 DIGESTS = ".agl-deploy.json"
-"""Name of the list, in the folder of the files."""
+"""Name of the list of digests, in the folder of the files."""
 
 _SHOWN = 10
 
@@ -26,14 +26,15 @@ def states(folder: Path, files: Mapping[str, str]) -> dict[str, State]:
     """Compare the files to write with those in the folder.
 
     Args:
-        folder: Where the files go; it need not exist.
+        folder: The folder for the files, which need not exist.
         files: Contents by path below ``folder``.
 
     Returns:
-        By path: ``new``, ``same``, ``changed`` where the file there is as it was generated, ``edited`` where it is not.
+        The state of each file, by path: ``new`` if it does not exist, ``same`` if it has the new contents, ``changed``
+        if it has the contents that were generated earlier, else ``edited``.
 
     Raises:
-        ConfigError: A folder below ``folder`` is a link that leads out of it.
+        ConfigError: A folder below ``folder`` is a link that leads out of ``folder``.
     """
     known = _digests(folder)
     for path in files:
@@ -46,15 +47,15 @@ def states(folder: Path, files: Mapping[str, str]) -> dict[str, State]:
 
 
 def write(folder: Path, files: Mapping[str, str], *, force: bool) -> dict[str, State]:
-    """Write the files and return the states before, as :func:`states` does.
+    """Write the files, and return the states that :func:`states` gave before.
 
     Args:
-        folder: Where the files go.
+        folder: The folder for the files.
         files: Contents by path below ``folder``.
         force: Replace edited files too.
 
     Raises:
-        ConfigError: A file was edited, and nothing was written; or a file cannot be written.
+        ConfigError: A file was edited and ``force`` is false, so nothing was written; or a file cannot be written.
     """
     found = states(folder, files)
     edited = sorted(path for path, state in found.items() if state == "edited")
@@ -86,7 +87,7 @@ def _digest(data: bytes) -> str:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the list; empty where it is missing or unreadable, and then every file counts as edited."""
+    """Return the digests by path; empty if the list is missing or invalid, and then existing files count as edited."""
     try:
         found: object = json.loads((folder / DIGESTS).read_bytes())
     except (OSError, ValueError):
@@ -95,7 +96,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file as a whole: a reader sees the old content or the new one."""
+    """Replace a file atomically: a reader sees either the old contents or the new ones."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

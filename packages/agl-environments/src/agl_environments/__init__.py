@@ -1,1 +1,1 @@
-"""agl_environments: environments of other libraries for agents of agl."""
+"""agl_environments: runners for environments of the libraries verifiers and OpenEnv."""

@@ -1,4 +1,4 @@
-"""Registers the runners that give agents an environment of another library."""
+"""Registers the runners for environments of other libraries."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from agl.contracts import RunnerEntry
 
 @hookimpl
 def agl_runners() -> Iterable[RunnerEntry]:
-    """Register the runners of verifiers and of OpenEnv."""
+    """Register the runners for verifiers and for OpenEnv."""
     yield RunnerEntry(
         name="verifiers",
         factory="agl_environments.verifiers.runner:VerifiersRunner",

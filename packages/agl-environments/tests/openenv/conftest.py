@@ -1,4 +1,4 @@
-"""An experiment whose agent guesses a word, and servers that speak OpenEnv's format, rightly and wrongly."""
+"""An experiment whose agent guesses a word, and servers that follow or violate OpenEnv's protocol."""
 
 import asyncio
 import json
@@ -59,14 +59,14 @@ Handler = Callable[[web.WebSocketResponse], Awaitable[None]]
 
 @pytest.fixture
 def model() -> Iterator[ScriptedModelServer]:
-    """A model that says red, unless a test says otherwise."""
+    """A model that answers ``red``, unless a test gives it a script."""
     with ScriptedModelServer(default=Reply(text="red")) as server:
         yield server
 
 
 @pytest.fixture
 def trainer(tmp_path: Path, model: ScriptedModelServer) -> Callable[..., Trainer]:
-    """Makes the trainer of an experiment with the runner's parameters, and with tasks of these words."""
+    """A function that makes the trainer of an experiment from parameters of the runner and from words as tasks."""
 
     def make(
         params: str, *, agent: str = ASYNC_AGENT, words: tuple[str, ...] = ("red",), timeout_s: int = 60
@@ -83,7 +83,7 @@ def trainer(tmp_path: Path, model: ScriptedModelServer) -> Callable[..., Trainer
 
 @contextmanager
 def serving(handler: Handler) -> Generator[str]:
-    """Serve a WebSocket at ``/ws`` in a thread of its own; yields the server's base URL."""
+    """Serve a WebSocket at ``/ws`` in a separate thread; yields the server's base URL."""
     loop = asyncio.new_event_loop()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -113,7 +113,7 @@ def serving(handler: Handler) -> Generator[str]:
 
 
 def playing(answers: Callable[[str, dict[str, Any]], Any]) -> Handler:
-    """Answer every message with what a function of its type and its data returns: a value, or text as it is."""
+    """Return a handler that answers each message by a function of its type and data, with JSON or with raw text."""
 
     async def handle(socket: web.WebSocketResponse) -> None:
         async for message in socket:
@@ -125,7 +125,7 @@ def playing(answers: Callable[[str, dict[str, Any]], Any]) -> Handler:
 
 
 def observed(reward: float | None = None, *, done: bool = False, **observation: Any) -> dict[str, Any]:
-    """Return the answer to a reset or a step, as servers send it."""
+    """Return a server's answer to a reset or a step."""
     return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done}}
 
 
@@ -137,7 +137,7 @@ def guessing(kind: str, data: dict[str, Any]) -> Any:
 
 
 def spans_of(folder: Path, episode: Episode) -> list[Span]:
-    """Return the records of an episode from the store of the experiment in a folder."""
+    """Return the spans of an episode from the store of the experiment in a folder."""
 
     async def read() -> list[Span]:
         store = SQLiteStore(f"sqlite:///{folder / 'runs' / 'agl.db'}")

@@ -1,4 +1,4 @@
-"""The runner with servers that answer rightly, wrongly, late, too much or not at all."""
+"""The runner with servers whose answers are right, wrong, late, too large or missing."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ class Tried:
 
 
 def setup_of(agent: Callable[..., Any]) -> RunContext:
-    """Return the settings of a runner for an agent without resources."""
+    """Return the context of a run for an agent without resources."""
 
     async def resources(_: Rollout) -> dict[str, Any]:
         return {}
@@ -66,7 +66,7 @@ def claim(number: int) -> Claim:
 
 
 def only(trainer: Trainer) -> Any:
-    """Return the one episode of a trial."""
+    """Return the only episode of a dry run."""
     (episode,) = trainer.dev(tasks=1).episodes
     return episode
 
@@ -169,7 +169,7 @@ def test_session_that_breaks_off_repeats_the_attempt_even_if_the_agent_goes_on(t
 
 
 def test_second_attempt_at_a_rollout_has_a_session_of_its_own_while_the_first_one_stops() -> None:
-    """As after a lost lease, when the worker that stops the old attempt claims the new one."""
+    """This happens after a lost lease, if the worker that stops the old attempt claims the new one."""
     has_second_begun = asyncio.Event()
     sessions: list[Any] = []
 

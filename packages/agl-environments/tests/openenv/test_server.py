@@ -1,4 +1,4 @@
-"""A real OpenEnv server, started by a command: an environment of the published package's own classes."""
+"""A real OpenEnv server, started by a command, with an environment made with classes of the published package."""
 
 import json
 import sys
@@ -62,7 +62,7 @@ app = create_app(Words, Guess, Hint, env_name="words", max_concurrent_envs=MANY)
 
 @pytest.fixture
 def params(tmp_path: Path) -> Callable[..., str]:
-    """Writes the server's module, and returns the runner's parameters that start it."""
+    """A function that writes the server's module, and returns the runner's parameters that start it."""
 
     def write(*, concurrent: bool = True, sessions: int = 8) -> str:
         name = f"words_{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""Environments made with verifiers' own classes, each a module beside an experiment file, and the experiment."""
+"""Environments made with verifiers' own classes, each a module next to an experiment file, and the experiment."""
 
 import asyncio
 import uuid
@@ -178,7 +178,7 @@ has_token_ids = true
 
 
 def spans_of(folder: Path, episode: Episode) -> list[Span]:
-    """Return the records of an episode from the store of the experiment in a folder."""
+    """Return the spans of an episode from the store of the experiment in a folder."""
 
     async def read() -> list[Span]:
         store = SQLiteStore(f"sqlite:///{folder / 'runs' / 'agl.db'}")
@@ -192,14 +192,14 @@ def spans_of(folder: Path, episode: Episode) -> list[Span]:
 
 @pytest.fixture
 def model() -> Iterator[ScriptedModelServer]:
-    """A model that says red, unless a test says otherwise."""
+    """A model that answers ``red``, unless a test gives it a script."""
     with ScriptedModelServer(default=Reply(text="red")) as server:
         yield server
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> str:
-    """Name of an environment that lies beside the experiment file."""
+    """The name of an environment whose module is next to the experiment file."""
     name = f"words_{uuid.uuid4().hex}"
     (tmp_path / f"{name}.py").write_text(CLASSIC if IS_CLASSIC else TASKSET)
     return name
@@ -207,7 +207,7 @@ def words(tmp_path: Path) -> str:
 
 @pytest.fixture
 def trainer(tmp_path: Path, model: ScriptedModelServer) -> Callable[..., Trainer]:
-    """Makes the trainer of an experiment on an environment, with what a test changes of its file."""
+    """A function that makes the trainer of an experiment with an environment, with changes to the experiment file."""
 
     def make(name: str, *, args: str = "{}", timeout_s: int = 60, more: str = "") -> Trainer:
         text = FILE.replace("NAME", name).replace("ARGS", args).replace("BASE_URL", model.base_url)

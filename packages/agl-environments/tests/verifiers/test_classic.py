@@ -1,4 +1,4 @@
-"""Environments with ``load_environment``, from the experiment file to the reward."""
+"""Runs environments that have ``load_environment``, from the experiment file to the reward."""
 
 import re
 import signal
@@ -20,7 +20,7 @@ Make = Callable[..., Trainer]
 
 
 def only(trainer: Trainer) -> Any:
-    """Return the one episode of a trial."""
+    """Return the only episode of a dry run."""
     (episode,) = trainer.dev(tasks=1).episodes
     return episode
 

@@ -1,4 +1,4 @@
-"""The runner, with an environment that only notes how it is asked to call the policy."""
+"""The runner, with an environment that only records with which model settings it is called."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from agl_run import AgentSpec, RunContext
 
 
 class Noting:
-    """Ends its first rollout when another one has begun."""
+    """An environment that ends its first rollout when another one has begun."""
 
     def __init__(self) -> None:
         self.urls: list[str] = []
@@ -39,7 +39,7 @@ def claim(number: int) -> Claim:
 
 
 def test_two_attempts_at_a_rollout_call_the_policy_each_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a lost lease, when the worker that stops the old attempt claims the new one."""
+    """This happens after a lost lease, if the worker that stops the old attempt claims the new one."""
     environment = Noting()
     monkeypatch.setattr("agl_environments.verifiers.runner.load", lambda *_, **__: environment)
 

@@ -1,4 +1,4 @@
-"""Environments made of a taskset and a harness, from the experiment file to the reward."""
+"""Runs environments made of a taskset and a harness, from the experiment file to the reward."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_failing_harness_fails_the_rollout_with_its_cause(
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home folder and an environment without a key of Prime Intellect."""
+    """Set a new home folder, and remove Prime Intellect's key from the environment variables."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PRIME_API_KEY", raising=False)
 

@@ -1,6 +1,6 @@
-"""Calls the store behind ``agl serve`` from another process or machine: the whole contract over HTTP.
+"""Calls the store of ``agl serve`` from another process or machine: the whole store contract over HTTP.
 
-The methods are made from the contract's table (:mod:`agl_gateway.store_api.contract`), as the server's are.
+Client and server both derive their methods from the contract's table (:mod:`agl_gateway.store_api.contract`).
 """
 
 import asyncio
@@ -47,18 +47,18 @@ RESTART_DELAYS_S = (4.0, 8.0, 16.0)
 """Further delays for a store that has answered before and may be restarting."""
 
 _NO_STORE = (502, 504)
-"""Statuses of balancers that get no answer from the store, which never answers with one itself."""
+"""Statuses that a balancer sends when the store does not answer it; a store never sends them itself."""
 
 _AWAY = 503
-"""The status of balancers without a store, of a store that is busy, and of one whose database fails."""
+"""The status of a balancer without a store, of a busy store, and of a store with a failing database."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReply:
-    """An answer of the store, or of a balancer before it.
+    """An answer of the store, or of a balancer in front of it.
 
     Attributes:
-        retry_after: The header of that name; ``""`` without.
+        retry_after: The ``Retry-After`` header; ``""`` if it is absent.
     """
 
     status: int
@@ -67,21 +67,21 @@ class StoreReply:
 
     @property
     def is_passing(self) -> bool:
-        """True if no store answered, or one that is busy, so that the same request is worth another try."""
+        """True if no store answered, or a busy one did, so that the same request may be tried again."""
         return self.status in _NO_STORE or (self.status == _AWAY and (bool(self.retry_after) or self.fault() is None))
 
     @property
     def retry_after_s(self) -> float:
-        """The seconds of ``Retry-After``; 0 without it, and where it is a date."""
+        """The seconds in ``Retry-After``; 0 if the header is absent or holds a date."""
         return float(self.retry_after) if self.retry_after.isdecimal() else 0.0
 
     @property
     def start(self) -> str:
-        """The beginning of the body as text."""
+        """The first 120 bytes of the body, as text."""
         return self.body[:120].decode("utf-8", "replace")
 
     def fault(self) -> Fault | None:
-        """Return the error in the body of a store's answer, ``None`` for any other body."""
+        """Return the error in the body of a store's answer; ``None`` if the body holds no such error."""
         try:
             return msgspec.msgpack.decode(self.body, type=Fault)
         except msgspec.DecodeError:
@@ -89,16 +89,18 @@ class StoreReply:
 
 
 class Pauses:
-    """The pauses between the tries of one request."""
+    """The pauses between the attempts to send one request."""
 
     def __init__(self) -> None:
         self._tries = 0
         self._paused_s = 0.0
 
     def next_s(self, delays: Sequence[float], *, asked_s: float = 0.0) -> float | None:
-        """Return the next of ``delays``, or ``asked_s`` where that is longer, but no longer than the longest of them.
+        """Return the next of ``delays``, or ``asked_s`` if that is longer, but never more than the longest of
+        ``delays``.
 
-        ``None`` once there were as many pauses as ``delays``, or pauses as long as all of them together.
+        Returns ``None`` after as many pauses as there are ``delays``, or after pauses that lasted as long as all of
+        them together.
         """
         left_s = sum(delays) - self._paused_s
         if self._tries >= len(delays) or left_s < delays[0]:
@@ -112,18 +114,18 @@ class Pauses:
 class HttpStore:
     """Implements :class:`agl.contracts.Store`; usable from several threads and event loops at once.
 
-    It has a thread with its own event loop and connections, started by the first call and ended by :meth:`close`.
-    It repeats unanswered requests, except ``delete``, which is not safe to repeat: for about 4 seconds to a store that
-    never answered, for half a minute to one that did and may be restarting. A balancer's 502, 503 or 504 is
-    not an answer, and neither is a store's 503 with ``Retry-After``, which gives the length of the next pause.
+    The store has a thread with its own event loop and connections. The first call starts the thread, and :meth:`close`
+    ends it. Unanswered requests are repeated, except ``delete``, which is not safe to repeat: for about 4 seconds if
+    the store never answered, and for half a minute if it did and may be restarting. A balancer's 502, 503 or 504 does
+    not count as an answer. Nor does a store's 503 with ``Retry-After``, which gives the length of the next pause.
 
     Args:
         url: ``http://host:port``; the token may stand before the host, as in ``http://:TOKEN@host``. With ``https``,
             ``?ca=FILE`` names the authorities to trust; by default those of ``AGL_CA_FILE``, else the system's.
-        token: The admin token; by default the URL's, else a worker's token in ``AGL_WORKER_TOKEN`` or in the file
-            that ``AGL_WORKER_TOKEN_FILE`` names, else the environment's ``AGL_TOKEN``, else the first line of the file
-            that ``AGL_TOKEN_FILE`` names; files are read again when they change. Without any of them the store signs
-            one with the environment's ``AGL_SECRET``, which every gateway with the same secret accepts.
+        token: The admin token; by default the URL's, else a worker's token in ``AGL_WORKER_TOKEN`` or in the file that
+            ``AGL_WORKER_TOKEN_FILE`` names, else the environment's ``AGL_TOKEN``, else the first line of the file that
+            ``AGL_TOKEN_FILE`` names; files are read again when they change. Without any of them the store signs a token
+            with the environment's ``AGL_SECRET``, which every gateway with the same secret accepts.
 
     Raises:
         ConfigError: The URL is invalid, or there is no token.
@@ -163,9 +165,9 @@ class HttpStore:
         experiment: str | None = None,
         claim_id: str = "",
     ) -> list[Claim]:
-        """Open attempts; a lost answer is requested again under the same claim id.
+        """Open attempts; if the answer is lost, the request is repeated under the same claim id.
 
-        A claim that follows a cancelled one reuses its id, so it gets the rollouts that the cancelled one took.
+        A claim that follows a cancelled one reuses its id, and so gets the rollouts that the cancelled claim took.
         """
         abandoned = self._abandoned.setdefault((experiment, limit), [])
         own_id = claim_id or (abandoned.pop() if abandoned else new_trace_id())
@@ -178,11 +180,11 @@ class HttpStore:
             raise
 
     async def make_worker_token(self, experiment: str, *, valid_s: float, name: str = "") -> str:
-        """Let the gateway make a token for the workers of one experiment; needs the admin token.
+        """Ask the gateway for a token for the workers of one experiment; needs the admin token.
 
         Raises:
             TokenError: The gateway refuses this machine's token.
-            StoreError: It cannot be reached, or does not accept what was asked.
+            StoreError: The gateway cannot be reached, or rejects the request.
         """
         self._thread.start()
         body = msgspec.json.encode(TokenRequest(experiment=experiment, valid_s=valid_s, name=name))
@@ -208,7 +210,7 @@ class HttpStore:
         await self._thread.stop()
 
     async def call(self, method: Method, params: dict[str, Any]) -> Any:
-        """Send a method of the contract; ``params`` are its arguments by name."""
+        """Call a method of the contract; ``params`` are its arguments by name."""
         if self._is_closed:
             raise StoreError(f"the store {self._url} was closed; open it again to use it")
         self._thread.start()
@@ -220,7 +222,7 @@ class HttpStore:
             raise
 
     async def _ask(self, method: Method, params: dict[str, Any]) -> Any:
-        """Send until there is an answer; a wait longer than one request allows is split over several."""
+        """Send a request until it is answered; a wait longer than one request allows is split into several requests."""
         deadline = time.monotonic() + params.get("wait_s", 0.0)
         while True:
             if method.is_waiting:
@@ -292,7 +294,7 @@ class HttpStore:
         raise self._refused(fault) if reply.status == 401 else error_of(fault)
 
     def _refused(self, fault: Fault) -> TokenError:
-        """Return the error for a token that the server does not accept, with the way to a good one."""
+        """Return the error for a token that the server does not accept; its message says how to get a valid one."""
         reason = fault.message.split(". ")[0]
         if isinstance(self._key, WorkerKey):
             return TokenError(f"the store {self._url} refuses the token in {WORKER_TOKEN_ENV} or in its file: {reason}")
@@ -308,7 +310,7 @@ class HttpStore:
         )
 
     def _away(self, name: str, reply: StoreReply) -> StoreError:
-        """Return the error for a store that does not answer for now, by its own or a balancer's word."""
+        """Return the error for a store that is temporarily unavailable, as the store or a balancer reports."""
         if self._is_closed:
             return StoreError(f"the store {self._url} was closed while {name!r} waited")
         found = f"the store {self._url} answers HTTP {reply.status} for {name!r}"
@@ -330,7 +332,7 @@ class HttpStore:
 
 
 def _sender(method: Method) -> Callable[..., Awaitable[Any]]:
-    """Return the method of :class:`HttpStore` that sends one of the contract's; defaults are the server's."""
+    """Return the method of :class:`HttpStore` that sends ``method``; arguments left out take the server's defaults."""
 
     @functools.wraps(getattr(Store, method.name))
     async def send(self: HttpStore, *values: Any, **params: Any) -> Any:
@@ -345,7 +347,7 @@ for _name, _method in METHODS.items():
 
 
 def error_text(answer: bytes) -> str:
-    """Return the message of a gateway's error, or the beginning of any other answer."""
+    """Return the message of a gateway's error, or the first 120 bytes of any other answer."""
     try:
         return str(msgspec.json.decode(answer)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
@@ -359,10 +361,11 @@ def _parts(url: str) -> SplitResult:
 
 
 def _trust_of(parts: SplitResult) -> tuple[str, ssl.SSLContext | None]:
-    """Return the URL's file of authorities, and what checks the server's certificate: ``None`` without TLS.
+    """Return the URL's file of authorities, and the context that verifies the server's certificate (``None`` without
+    TLS).
 
     Raises:
-        ConfigError: The file cannot be used, or the URL has settings that mean nothing.
+        ConfigError: The file cannot be used, or the URL has unknown settings, or names authorities without TLS.
     """
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     ca = given.pop("ca", "")
@@ -376,7 +379,7 @@ def _trust_of(parts: SplitResult) -> tuple[str, ssl.SSLContext | None]:
 
 
 def _key_of(given: str) -> Callable[[], str] | None:
-    """Return the key to send, read for every request; ``None`` if neither ``given`` nor the environment has one."""
+    """Return a function that gives each request's key; ``None`` if neither ``given`` nor the environment has one."""
     if given:
         return lambda: given
     if key := worker_key():

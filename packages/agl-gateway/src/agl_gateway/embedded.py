@@ -1,4 +1,4 @@
-"""Runs the gateway of an experiment, in a thread and event loop of its own, so that agents cannot block it."""
+"""Runs an experiment's gateway in its own thread and event loop, so that agents cannot block it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -30,16 +30,16 @@ class EmbeddedGateway(EmbeddedSettings):
         self._service: GatewayService | None = None
 
     def apart(self, store_url: str, *, plugins: Mapping[str, str]) -> GatewayProcess:
-        """Return a gateway with the same settings that runs in a process of its own.
+        """Return a gateway with the same settings that runs in its own process.
 
-        It always has a spool, which keeps the calls that a process had when it was killed.
+        It always has a spool, which keeps the calls of a process that was killed.
 
         Args:
             store_url: The store, which a second process can open.
-            plugins: Environment that makes a process load the same plugins.
+            plugins: Environment variables that make a process load the same plugins.
 
         Raises:
-            ConfigError: It cannot run in a process of its own; names the reasons.
+            ConfigError: The gateway cannot run in its own process; the message gives the reason.
         """
         if reason := refusal(store_url, spool=self.spool):
             raise ConfigError(f"the gateway cannot run in its own process, because {reason}")
@@ -50,7 +50,7 @@ class EmbeddedGateway(EmbeddedSettings):
         )
 
     async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: Secret) -> str:
-        """Listen; returns the base URL without ``/v1``."""
+        """Start to listen; returns the base URL without ``/v1``."""
         if self._thread.is_running:
             raise CaptureError("this gateway is already running; stop it first, or create another one")
         self._thread.start()
@@ -62,7 +62,7 @@ class EmbeddedGateway(EmbeddedSettings):
             raise
 
     async def stop(self) -> None:
-        """Write what is recorded, then close; idempotent."""
+        """Write all remaining records to the store, then close; idempotent."""
         if not self._thread.is_running:
             return
         try:
@@ -76,7 +76,7 @@ class EmbeddedGateway(EmbeddedSettings):
         await self._thread.run(lambda: gate.pause(drain_s=drain_s))
 
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
-        """Let held calls through; they carry ``model_version`` and ask the backend for ``model``."""
+        """Release the held calls; from now on calls carry ``model_version`` and ask the backend for ``model``."""
         gate = self._gate(policy)
 
         async def resume() -> None:

@@ -1,4 +1,4 @@
-"""A mapping that holds the newest entries only, for what the gateway remembers of attempts and rollouts."""
+"""A mapping that holds only its newest entries, for the gateway's memory of attempts and rollouts."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V]):
-    """Holds at most ``limit`` entries: a further one drops the oldest."""
+    """Holds at most ``limit`` entries; one more drops the oldest."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Recent(OrderedDict[K, V]):
             self.popitem(last=False)
 
     def touched(self, key: K, make: Callable[[], V]) -> V:
-        """Return the entry of ``key``, made where it is missing, which becomes the newest."""
+        """Return the entry of ``key`` and make it the newest; a missing entry is created with ``make``."""
         if key not in self:
             self[key] = make()
         self.move_to_end(key)

@@ -49,25 +49,26 @@ from agl_run.access import AttemptTokens
 _SHUTDOWN_S = 2.0
 BACKLOG = 1024
 _PEER_KEY_S = 600.0
-"""Seconds for which a key for another gateway is valid: long, because the clocks of machines differ."""
+"""Seconds for which a key for another gateway is valid; long, because the clocks of machines differ."""
 
 _LINGERING_S = 1.0
-"""Seconds in which the rest of a refused body is read and dropped, so that its sender can read the answer."""
+"""Seconds for which the rest of a refused body is read and dropped, so that its sender can read the answer."""
 
 
 class GatewayService:
-    """A gateway with all of its parts. Construct and use it in one event loop. ``routes`` are those of its dispatcher.
+    """A gateway with all of its parts. Construct and use it in one event loop.
 
     Args:
-        admin_key: A key that counts as an admin token, or a function that returns such keys, one a line.
-        client_key: A key that allows conversations and nothing else, or several likewise; it turns conversations on.
-        arms: Whether calls of rollouts that a split placed go to the version of their arm.
-        split: Places rollouts that are queued here, and conversations, in arms; turns both on.
-        certificate: Makes it listen with TLS alone.
+        admin_key: A key with the rights of an admin token, or a function that returns such keys, one per line.
+        client_key: A key that allows conversations and nothing else, or a function as for ``admin_key``; it turns
+            conversations on.
+        arms: True to send the calls of rollouts in a split to the version of their arm.
+        split: Assigns queued rollouts and conversations to arms; turns ``arms`` and conversations on.
+        certificate: Makes the gateway listen with TLS only.
         spools: Files for calls that the store does not take at once: the gateway's own first, then those of gateways
-            that are gone. With none, a gateway waits for its store.
-        group: The processes that this one serves with, on a socket that listens already.
-        listener: That socket; the address in ``settings`` only names it then.
+            that are gone. Without any, calls wait for the store.
+        group: The processes of a gateway with several processes.
+        listener: A socket that already listens, shared by the group; the address in ``settings`` then only names it.
     """
 
     def __init__(
@@ -174,11 +175,11 @@ class GatewayService:
 
     @property
     def bodies_held(self) -> int:
-        """Bytes of the large request bodies that are held now."""
+        """Bytes of large request bodies that are held now."""
         return self._budget.held
 
     async def start(self) -> str:
-        """Listen; returns the base URL.
+        """Start to listen; returns the base URL.
 
         Raises:
             ConfigError: The port is taken, a label of the split does not exist, or no upstream serves its version.
@@ -206,7 +207,7 @@ class GatewayService:
         return self.url
 
     def _periodic_work(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """Yield what the gateway does besides answering requests, until it stops."""
+        """Yield the background tasks that run until the gateway stops."""
         yield self._presence.run()
         if self._certificate is not None:
             yield self._certificate.watch()
@@ -216,10 +217,10 @@ class GatewayService:
             yield RewardSweep(self.store, self._traffic).run()
 
     async def stop(self) -> int:
-        """Write what is recorded, then close; idempotent. The store stays open.
+        """Write all remaining records, then close; idempotent. The store stays open.
 
         Returns:
-            The number of calls that stay in the spool, because the store does not take them.
+            The number of calls left in the spool, because the store does not take them.
         """
         for gate in self.router.gates.values():
             gate.resume()
@@ -243,7 +244,7 @@ class GatewayService:
         context = self._certificate and self._certificate.context
         where = (self._settings.host, self._settings.port)
         if self._listener is not None:
-            # One connection at a time, so that the processes that are idle take the others.
+            # One connection at a time, so that idle processes take the other connections.
             await web.SockSite(runner, self._listener, backlog=1, ssl_context=context).start()
             self._listener.listen(BACKLOG)
         else:
@@ -330,7 +331,7 @@ class GatewayService:
         return {**routes, "GET /split": api.report, f"GET {RESOURCES}*": api.resource}
 
     def _new_conversations(self) -> Conversations:
-        """Create the conversations; the split, if there is one, places them in arms."""
+        """Create the conversations; if there is a split, it assigns them to arms."""
         return Conversations(
             store=self.store,
             enqueue=self.store.enqueue if self._splitter is None else self._splitter.enqueue,
@@ -367,14 +368,14 @@ def bind_error(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def _gateway_id(spools: Sequence[SpoolFile], settings: Settings) -> str:
-    """Return the id of a gateway that loses no call; the store's where another may answer in its place."""
+    """Return the lasting id of a gateway with a spool: the store's id if other gateways may answer in its place."""
     if not spools:
         return ""
     return spools[0].store_id if settings.is_shared else spools[0].gateway_id
 
 
 def _traffic(settings: Settings, split: Split | None) -> KeptTraffic:
-    """Return what decides which conversations are recorded; raises :class:`ConfigError` where a split is served."""
+    """Return the rule for which conversations are recorded; raises :class:`ConfigError` if a split is served."""
     if split is not None:
         raise ConfigError(
             "a split compares its arms by all of their conversations, so none may be left out: take away --split, or "

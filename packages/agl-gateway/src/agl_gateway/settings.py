@@ -66,7 +66,7 @@ class Share:
         return self.base_rate == 1.0 and not self.max_spans_per_minute
 
     def holds(self, rollout_id: str) -> bool:
-        """Return true for the conversations of the base rate; the same in every process."""
+        """Return true if the conversation is in the base rate's share; every process gives the same answer."""
         drawn = blake2b(rollout_id.encode(), digest_size=8, person=b"agl-share").digest()
         return int.from_bytes(drawn) < self.base_rate * 2**64
 
@@ -104,7 +104,7 @@ class Settings(EmbeddedSettings):
 
 
 def descriptions() -> dict[str, str]:
-    """Return what each setting means, as the docstrings above say it."""
+    """Return the description of each setting, by name, read from the docstrings above."""
     docs = "\n".join(inspect.getdoc(kind) or "" for kind in (EmbeddedSettings, Share, Settings))
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docs, re.MULTILINE)
     return {name: " ".join(text.replace("``", "").split()) for name, text in found}

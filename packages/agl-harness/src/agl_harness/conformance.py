@@ -7,7 +7,7 @@ class TestMine(SandboxConformance):
         return MySandboxes(base=tmp_path)
 ```
 
-Its tests run ``sh`` and the usual small tools only.
+The tests run only ``sh`` and the usual small tools in a sandbox.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ _LARGE = 9 << 20
 
 
 class SandboxConformance:
-    """The contract of :class:`agl_harness.Sandboxes`, as tests."""
+    """Tests the contract of :class:`agl_harness.Sandboxes`."""
 
     @pytest.fixture
     def sandboxes(self) -> Any:
-        """Return the backend; override this. It is started and closed by each test."""
+        """Return the backend; override this fixture. Each test starts and closes the backend."""
         raise NotImplementedError
 
     def run(self, sandboxes: Any, work: Callable[[Sandbox], Awaitable[Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""Examines an installed harness: its version, and one task that a scripted model answers."""
+"""Examines an installed harness: reads its version, and runs it on one task with a scripted model."""
 
 import asyncio
 import os
@@ -20,13 +20,13 @@ _WORD = "agl-harness-works"
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """The state of a harness on this machine.
+    """The result of examining a harness on this machine.
 
     Attributes:
-        name: The harness.
-        version: The version that is installed, ``""`` if it is unknown.
-        problem: What is wrong, with what to do; ``""`` for nothing.
-        is_only_a_note: Whether the harness may work nevertheless.
+        name: The harness's name.
+        version: The installed version; ``""`` if it is unknown.
+        problem: A problem and its remedy, for people; ``""`` if the harness works.
+        is_only_a_note: True if ``problem`` is only a note, and the harness may work nevertheless.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 def examine(harness: Harness, *, given: str) -> Finding:
-    """Return the state of a harness, which was found by a given name or file; it runs for a few seconds."""
+    """Examine a harness, which takes a few seconds; ``given`` is the name or file by which a user chose it."""
     try:
         program = require(harness)
     except AglError as error:
@@ -53,7 +53,7 @@ def examine(harness: Harness, *, given: str) -> Finding:
 
 
 def _turn(given: str) -> str:
-    """Give the harness a task that a scripted model answers; returns what went wrong."""
+    """Run the harness on a task with a scripted model; returns a description of the failure, or ``""``."""
     server = [sys.executable, "-m", "agl_testing.model_server", "--text", _WORD]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -75,7 +75,7 @@ def _turn(given: str) -> str:
 
 
 async def _run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run a program and end all that it started; returns its exit status, output and errors."""
+    """Run a program, and end all processes it started; returns its exit status, standard output and standard error."""
     pipe = asyncio.subprocess.PIPE
     kept = await BoundProcess.start(
         words, environment=environment, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe

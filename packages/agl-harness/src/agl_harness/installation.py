@@ -1,7 +1,7 @@
-"""Installs harnesses from npm and PyPI, each into a folder of its own, and finds the installed ones.
+"""Installs harnesses from npm and PyPI, each into its own folder, and finds installed ones.
 
-A harness that agl installed comes before one on the ``PATH``, because its version is the table's. Nothing is installed
-into the system or into this Python's environment.
+A harness that agl installed takes precedence over one on the ``PATH``, because its version is the one in the table of
+harnesses. Nothing is installed into the system or into this Python's environment.
 """
 
 import os
@@ -21,7 +21,7 @@ from agl_harness.table import Harness
 from agl_inspect.keys import state_dir
 
 FOLDER_ENV = "AGL_HARNESSES"
-"""Variable with the folder that harnesses are installed to; by default one among this user's state."""
+"""Environment variable with the folder for installed harnesses; by default a folder in this user's state directory."""
 
 _VERSION = re.compile(r"\d+\.\d+[\w.+-]*")
 _VERSION_S = 60.0
@@ -32,8 +32,8 @@ class Program(Record, frozen=True, kw_only=True):
     """An installed harness.
 
     Attributes:
-        path: Its program.
-        is_ours: Whether agl installed it.
+        path: Path of the harness's program.
+        is_ours: True if agl installed it.
     """
 
     path: str
@@ -41,12 +41,12 @@ class Program(Record, frozen=True, kw_only=True):
 
     @property
     def search_path(self) -> str:
-        """A ``PATH`` that begins with the program's folder."""
+        """This process's ``PATH`` with the program's folder in front."""
         return os.pathsep.join([str(Path(self.path).parent), os.environ.get("PATH", os.defpath)])
 
 
 def place(harness: Harness) -> Path:
-    """Return the folder that a harness is installed to, which has its version in its name."""
+    """Return the folder in which a harness is installed; the folder's name includes the version, if it is pinned."""
     base = Path(os.environ.get(FOLDER_ENV) or state_dir() / "harnesses")
     return base / (f"{harness.name}-{harness.pin}" if harness.pin else harness.name)
 
@@ -62,7 +62,7 @@ def locate(harness: Harness) -> Program | None:
 
 
 def require(harness: Harness) -> Program:
-    """Return the program of a harness; raises :class:`ConfigError` that says how to install it."""
+    """Return the program of a harness; raises :class:`ConfigError` with the remedy if it is not installed."""
     found = locate(harness)
     if found is None:
         raise ConfigError(
@@ -72,7 +72,7 @@ def require(harness: Harness) -> Program:
 
 
 def remedy(harness: Harness) -> str:
-    """Return what installs a harness."""
+    """Return an instruction for people on how to install a harness."""
     if harness.npm and shutil.which("npm") is None:
         return f"install Node.js, which brings npm, and then run: agl harness install {harness.name}"
     if not (harness.npm or harness.pip):
@@ -83,7 +83,7 @@ def remedy(harness: Harness) -> str:
 
 
 def version_of(program: Program, harness: Harness) -> str:
-    """Return the version that a program prints, ``""`` if it prints none; it gets an empty home folder."""
+    """Return the version that a program prints when run with an empty home folder; ``""`` if it prints none."""
     with tempfile.TemporaryDirectory() as home:
         environment = {"PATH": program.search_path, "HOME": home, "TERM": "dumb"}
         try:
@@ -103,11 +103,11 @@ def version_of(program: Program, harness: Harness) -> str:
 
 
 def install(harness: Harness) -> Program:
-    """Install a harness into its folder, and return its program; a partial installation is replaced.
+    """Install a harness into its folder unless it is installed there; replaces a partial installation.
 
     Raises:
-        ConfigError: The entry names no package, or what installs it is missing.
-        RunError: The installation failed; has the end of its output.
+        ConfigError: The harness's entry names no package, or npm or the required Python is missing.
+        RunError: The installation failed; the message has the end of its output.
     """
     folder = place(harness)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def _commands(harness: Harness, folder: Path) -> list[list[str]]:
 
 
 def _python(harness: Harness) -> str:
-    """Return a Python whose release suits the harness's packages."""
+    """Return the path of a Python of the release that the harness needs."""
     if harness.python in ("", f"{sys.version_info.major}.{sys.version_info.minor}"):
         return sys.executable
     found = shutil.which(f"python{harness.python}")

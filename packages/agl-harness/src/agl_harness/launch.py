@@ -1,7 +1,7 @@
-"""Starts a harness once, in a folder, with the model that the environment names: ``python -m agl_harness.launch``.
+"""``python -m agl_harness.launch``: runs a harness once in a folder, with the model that environment variables name.
 
-It is what ``agl harness run`` records. The folder is worked in as it is, the harness's home is a temporary folder, and
-nothing is kept apart from the rest of the machine.
+``agl harness run`` records this command. The harness works directly in the folder, with a temporary home folder and
+without a sandbox.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from agl_harness.table import Model, fill, find
 
 
 def main() -> None:
-    """Run a harness to its end, and end with its exit status."""
+    """Run a harness to its end, and exit with the harness's exit status."""
     parser = argparse.ArgumentParser(prog="python -m agl_harness.launch")
     for option in ("--harness", "--folder", "--model", "--task"):
         parser.add_argument(option, required=True)
@@ -33,15 +33,15 @@ def launch(name: str, *, folder: Path, model: str, task: str, environment: Mappi
     """Run a harness on a task, and return its exit status.
 
     Args:
-        name: The harness or its file.
-        folder: The folder that it works in.
-        model: Name of the model.
+        name: The harness's name, or the file that describes it.
+        folder: The folder in which it works.
+        model: The model's name.
         task: The task.
-        environment: Has the model's address as ``OPENAI_BASE_URL`` and its key as ``OPENAI_API_KEY``; by default that
-            of this process.
+        environment: Variables, with the model's address in ``OPENAI_BASE_URL`` and its key in ``OPENAI_API_KEY``; by
+            default those of this process.
 
     Raises:
-        ConfigError: There is no such harness, it is not installed, or no model is named.
+        ConfigError: The harness does not exist or is not installed, or ``OPENAI_BASE_URL`` is not set.
     """
     given = os.environ if environment is None else environment
     base_url = given.get("OPENAI_BASE_URL", "")

@@ -1,4 +1,4 @@
-"""Registers ``agl harness``, the runner of harnesses and the reward that runs a workspace's tests."""
+"""Registers ``agl harness``, the runner ``harness``, and the rewards that run tests."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ def agl_commands() -> Iterable[CommandEntry]:
 
 @hookimpl
 def agl_runners() -> Iterable[RunnerEntry]:
-    """Register the runner behind ``[experiment] harness``."""
+    """Register the runner of experiments with ``[experiment] harness``."""
     yield RunnerEntry(
         name="harness",
         factory="agl_harness.runner:HarnessRunner",

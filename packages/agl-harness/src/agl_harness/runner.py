@@ -1,8 +1,8 @@
-"""The runner of coding harnesses: an attempt is a harness that works in a sandbox of its own on a fresh workspace.
+"""The runner of coding harnesses: each attempt runs the harness in a sandbox of its own, on a fresh workspace.
 
-The harness finds the model at the gateway, with the attempt's token as its key. Its sandbox stays until the rewards
-have looked at the workspace, and longer where it is kept. An attempt whose sandbox breaks is repeated; when the
-harness ends, the attempt has its outcome.
+The harness calls the model through the gateway, with the attempt's token as its API key. The sandbox stays until the
+rewards have read the workspace, or longer if the setting ``keep`` says so. If the sandbox breaks, the attempt is
+repeated; if the harness ends, its exit status decides the attempt's outcome.
 """
 
 import asyncio
@@ -69,15 +69,15 @@ _PASSED_ON = (
     "SSL_CERT_DIR",
     "NODE_EXTRA_CA_CERTS",
 )
-"""Variables of this process that a harness gets; the others may hold keys, or point it at another model."""
+"""Variables of this process that a harness gets; others may hold keys, or point the harness at another model."""
 
 
 class HarnessRunner:
-    """Runs a coding harness per attempt; see the module.
+    """Runs a coding harness for each attempt; see the module's docstring.
 
     Args:
-        setup: The experiment's settings; its agent names the harness.
-        params: The fields of :class:`agl_harness.settings.HarnessSettings`.
+        setup: The context of the run; its agent names the harness.
+        params: Fields of :class:`agl_harness.settings.HarnessSettings`.
 
     Raises:
         ConfigError: A parameter is wrong, or the harness is not installed.
@@ -119,11 +119,11 @@ class HarnessRunner:
 
     @staticmethod
     def check(agent: AgentSpec, tasks: Sequence[Json] = (), params: Mapping[str, Any] | None = None) -> None:
-        """Check a harness and its tasks before anything is started.
+        """Check an experiment's harness and tasks before anything starts.
 
         Raises:
-            ConfigError: The harness does not exist, or a Harbor task cannot be run or asks for something that the
-                sandbox lacks.
+            ConfigError: The harness does not exist, or a Harbor task cannot run or needs something that the sandbox
+                lacks.
         """
         folder = Path(agent.folder or ".").absolute()
         find(agent.harness, folder=folder)
@@ -131,23 +131,23 @@ class HarnessRunner:
         check_tasks([place for place in found if place is not None], settings=_settings(dict(params or {})))
 
     def _hidden(self) -> list[str]:
-        """Return further folders that no sandbox sees: the tasks of Harbor, wherever they are."""
+        """Return the folders that the settings hide from sandboxes, and the folder of Harbor tasks."""
         workspace = self._setup.agent.workspace
         tasks = workspace.removeprefix(PREFIX).partition("{")[0] if workspace.startswith(PREFIX) else ""
         return [*self._settings.hidden, *([tasks] if tasks else [])]
 
     async def start(self) -> None:
-        """Start the backend, and remove what killed runners left behind."""
+        """Start the backend, and remove the local sandboxes of killed runners."""
         if isinstance(self._sandboxes, ManagedSandboxes):
             await self._sandboxes.start()
         if isinstance(self._sandboxes, LocalSandboxes):
             await asyncio.to_thread(self._sandboxes.remove_abandoned)
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Run one attempt; its sandbox is left for the rewards, until :meth:`release`.
+        """Run one attempt; its sandbox stays for the rewards until :meth:`release`.
 
         Raises:
-            SandboxError: The sandbox could not be made, or went away.
+            SandboxError: The sandbox could not be created, or went away.
         """
         root = _root(claim)
         sandbox: Sandbox | None = None
@@ -174,7 +174,7 @@ class HarnessRunner:
         return self._outcome(root, sandbox, status, error, redact(finished.output))
 
     def _layout(self, claim: Claim) -> Layout | None:
-        """Return the Harbor task of an attempt; ``None`` for a task of another kind."""
+        """Return the layout of an attempt's Harbor task; ``None`` if the task is not Harbor's."""
         folder = task_folder_of(self._setup.agent.workspace, claim.rollout.task, folder=self._folder)
         return None if folder is None else layout_of(load_task(folder))
 
@@ -187,7 +187,7 @@ class HarnessRunner:
         return await self._sandboxes.create_for(name, task=layout.task.folder, places=layout.places)
 
     def _limits_of(self, claim: Claim, layout: Layout | None) -> Limits:
-        """Return the narrower of the experiment's limits and the task's."""
+        """Return the limits of an attempt: of each limit, the smaller of the experiment's and the task's."""
         seconds = [claim.rollout.retry.timeout_s, layout.task.agent_s if layout else None]
         memory = [self._limits.memory, layout.task.memory if layout else 0]
         return msgspec.structs.replace(
@@ -198,7 +198,7 @@ class HarnessRunner:
         )
 
     async def _prepare(self, claim: Claim, sandbox: Sandbox, layout: Layout | None) -> Launch:
-        """Fill the workspace and the home folder, and return what starts the harness."""
+        """Fill the workspace and the home folder, and return the command that starts the harness."""
         rollout = claim.rollout
         workspace = Path(sandbox.root / WORKSPACE)
         if layout is None:
@@ -286,7 +286,7 @@ class HarnessRunner:
         return Outcome(attempt_id=root.attempt_id, status=status, error=error, spans=(closed,))
 
     async def release(self, claim: Claim, outcome: Outcome | None) -> None:
-        """Remove an attempt's sandbox, or leave its files where they are kept."""
+        """Remove an attempt's sandbox, or keep its folder if the setting ``keep`` says so."""
         sandbox = self._open.pop(claim.attempt.attempt_id, None)
         if sandbox is None:
             return
@@ -311,7 +311,7 @@ def _is_of_harbor(agent: AgentSpec, task: Json) -> bool:
 
 
 def base_environment(sandbox: Sandbox, program: Program | None = None) -> dict[str, str]:
-    """Return the variables of any program in a sandbox; ``python`` is the one that runs agl."""
+    """Return the variables that any program in a sandbox gets; its ``python`` is the Python that runs agl."""
     passed = {name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("LC_")}
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     own = f"{Path(program.path).parent}{os.pathsep}" if program is not None else ""
@@ -327,17 +327,20 @@ def base_environment(sandbox: Sandbox, program: Program | None = None) -> dict[s
 
 
 def with_image(environment: Mapping[str, str], image: Image) -> dict[str, str]:
-    """Return variables together with an image's; the image's ``PATH`` comes before the machine's own."""
+    """Return variables with those of an image added; the image's ``PATH`` precedes the given one."""
     added = image.variables.get("PATH", "").split(os.pathsep)
     path = os.pathsep.join([*filter(None, added), environment["PATH"]])
     return {**environment, **image.variables, "PATH": path}
 
 
 def prompt_of(task: Json, resources: Mapping[str, object], *, key: str) -> str:
-    """Return the prompt of a task: the experiment's prompt filled with it, the task's field, or the task as text.
+    """Return the prompt for a task.
+
+    It is the experiment's prompt template filled with the task, or without a template the task itself if it is text,
+    or else the task's field ``key``.
 
     Raises:
-        ConfigError: The experiment has several prompts, or the task lacks what is needed.
+        ConfigError: The experiment has several prompts, or the task has no text in the field ``key``.
     """
     prompts = {name: value for name, value in resources.items() if isinstance(value, PromptTemplate)}
     if len(prompts) > 1:

@@ -1,4 +1,4 @@
-"""The settings of harnesses that experiments write as the runner's parameters."""
+"""The settings of the runner ``harness``, which experiments write as the runner's parameters."""
 
 from typing import Literal
 
@@ -8,28 +8,28 @@ from agl_harness.sandboxes.isolation import Kind
 
 
 class HarnessSettings(Record, frozen=True, kw_only=True):
-    """Settings of the runner of harnesses.
+    """Settings of the runner ``harness``.
 
     Attributes:
-        policy: Name of the policy that it calls; by default the only one.
-        prompt: Key of a task that holds its prompt, where the experiment has no prompt of its own.
+        policy: Name of the policy that the harness calls; by default the only policy.
+        prompt: Key of the task's field with the prompt, used if the experiment has no prompt template.
         arguments: Further arguments of the harness.
-        context: Most tokens of a prompt with its answer, for the harness's own settings.
-        output: Most tokens of an answer, for the same purpose.
-        memory: Memory of all its processes at most, such as ``8GB``; ``""`` for no limit.
-        processes: Number of its processes at most; 0 for no limit.
-        keep: When a workspace stays in the experiment's work directory: after attempts that ``failed``, ``never`` or
-            ``always``.
-        keep_at_most: Number of workspaces that stay; the oldest go first.
+        context: Context length for the harness's own settings: the most tokens of a prompt and its answer together.
+        output: Answer length for the harness's own settings: the most tokens of one answer.
+        memory: Memory limit of all the harness's processes together, such as ``8GB``; ``""`` for no limit.
+        processes: Largest number of the harness's processes; 0 for no limit.
+        keep: When an attempt's workspace is kept in the experiment's work directory: after ``failed`` attempts only,
+            ``never``, or ``always``.
+        keep_at_most: Largest number of kept workspaces; the oldest are removed first.
         sandbox: ``local``, the name of a backend in the entry-point group ``agl_sandboxes``, or ``module:attribute``.
-        sandbox_params: Parameters of that backend.
-        without: What Harbor tasks may ask for and the sandbox need not give, such as ``build`` for what a Dockerfile
-            installs; see :data:`agl_harness.harbor_tasks.folder.LACKS`.
-        isolation: For ``local``: ``auto`` keeps rollouts apart with bubblewrap where it works, ``bwrap`` refuses to go
-            without, ``none`` does not.
-        hidden: Folders, relative to the experiment file, that the harness finds empty, besides that of the experiment
-            file and this user's home.
-        readable: Files and folders, relative to the experiment file, that it may read nevertheless.
+        sandbox_params: Parameters of the backend ``sandbox``.
+        without: Needs of Harbor tasks that the sandbox does not have to meet, such as ``build`` for packages that a
+            Dockerfile installs; see :data:`agl_harness.harbor_tasks.folder.LACKS`.
+        isolation: Isolation of rollouts with ``sandbox = "local"``: ``auto`` uses bubblewrap if it works, ``bwrap``
+            raises an error if it does not, and ``none`` does not isolate.
+        hidden: Folders, relative to the experiment file, that appear empty to the harness, as do the experiment file's
+            own folder and this user's home.
+        readable: Files and folders, relative to the experiment file, that the harness may read within hidden ones.
         environment: Further variables of the harness.
     """
 

@@ -1,7 +1,7 @@
-"""The table of coding harnesses: one entry says how a harness is installed, pointed at a model, and given a task.
+"""The table of coding harnesses: each entry states how a harness is installed, pointed at a model, and given a task.
 
-``harnesses.toml`` in this package holds ours. A person's own entry is a section of the same form in a file of their
-own, and counts as much. Nothing here starts a program.
+``harnesses.toml`` in this package holds the built-in entries. Users can write entries in the same form in files of
+their own. This module does not start programs.
 """
 
 import json
@@ -20,7 +20,7 @@ from agl.hints import did_you_mean
 from agl.schemas import Record
 
 MAX_ARGUMENT = 128 * 1024 - 1
-"""Bytes that Linux takes as one argument of a program."""
+"""Largest size of one program argument on Linux, in bytes."""
 
 _PLACEHOLDERS = (
     "$base_url, $url, $key, $model, $context, $output, $prompt, $home, $workspace, $folder and, as an argument of its "
@@ -30,16 +30,16 @@ _PLACEHOLDERS = (
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 SITUATIONS = ("one turn", "tool", "parallel tools", "sub-agent", "compaction", "429 and retry", "stream cut", "resume")
-"""The situations in which a harness is tried against a scripted model."""
+"""The situations in which a harness is tested with a scripted model."""
 
 
 class Checked(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The last time that a harness was tried.
+    """The result of the latest test of a harness.
 
     Attributes:
-        version: The version that was tried.
-        on: Day, as ``2026-11-23``.
-        passed: The :data:`SITUATIONS` that it mastered.
+        version: The tested version.
+        on: The day of the test, such as ``2026-11-23``.
+        passed: The :data:`SITUATIONS` in which the harness worked.
         note: A remark for users.
     """
 
@@ -53,21 +53,21 @@ class Harness(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A coding harness: a program that works in a folder by calling a model.
 
     Attributes:
-        name: Its name in experiments and commands.
-        title: Its name for people.
-        command: The program and its arguments, with placeholders; an experiment's own arguments come in the place of
+        name: The harness's name in experiments and commands.
+        title: The harness's name for people.
+        command: The program and its arguments, with placeholders; an experiment's own arguments replace
             ``$arguments``.
-        prompt: How the task is given: as an ``argument`` that holds ``$prompt``, or on ``stdin``.
-        dialect: The API that it speaks: ``chat``, ``responses``, ``messages`` or ``google``.
-        npm: Package and version, as ``name@1.2.3``; ``""`` for none.
-        pip: Requirements, the harness's own first, as ``name==1.2.3``.
-        python: Python that its packages need, such as ``3.12``; ``""`` for this one.
-        environment: Variables with placeholders.
-        files: Files in its home folder, by relative path, with placeholders, whose values are escaped for JSON and for
-            TOML's strings in double quotes.
-        version: Arguments that make it print its version.
-        checked: The last time that it was tried.
-        folder: The folder of the file that it comes from.
+        prompt: How the harness gets the task: as an ``argument`` with ``$prompt``, or on ``stdin``.
+        dialect: The dialect of its model calls: ``chat``, ``responses``, ``messages`` or ``google``.
+        npm: The npm package and its version, such as ``name@1.2.3``; ``""`` if it is not on npm.
+        pip: Requirements from PyPI, starting with the harness's own package, such as ``name==1.2.3``.
+        python: The Python release that these requirements need, such as ``3.12``; ``""`` for the running one.
+        environment: Environment variables, whose values may have placeholders.
+        files: Files for the harness's home folder, by relative path. They may have placeholders, whose values are
+            escaped for double-quoted strings of JSON and TOML.
+        version: Arguments with which the program prints its version.
+        checked: The latest test of the harness; ``None`` if it was never tested.
+        folder: The folder of the user's file with this entry; ``""`` for a built-in entry.
     """
 
     name: str
@@ -86,30 +86,30 @@ class Harness(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """The harness's name in messages: its title, or else its name."""
         return self.title or self.name
 
     @property
     def pin(self) -> str:
-        """The version that the table names, ``""`` if it names none."""
+        """The version that the entry names; ``""`` if it names none."""
         if self.npm:
             return self.npm.rpartition("@")[2] if "@" in self.npm[1:] else ""
         return self.pip[0].partition("==")[2] if self.pip else ""
 
     @property
     def program(self) -> str:
-        """The program's name or path."""
+        """The name or path of the harness's program."""
         return self.command[0].replace("$folder", self.folder)
 
 
 class Launch(Record, frozen=True, kw_only=True):
-    """A harness ready to be started.
+    """A harness's command, with all placeholders filled.
 
     Attributes:
         words: The program and its arguments.
-        environment: Variables to set.
-        files: Contents of files in its home folder, by relative path.
-        stdin: Bytes for its standard input.
+        environment: Environment variables to set.
+        files: Contents of the files in the harness's home folder, by relative path.
+        stdin: Bytes for the program's standard input.
     """
 
     words: tuple[str, ...]
@@ -119,14 +119,14 @@ class Launch(Record, frozen=True, kw_only=True):
 
 
 class Model(Record, frozen=True, kw_only=True):
-    """The model that a harness is pointed at.
+    """The model that a harness calls.
 
     Attributes:
-        base_url: Its address with ``/v1``.
-        key: Its key.
-        name: The name under which it is asked for.
-        context: Most tokens of a prompt with its answer, for the harness's own settings.
-        output: Most tokens of an answer, for the same purpose.
+        base_url: The address of the model's API, ending in ``/v1``.
+        key: The API key.
+        name: The model's name in requests.
+        context: Context length for the harness's own settings: the most tokens of a prompt and its answer together.
+        output: Answer length for the harness's own settings: the most tokens of one answer.
     """
 
     base_url: str
@@ -137,7 +137,7 @@ class Model(Record, frozen=True, kw_only=True):
 
 
 def load_table() -> dict[str, Harness]:
-    """Return the harnesses of this package by name, in the order of its file."""
+    """Return the built-in harnesses by name, in the order of ``harnesses.toml``."""
     source = files("agl_harness") / "harnesses.toml"
     return _parse(source.read_text(encoding="utf-8"), source="the table of harnesses", folder="")
 
@@ -146,7 +146,7 @@ def load_file(path: Path) -> dict[str, Harness]:
     """Return the harnesses of a TOML file by name.
 
     Raises:
-        ConfigError: It cannot be read, or an entry is wrong; names the section and the key.
+        ConfigError: The file cannot be read, or an entry is invalid.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -158,14 +158,14 @@ def load_file(path: Path) -> dict[str, Harness]:
 
 
 def find(name: str, *, folder: Path) -> Harness:
-    """Return the harness of a name, or that of a file: ``mine.toml``, or ``mine.toml#NAME`` where it holds several.
+    """Find a harness by name, or in a file: ``mine.toml``, or ``mine.toml#NAME`` if the file holds several.
 
     Args:
-        name: The name or the file.
-        folder: Base of a relative file.
+        name: The name of the harness or of the file.
+        folder: The folder to which a relative file name refers.
 
     Raises:
-        ConfigError: It does not exist; names the close match.
+        ConfigError: The harness or the file does not exist, or the file is invalid.
     """
     file, _, section = name.partition("#")
     if file.endswith(".toml"):
@@ -191,7 +191,7 @@ def _in_file(table: Mapping[str, Harness], section: str, *, name: str) -> Harnes
 
 
 def own_files(harness: Harness) -> list[Path]:
-    """Return the files and folders next to a person's own entry that its command names with ``$folder``."""
+    """Return the files and folders next to a user's own entry that the entry's command names with ``$folder``."""
     words = [PurePosixPath(word) for word in harness.command if word.startswith("$folder/")]
     return [Path(harness.folder, *word.parts[1:2]) for word in words]
 
@@ -199,18 +199,19 @@ def own_files(harness: Harness) -> list[Path]:
 def fill(
     harness: Harness, *, model: Model, prompt: str, home: Path, workspace: Path, arguments: Sequence[str] = ()
 ) -> Launch:
-    """Fill the placeholders of an entry.
+    """Fill the placeholders of a harness's entry.
 
     Args:
         harness: The entry.
-        model: The model.
-        prompt: The task.
+        model: The model that the harness calls.
+        prompt: The prompt for the task.
         home: The harness's home folder.
-        workspace: The folder that it works in.
-        arguments: Further arguments of the experiment.
+        workspace: The folder in which the harness works.
+        arguments: Further arguments from the experiment.
 
     Raises:
-        ConfigError: The prompt does not fit into an argument, or holds a null character.
+        ConfigError: The prompt is too long for an argument or has a null character, or the command has no place for
+            ``arguments``.
     """
     _check_prompt(harness, prompt)
     values: dict[str, str] = {
@@ -246,7 +247,7 @@ def _check_prompt(harness: Harness, prompt: str) -> None:
 
 
 def _with_arguments(harness: Harness, arguments: Sequence[str]) -> list[str]:
-    """Put the experiment's arguments, in which a dollar sign stands for itself, into the command."""
+    """Return the command with the experiment's arguments; dollar signs in the arguments are escaped."""
     words = list(harness.command)
     if "$arguments" not in words:
         if arguments:
@@ -286,7 +287,7 @@ _SAMPLE = Model(base_url="http://host/v1", key="key", name="model")
 
 
 def _check_entry(harness: Harness, where: str) -> None:
-    """Refuse an entry that could not be started: an unknown placeholder, no prompt, a file outside of the home."""
+    """Raise ConfigError for an entry with an unknown placeholder, no prompt, or a file outside of the home folder."""
     if not harness.command:
         raise ConfigError(f'{where}: command is empty; write the program and its arguments, as in ["node", "agent.js"]')
     if harness.prompt == "argument" and not any("$prompt" in word for word in harness.command):

@@ -1,6 +1,7 @@
-"""Makes the workspace of a rollout: a fresh copy of a folder, or of a git tree at a revision, with the task's files.
+"""Makes a rollout's workspace: a fresh copy of a folder, or of a git tree at a revision, plus the task's files.
 
-A name such as ``repos/{name}`` gets its fields from the task, whose values may not lead out of the folder before them.
+In a workspace name such as ``repos/{name}``, ``{name}`` is replaced by that field of the task. The field's value must
+not lead out of the folder ``repos``.
 """
 
 import asyncio
@@ -35,16 +36,16 @@ _REPOSITORY = frozenset(
         "PREFIX",
     )
 )
-"""Variables that name a repository, which git sets for its hooks, and which would come before the folder's own."""
+"""Variables that git sets for its hooks; they name a repository and would override the one in the folder."""
 
 
 class Source(Record, frozen=True, kw_only=True):
-    """The origin of a workspace.
+    """The folder or git tree that a workspace is copied from.
 
     Attributes:
-        folder: A folder.
-        revision: Revision of the git tree in that folder; ``""`` to copy the folder as it is.
-        is_task: True for the folder of a Harbor task, which describes how to make the workspace.
+        folder: The folder.
+        revision: Revision of the git tree in the folder; ``""`` to copy the folder as it is.
+        is_task: True if the folder is a Harbor task, which describes how to make the workspace.
     """
 
     folder: str
@@ -53,10 +54,10 @@ class Source(Record, frozen=True, kw_only=True):
 
 
 def filled(template: str, task: Json) -> str:
-    """Fill the fields of a name from a task.
+    """Replace the fields in a name, such as ``{name}``, with values from a task.
 
     Raises:
-        ConfigError: The task lacks a field, or its value leads out of a folder.
+        ConfigError: The task lacks a field, or a field's value leads out of the folder before it.
     """
     fields = fields_of(task)
 
@@ -85,15 +86,15 @@ def fields_of(task: Json) -> dict[str, Any]:
 
 
 def source_of(template: str, task: Json, *, folder: Path) -> Source | None:
-    """Return the origin of a task's workspace; ``None`` for an empty one.
+    """Return the source of a task's workspace; ``None`` for an empty workspace.
 
     Args:
-        template: The experiment's name of it.
-        task: The task, whose own ``workspace`` comes first.
-        folder: Base of relative paths.
+        template: The experiment's ``workspace``, which may have fields.
+        task: The task; its own ``workspace``, if it has one, takes precedence.
+        folder: The folder to which relative paths refer.
 
     Raises:
-        ConfigError: There is no such folder, or no revision is named.
+        ConfigError: The folder does not exist, or the revision after ``@`` is empty or invalid.
     """
     name = _name(template, task)
     if not name:
@@ -111,13 +112,13 @@ def source_of(template: str, task: Json, *, folder: Path) -> Source | None:
 
 
 def task_folder_of(template: str, task: Json, *, folder: Path) -> Path | None:
-    """Return the folder of a task that is one of Harbor's; ``None`` for any other; see :func:`source_of`."""
+    """Return the folder of a Harbor task; ``None`` for other tasks; see :func:`source_of`."""
     source = source_of(template, task, folder=folder)
     return Path(source.folder) if source is not None and source.is_task else None
 
 
 def _name(template: str, task: Json) -> str:
-    """Return the name of a task's workspace: its own, which stays below the experiment's folder, or the common one."""
+    """Return the task's own ``workspace``, which must stay within the experiment's folder, or the filled template."""
     own = fields_of(task).get("workspace")
     if not isinstance(own, str) or not own:
         return filled(template, task) if template else ""
@@ -132,7 +133,7 @@ def _folder(place: Path) -> Path:
 
 
 def check_apart(source: Source | None, *, base: Path) -> None:
-    """Raise :class:`ConfigError` for a folder to copy that holds the folder of the copies."""
+    """Raise :class:`ConfigError` if the folder to copy contains ``base``, the folder of the copies."""
     if source is not None and not source.revision and not source.is_task and base.is_relative_to(source.folder):
         raise ConfigError(
             f"the workspace {source.folder!r} holds {str(base)!r}, in which sandboxes are made, so that its copy would "
@@ -159,7 +160,7 @@ async def fill_workspace(sandbox: Sandbox, source: Source | None, files: Mapping
 
 
 def checked_file(path: str) -> str:
-    """Return the path of a file in the workspace; raises :class:`ConfigError` if it leads elsewhere."""
+    """Return the path of a file in the workspace; raises :class:`ConfigError` if it leads out of the workspace."""
     found = PurePosixPath(path)
     if not path or "\0" in path or found.is_absolute() or ".." in found.parts:
         raise ConfigError(f"the file {path!r} leads out of the workspace; write a path relative to it")
@@ -167,10 +168,10 @@ def checked_file(path: str) -> str:
 
 
 def files_of(task: Json, *, key: str = "files") -> dict[str, str]:
-    """Return the files that a task brings, texts by path; none if it lacks the key.
+    """Return the files in a task's field ``key``, as texts by path; empty if the task lacks the field.
 
     Raises:
-        ConfigError: They are something else.
+        ConfigError: The field is not an object of texts.
     """
     found: Any = fields_of(task).get(key, {})
     texts = cast("dict[str, Any]", found) if isinstance(found, dict) else dict[str, Any]()
@@ -180,7 +181,7 @@ def files_of(task: Json, *, key: str = "files") -> dict[str, str]:
 
 
 def _check_out(source: Source, target: Path) -> None:
-    """Write the files of a revision, as a new repository with one commit, so that the agent sees no later one."""
+    """Write the files of a revision as a new repository with one commit, so that the agent sees no later commits."""
     git = shutil.which("git")
     if git is None:
         raise ConfigError(f"the workspace is a git tree of {source.folder!r}, and git is not installed; install git")

@@ -1,7 +1,7 @@
-"""The reward ``tests``: runs tests in a copy of the workspace, once the harness has ended.
+"""The reward ``tests``: runs tests in a copy of the workspace after the harness has ended.
 
-Hidden tests are copied in only then, over whatever the harness left in their place. The copy leaves the workspace as
-the harness left it, so that a kept one can be scored again.
+Hidden tests are copied in only then, and replace files of the harness at the same paths. The workspace itself stays as
+the harness left it, so that a kept workspace can be scored again.
 """
 
 import os
@@ -25,24 +25,26 @@ _CLEAR = (
     'd*) if [ -L "$path" ] || [ ! -d "$path" ]; then rm -rf -- "$path" || exit; else chmod u+rwx "$path"; fi ;; '
     'f*) [ -L "$path" ] || chmod -R u+rwX "$path"; rm -rf -- "$path" || exit ;; esac; done'
 )
-"""Makes room for files: removes links and files where a folder (d) belongs, anything where a file (f) belongs."""
+"""Makes room for files at the paths on standard input, one per line with the prefix d or f.
+
+At the path of a folder (d) it removes links and files; at the path of a file (f) it removes anything."""
 
 MAX_REPORT = 16 << 20
-"""Bytes of a report at most."""
+"""Largest size of a report in bytes."""
 
 _CHECK = f'[ -f "$1" ] && [ ! -L "$1" ] && [ "$(wc -c < "$1")" -le {MAX_REPORT} ]'
-"""Succeeds for a plain file that is not too large for a report."""
+"""A shell test that succeeds if a path is a plain file of at most ``MAX_REPORT`` bytes."""
 
 _FEEDBACK = 2_000
-"""Characters of the tests' output in a reward's feedback: its end."""
+"""Number of characters from the end of the tests' output that become the reward's feedback."""
 
 
 class Tally(Record, frozen=True, kw_only=True):
-    """The tests of a run.
+    """The counts of a test run.
 
     Attributes:
         passed: Number of tests that passed.
-        total: Number of tests that ran or could not run; skipped ones do not count.
+        total: Number of tests that ran, or could not run because of an error; skipped tests do not count.
     """
 
     passed: int
@@ -50,23 +52,25 @@ class Tally(Record, frozen=True, kw_only=True):
 
 
 class WorkspaceTests:
-    """Rewards a workspace by its tests.
+    """Rewards the work in a workspace by running tests on it.
 
     Args:
-        setup: The experiment's folder.
-        command: The tests' command, as a text in a shell's notation or as words; ``python`` is the one that runs agl.
+        setup: Provides the experiment's folder.
+        command: The command that runs the tests, as a shell-quoted text or as a list of words; its ``python`` is the
+            Python that runs agl.
         hidden: File or folder, relative to the experiment file, that is copied into the workspace before the tests run;
-            ``{name}`` is a field of the task.
-        into: Folder of the workspace that it is copied to; by default the workspace itself.
-        hidden_files: Key of a task that holds more such files, texts by path; name it in ``hidden`` of
-            ``[experiment]``, so that the harness does not get it.
-        score: ``share`` of the tests that passed, ``all`` for 1.0 if every test passed and else 0.0, or ``exit`` for
-            1.0 if the command's exit status is 0.
-        report: File of the workspace, with JUnit's XML, that the tests write; by default their output is read.
-        expected: Number of tests at least; missing ones count as failed.
-        timeout_s: Seconds that the tests may take; longer ones get 0.0.
-        memory: Memory that they may use.
-        processes: Number of processes that they may start.
+            a part such as ``{name}`` is replaced by that field of the task.
+        into: Folder of the workspace into which hidden files are copied; by default the workspace itself.
+        hidden_files: Key of a task's field with further hidden files, as texts by path. Name the key in ``hidden`` of
+            ``[experiment]`` too, so that the harness does not get the field.
+        score: ``share`` for the share of the tests that passed, ``all`` for 1.0 if every test passed and else 0.0, or
+            ``exit`` for 1.0 if the command's exit status is 0 and else 0.0.
+        report: File in the workspace to which the tests write a JUnit XML report; by default the tests are counted in
+            the command's output.
+        expected: Smallest number of tests; missing tests count as failed.
+        timeout_s: Time limit of the tests in seconds; beyond it the reward is 0.0.
+        memory: Memory limit of the tests.
+        processes: Largest number of processes of the tests.
 
     Raises:
         ConfigError: A parameter is wrong.
@@ -106,7 +110,7 @@ class WorkspaceTests:
 
         Raises:
             SandboxError: The sandbox went away.
-            ConfigError: The hidden tests are missing, or the tests' program is.
+            ConfigError: The hidden tests, or the program that runs the tests, do not exist.
         """
         sandbox = (await attach(spans, reward="tests", folder=self._folder)).sandbox
         if not isinstance(sandbox, CopyableSandbox):
@@ -133,9 +137,9 @@ class WorkspaceTests:
         return Reward(value=value, name="tests", feedback=shown)
 
     async def _bring(self, sandbox: Sandbox, rollout: Rollout) -> bool:
-        """Copy the hidden tests into a workspace, over the harness's own files, and remove an old report.
+        """Copy the hidden tests into a workspace, replacing files of the harness, and remove an old report.
 
-        Returns false where that could not be removed.
+        Returns false if files of the harness that are in the way could not be removed.
         """
         with tempfile.TemporaryDirectory(prefix="agl-tests-") as folder:
             files = self._tests_of(rollout, Path(folder))
@@ -160,7 +164,7 @@ class WorkspaceTests:
         return done.code == 0
 
     def _tests_of(self, rollout: Rollout, folder: Path) -> dict[PurePosixPath, Path]:
-        """Return the hidden files by path; files that the task holds are written to ``folder``."""
+        """Return the hidden files by path in the sandbox; those in the task's field are first written to ``folder``."""
         found: dict[str, Path] = {}
         if self._hidden:
             source = self._folder / filled(self._hidden, rollout.task)
@@ -206,14 +210,14 @@ class WorkspaceTests:
 
 
 def _files(source: Path) -> dict[str, Path]:
-    """Return a file, or those in a folder, by path relative to the folder; links are followed."""
+    """Return the files in a folder by path relative to it, or a single file by its name; links are followed."""
     if source.is_file():
         return {source.name: source.resolve()}
     return {str(path.relative_to(source)): path.resolve() for path in sorted(source.rglob("*")) if path.is_file()}
 
 
 def tally_of_report(data: bytes) -> Tally | None:
-    """Count the test cases of a JUnit report; ``None`` for anything else, or one that is too large."""
+    """Count the test cases of a JUnit report; ``None`` if it is too large or not XML, or has a document type."""
     if len(data) > MAX_REPORT or b"<!DOCTYPE" in data:
         return None
     try:
@@ -226,7 +230,7 @@ def tally_of_report(data: bytes) -> Tally | None:
 
 
 def tally_of_output(text: str) -> Tally | None:
-    """Count the tests in the output of pytest, unittest, node, cargo, or ``go test -v``; ``None`` for other output."""
+    """Count the tests in the output of unittest, pytest, node, cargo or ``go test -v``; ``None`` for other output."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return next((found for count in _COUNTS if (found := count(plain)) is not None), None)
 

@@ -1,8 +1,8 @@
-"""The contract of formats that plugins add to ``agl data export``.
+"""Defines the contract of the formats that plugins add to ``agl data export``.
 
-A plugin registers a format as a command below ``export``: ``CommandEntry(name="atif", parent="export", ...)``. Its
-factory is called with one :class:`ExportSetup` as ``setup`` and builds an :class:`ExportWriter`. The command chooses
-the rollouts, opens the file, and puts it under its name when everything was written.
+A plugin registers a format as a command below ``export``: ``CommandEntry(name="atif", parent="export", ...)``. The
+entry's factory is called with one :class:`ExportSetup` as ``setup`` and builds an :class:`ExportWriter`. The command
+chooses the rollouts, opens the file, and gives the file its final name once everything is written.
 """
 
 import math
@@ -28,15 +28,16 @@ from agl.schemas import (
 )
 
 _NAMED = 20
-"""Rollouts at most that are named for each loss."""
+"""Largest number of rollouts that are named for each loss."""
 
 
 class Exported(NamedTuple):
     """A rollout to write.
 
     Attributes:
-        recording: The rollout with all attempts, and the spans of all of them.
-        episode: Its episode, in which calls of agents that ``--agents`` leaves out are rejected as ``not_selected``.
+        recording: The rollout with all its attempts and all their spans.
+        episode: The rollout's episode; calls of agents that ``--agents`` does not choose have the reject reason
+            ``not_selected``.
     """
 
     recording: Recording
@@ -44,14 +45,14 @@ class Exported(NamedTuple):
 
 
 class Losses:
-    """Counts the contents that a format cannot hold, with the first rollouts that have them."""
+    """Counts the contents that a format cannot hold, and remembers the first rollouts with each kind of loss."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._rollouts: dict[str, list[str]] = {}
 
     def add(self, what: str, rollout_id: str, count: int = 1) -> None:
-        """Count a loss; ``what`` is a plural with its consequence, such as ``"calls that failed: left out"``."""
+        """Count a loss; ``what`` names the contents and their fate, such as ``"calls that failed: left out"``."""
         if count <= 0:
             return
         self._counts[what] += count
@@ -60,17 +61,17 @@ class Losses:
             known.append(rollout_id)
 
     def listed(self) -> list[tuple[str, int, list[str]]]:
-        """Return each loss with its number and the first rollouts, the most frequent one first."""
+        """Return (loss, count, ids of the first rollouts with it), the most frequent loss first."""
         return [(what, count, self._rollouts[what]) for what, count in self._counts.most_common()]
 
 
 class ExportSetup(NamedTuple):
-    """The surroundings of a writer.
+    """The arguments with which a writer is built.
 
     Attributes:
         file: The open file, which the command closes.
-        path: The name that the file will have, whose suffix may choose a variant; ``None`` for standard output.
-        losses: Takes what the format cannot hold.
+        path: The final name of the file, whose suffix may choose a variant; ``None`` for standard output.
+        losses: The counter to which the writer adds contents that the format cannot hold.
     """
 
     file: BinaryIO
@@ -82,22 +83,22 @@ class ExportWriter(Protocol):
     """Writes rollouts one after the other, holding few of them in memory."""
 
     def write(self, item: Exported) -> int:
-        """Write a rollout, or count in ``losses`` why not; returns the number of records."""
+        """Write a rollout, or count in ``losses`` why it is left out; returns the number of written records."""
         ...
 
     def close(self) -> None:
-        """Write what completes the file; called once, after the last rollout, and not after an error.
+        """Complete the file; called once, after the last rollout, but not after an error.
 
-        Raises :class:`agl.errors.ConfigError` if nothing could be written because the rollouts are of another kind,
-        such as texts without token ids.
+        Raises :class:`agl.errors.ConfigError` if the format could hold none of the rollouts, for example because they
+        have no token ids.
         """
         ...
 
 
 def call_record(call: ModelCall) -> dict[str, Json]:
-    """Return a call's fields as JSON, without its request and response, which formats have places for.
+    """Return a call's fields as JSON, except for the request and the response, which a format stores by itself.
 
-    Token ids and log-probabilities are lists; log-probabilities that are not finite are left out.
+    Token ids and log-probabilities become lists; log-probabilities are left out if any of them is not finite.
     """
     plain = replace(call, request=None, response=None, prompt_ids=b"", response_ids=b"", logprobs=b"")
     logprobs = unpack_floats(call.logprobs)
@@ -110,7 +111,7 @@ def call_record(call: ModelCall) -> dict[str, Json]:
 
 
 def call_of_record(record: Json, *, request: Json, response: Json) -> ModelCall:
-    """Convert a record of :func:`call_record` back to its call; raises :class:`ValueError` for another value."""
+    """Convert a record of :func:`call_record` back to a call; raises :class:`ValueError` if it is not such a record."""
     try:
         call = msgspec.convert(record, ModelCall)
         ids, answer, logprobs = (record.get(name, []) for name in _LISTS)
@@ -121,7 +122,10 @@ def call_of_record(record: Json, *, request: Json, response: Json) -> ModelCall:
 
 
 def reward_of_record(record: Json) -> Reward:
-    """Convert a record of :func:`agl.schemas.to_builtins` back to its reward; raises :class:`ValueError`."""
+    """Convert a reward that :func:`agl.schemas.to_builtins` encoded back to a reward without a span id.
+
+    Raises :class:`ValueError` if the record is not a reward.
+    """
     try:
         return replace(msgspec.convert(record, Reward), span_id=None)
     except msgspec.ValidationError as error:
@@ -132,7 +136,7 @@ _LISTS = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
 
 
 def chat_tools(call: ModelCall) -> list[Any]:
-    """Return the tools of a request of any dialect in chat's form, without those that only a server runs."""
+    """Return a request's tools in the form of the dialect ``chat``; tools that only a server can run are left out."""
     found = call.request.get("tools") if _is_object(call.request) else None
     given = [tool for tool in found if _is_object(tool)] if isinstance(found, list) else []  # pyright: ignore[reportUnknownVariableType]  # any JSON
     if call.dialect == "chat":

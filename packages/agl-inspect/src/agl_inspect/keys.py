@@ -1,7 +1,7 @@
-"""Keys in a file, one a line, which are exchanged without a restart.
+"""Reads keys from a file, one per line, and reads them again when the file changes, so that no restart is needed.
 
-The first line signs or is sent, all lines are accepted. So a key is rotated in steps that refuse nobody: the new one is
-added, it moves to the first line, and the old one goes when nothing uses it any more.
+The key on the first line signs or is sent; the keys on all lines are accepted. So a key is rotated in steps that refuse
+nobody: add the new key, move it to the first line, and remove the old key when nothing uses it any more.
 """
 
 import logging
@@ -17,28 +17,28 @@ from agl.errors import ConfigError
 _LOG = logging.getLogger(__name__)
 
 LEAST = 16
-"""Bytes of a key at least."""
+"""Smallest length of a key, in bytes."""
 
 _LIMIT = 64 * 1024
-"""Bytes of a file of keys at most: more is another file, named by mistake."""
+"""Largest size of a key file, in bytes; a larger file must have been named by mistake."""
 
 Keys = Callable[[], bytes]
-"""Returns the keys as they are now, one a line: the first one signs or is sent, all of them are accepted."""
+"""A function that returns the current keys, one per line: the first one signs or is sent, all are accepted."""
 
 
 class KeyFile:
-    """The keys of a file; a call returns them, and reads the file again if it has changed.
+    """The keys of a file. Calling the object returns them, and reads the file again if it has changed.
 
-    A changed file that cannot be read, or that holds no good key, is named in the log, and the keys from before stay.
+    If a changed file cannot be read or is not valid, a warning is logged, and the previous keys stay in use.
 
     Args:
-        path: The file; a link is followed each time, so that the mounted secrets of Kubernetes are seen to change.
-        purpose: The use of the keys in messages, such as ``signing key``.
-        is_own: Whether only this user may read the file; else its group may too, as mounted secrets need.
+        path: The file. A symbolic link is followed at every call, because Kubernetes updates a mounted secret that way.
+        purpose: The use of the keys, for messages, such as ``signing key``.
+        is_own: True if only this user may read the file; if false its group may too, as mounted secrets need.
 
     Raises:
-        ConfigError: Others can read the file, it holds no key, or one with fewer than 16 bytes.
-        OSError: It cannot be read.
+        ConfigError: Other users can read the file, it is too large, it holds no key, or a key has fewer than 16 bytes.
+        OSError: The file cannot be read.
     """
 
     def __init__(self, path: Path, *, purpose: str, is_own: bool = False) -> None:
@@ -52,7 +52,7 @@ class KeyFile:
         return f"KeyFile({str(self.path)!r})"
 
     def __call__(self) -> bytes:
-        """Return the keys, one a line."""
+        """Return the current keys, one per line."""
         state: object = None
         try:
             state = self._state()
@@ -80,10 +80,10 @@ class KeyFile:
 
 
 def joined_keys(content: bytes, *, source: str) -> bytes:
-    """Return the keys of a text, one a line, each once and without spaces around it.
+    """Return the keys of a file's content, one per line, without repetitions and surrounding spaces.
 
     Raises:
-        ConfigError: A key is too short or missing; the message names the line and never the key.
+        ConfigError: The content is too large, it has no key, or a key is too short; the message never shows a key.
     """
     lines = [line.strip() for line in content.splitlines()]
     if len(content) > _LIMIT:
@@ -100,5 +100,5 @@ def joined_keys(content: bytes, *, source: str) -> bytes:
 
 
 def state_dir() -> Path:
-    """The folder of this user's state: ``agl`` below the platform's usual folder."""
+    """Return the folder of this user's state: ``agl`` below the platform's usual folder."""
     return user_state_path("agl", appauthor=False)

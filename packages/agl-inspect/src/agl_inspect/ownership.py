@@ -1,8 +1,8 @@
-"""Lets one trainer own an experiment in its store, on whichever machine or in whichever folder, by a lease.
+"""Lets only one trainer at a time own an experiment in its store, across machines and folders, by a lease.
 
-The store holds the owner's token and a beat that counts while the owner lives. No clocks are compared: a trainer that
-finds another owner watches the beat for the length of the lease, and takes over if it stands still. The token then
-fences the earlier owner: everything that it saves is saved only over its own token.
+The store holds the owner's token and a beat, a number that the owner counts up while it lives. No clocks are compared:
+a trainer that finds another owner watches the beat for the length of the lease, and takes over if the beat stands
+still. The new token then fences the earlier owner, whose writes require its own token in the store.
 """
 
 import asyncio
@@ -38,16 +38,17 @@ _FENCED = frozenset(
         *("announce", "withdraw", "log_metrics"),
     }
 )
-"""Methods that write, except those of attempts, which have leases of their own."""
+"""Methods of a store that write, except those on attempts, because attempts have leases of their own."""
 
 
 class Owner(Record, frozen=True, kw_only=True):
     """The token of a trainer that owns an experiment.
 
     Attributes:
-        worker: Name of its process, different at every start.
-        host: Name of its machine; ``host_id`` tells machines of the same name apart.
-        workdir: Its folder; a lock of the operating system keeps two trainers out of one folder.
+        worker: Name of the trainer's process, different at every start.
+        host: Host name of the trainer's machine.
+        host_id: Digest that distinguishes machines and containers with the same host name.
+        workdir: Folder of the trainer. A lock of the operating system keeps a second trainer out of it.
     """
 
     worker: str
@@ -62,7 +63,7 @@ class Owner(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """An experiment's owner and its beat, as the store holds them; empty without an owner."""
+    """The token and the beat of an experiment's owner, as the store holds them; both are empty without an owner."""
 
     token: bytes
     beat: bytes
@@ -75,18 +76,18 @@ class _Held:
 class Ownership:
     """Owns an experiment in its store: ``async with Ownership(store, name, workdir=folder) as own:``.
 
-    Entering it takes the experiment. This takes up to ``lease_s`` seconds if an owner elsewhere was killed, and no time
-    if it was killed on this machine.
+    Entering the context takes the experiment. If the previous owner was killed, this waits up to ``lease_s`` seconds,
+    or not at all if the owner ran on this machine.
 
-    ``title`` names the owned work in messages, if it is no experiment.
+    ``title`` names the owned work in messages if the work is not an experiment.
 
     Attributes:
-        store: The store, for the owner: once another trainer has taken over, methods that write raise
+        store: The store for the owner to use. Once another trainer has taken over, its methods that write raise
             :class:`~agl.errors.FencedError`, except those that an attempt's lease guards.
-        on_loss: Called once with the error when another trainer has taken over.
+        on_loss: Called once, with the error, when another trainer has taken over.
 
     Raises:
-        ConfigError: Another trainer runs the experiment; named by process, machine and folder.
+        ConfigError: Another trainer runs the experiment; the message names its process, machine and folder.
     """
 
     def __init__(
@@ -118,14 +119,14 @@ class Ownership:
         self.on_loss: Callable[[FencedError], None] = lambda _: None
 
     async def __aenter__(self) -> "Ownership":
-        """Take the experiment, and begin to beat."""
+        """Take the experiment, and start the beat."""
         while not await self._take():
             pass
         self._beating = asyncio.create_task(self._keep_beating())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Give the experiment back; a store that does not answer leaves it to the lease."""
+        """Give the experiment up; if the store does not answer, the ownership ends with the lease."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
@@ -133,12 +134,12 @@ class Ownership:
             try:
                 await self._plain.save_state({self._key: b"", self._beat_key: b""}, expected={self._key: self._token})
             except FencedError:
-                pass  # taken over just now
+                pass  # another trainer has just taken over
             except StoreError as error:
                 _LOG.warning("the store could not record that %s has no trainer now: %s", self._title, error)
 
     async def check(self) -> None:
-        """Raise :class:`FencedError` if another trainer took over; asks the store if the last beat is long ago."""
+        """Raise :class:`FencedError` if another trainer took over; asks the store only if the last beat is too old."""
         if self._loss is not None:
             raise self._loss
         if time.monotonic() - self._renewed_at > self._lease_s / 2:
@@ -147,7 +148,10 @@ class Ownership:
     async def save_state(
         self, states: Mapping[str, bytes], *, expected: Mapping[str, bytes] | None = None, **rest: Any
     ) -> None:
-        """Save with the store's ``save_state``, over this owner's token only."""
+        """Call the store's ``save_state`` on the condition that the store still holds this owner's token.
+
+        Raises :class:`FencedError` if another trainer took over, or if the store holds other values than ``expected``.
+        """
         try:
             await self._plain.save_state(states, expected={**(expected or {}), self._key: self._token}, **rest)
         except FencedError as error:
@@ -157,7 +161,7 @@ class Ownership:
             raise self._lose(held) from error
 
     async def _take(self) -> bool:
-        """Take the experiment; returns false if it changed hands meanwhile."""
+        """Try to take the experiment; returns false if its owner changed meanwhile."""
         held = await _held(self._plain, self._name)
         if held.token and not self._has_ended(held.owner) and not await self._outwait(held):
             return False
@@ -171,12 +175,18 @@ class Ownership:
         return True
 
     def _has_ended(self, owner: Owner) -> bool:
-        """Return true if an owner has certainly ended, on this machine; false if unknown."""
+        """Return true if an owner has certainly ended; false if it may still run.
+
+        An owner of this trainer's own folder has ended, because this trainer holds the lock of the folder.
+        """
         is_of_this_folder = (owner.host_id, owner.workdir) == (self._owner.host_id, self._owner.workdir)
         return is_of_this_folder or worker_is_dead(owner.worker)
 
     async def _outwait(self, held: _Held) -> bool:
-        """Return true once the beat has stood still for the length of a lease, false if the owner changes."""
+        """Return true once the beat has stood still for the length of a lease, false as soon as the owner changes.
+
+        Raises :class:`ConfigError` if the beat changes: the owner lives.
+        """
         _LOG.warning(
             "%s ran %s and did not end it; waiting up to %g s for a sign of life",
             held.owner,
@@ -213,7 +223,7 @@ class Ownership:
         self._renewed_at = started
 
     def _lose(self, held: _Held) -> FencedError:
-        """Note the loss, call ``on_loss`` the first time, and return the error to raise."""
+        """Return the error to raise after the ownership was lost; the first call also calls ``on_loss``."""
         if self._loss is None:
             by = f"by {held.owner}" if held.token else "by a trainer that has ended since"
             self._loss = FencedError(
@@ -226,7 +236,7 @@ class Ownership:
 
 
 async def is_owned(store: Store, name: str) -> bool:
-    """Return true if an experiment has a trainer, unless that has certainly ended on this machine."""
+    """Return true if an experiment has an owner, except one that has certainly ended on this machine."""
     held = await _held(store, name)
     return bool(held.token) and not worker_is_dead(held.owner.worker)
 
@@ -238,12 +248,12 @@ async def _held(store: Store, name: str) -> _Held:
 
 
 def _keys(name: str) -> tuple[str, str]:
-    """Return the keys of an experiment's owner and of its beat."""
+    """Return the state keys of an experiment's owner and of the owner's beat."""
     return f"experiment/{name}/owner", f"experiment/{name}/owner/beat"
 
 
 class _OwnedStore:
-    """Implements :class:`agl.contracts.Store` for an owner, by the store's own methods."""
+    """Implements :class:`agl.contracts.Store` by forwarding; methods that write first check the ownership."""
 
     def __init__(self, store: Store, ownership: Ownership) -> None:
         self._store, self._ownership = store, ownership

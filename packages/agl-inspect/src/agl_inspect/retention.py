@@ -1,8 +1,9 @@
 """Removes old finished rollouts, for ``agl runs gc``, at the end of a run, and regularly while a store is served.
 
 Versions, labels, scores, metrics, states and ledgers stay. So does every rollout of an experiment that runs or can
-still be resumed, however old it is. Each batch is one transaction of the store, the oldest rollouts first: a removal
-that stops in the middle is continued by the next one. Of several servers of a store one at a time removes.
+still be resumed, however old it is. Rollouts are removed in batches, the oldest first, each batch in one transaction,
+so that the next removal continues one that was interrupted. If several servers serve a store, only one of them removes
+rollouts at a time.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from agl_store_sqlite.sql.compaction import Compaction
 FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed", "cancelled")
 
 LEAST_FREED = 1 << 20
-"""Fewest freed bytes that a removal reports."""
+"""Smallest number of freed bytes that a removal reports."""
 
 _BATCH = 500
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -48,15 +49,15 @@ _UNITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionLimits:
-    """The age and number from which finished rollouts are old, and the size from which a store is too large.
+    """The limits for finished rollouts: their age, their number, and the size of the store.
 
-    A rollout that exceeds both age and number is removed, the oldest first, and with ``max_bytes`` only as long as the
-    store is larger.
+    Rollouts that exceed both the age and the number are removed, the oldest first. If ``max_bytes`` is set, the removal
+    stops as soon as the store is no larger.
 
     Attributes:
-        older_than_s: Seconds since the rollout finished.
-        keep: Number of the newest finished rollouts, which stay whatever their age.
-        max_bytes: Bytes of data in the store; ``None`` for any size.
+        older_than_s: Rollouts stay for this many seconds after they finished.
+        keep: Number of the newest finished rollouts that stay whatever their age.
+        max_bytes: Largest size of the store's data in bytes; ``None`` for no limit.
     """
 
     older_than_s: float = 0.0
@@ -65,19 +66,22 @@ class RetentionLimits:
 
     @classmethod
     def of(cls, older_than: float | None, keep: int | None, max_bytes: int | None = None) -> "RetentionLimits | None":
-        """Return the limits of three settings, ``None`` if none is set."""
+        """Return the limits that three settings make, ``None`` if all three are ``None``."""
         if older_than is None and keep is None and max_bytes is None:
             return None
         return cls(older_than_s=older_than or 0.0, keep=keep or 0, max_bytes=max_bytes)
 
 
 class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The result of a removal: removed ids (or those to remove), and the number kept for running experiments.
+    """The result of a removal.
 
     Attributes:
-        compaction: The store's size before and after; ``None`` if nothing was removed, or where another process serves
+        removed: Ids of the removed rollouts, or, if ``is_dry_run``, of those that would be removed.
+        kept_for_experiments: Number of old rollouts that stay because an unfinished experiment needs them.
+        is_dry_run: True if nothing was removed.
+        compaction: The store's size before and after; ``None`` if nothing was removed, or if another process serves
             the store.
-        size: Bytes of data in the store after the removal; ``None`` if no size is set.
+        size: Bytes of data in the store after the removal; ``None`` if there is no limit of size.
     """
 
     removed: list[str]
@@ -88,7 +92,7 @@ class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration such as ``7d``, ``12h`` or ``90`` into seconds; raises :class:`ValueError` for others."""
+    """Parse a duration such as ``7d``, ``12h`` or ``90`` into seconds; raises :class:`ValueError` for other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a duration; write 30m, 12h, 7d or 2w")
@@ -96,7 +100,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as ``10GB``, ``500 MiB`` or ``4096`` into bytes; raises :class:`ValueError` for others."""
+    """Parse a size such as ``10GB``, ``500 MiB`` or ``4096`` into bytes; raises :class:`ValueError` for other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|[kKMGT]i?)B?", text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a size; write 500MB, 10GB or 1TB")
@@ -117,13 +121,13 @@ async def remove_old(
     Args:
         store: The store.
         query: Selects rollouts; only finished ones are removed.
-        limits: The age and number from which they are old.
-        own: Name of the experiment that the caller owns.
+        limits: The limits that a rollout must exceed to be removed.
+        own: Name of the experiment that the caller owns; the ownership alone does not keep its rollouts.
         spares: Returns true for a rollout that stays in any case.
-        is_dry_run: Only return what would be removed; with a size, about as many as it takes.
+        is_dry_run: Only return the ids that would be removed; with ``max_bytes``, their number is an estimate.
 
     Raises:
-        ConfigError: A size is set, and the store does not say its own.
+        ConfigError: ``max_bytes`` is set, and the store does not know its size.
     """
     budget = _Budget(store, limits.max_bytes, is_dry_run=is_dry_run)
     query = replace(query, status=FINISHED, sort="finished_at", limit=_BATCH)
@@ -150,10 +154,10 @@ async def remove_old(
 
 
 class _Budget:
-    """The number of rollouts to remove before the store is measured again, by the mean size of its rollouts.
+    """Computes how many rollouts to remove before the store's size is measured again.
 
-    Half of what seems to be needed goes between two measurements, because the oldest rollouts may be larger than
-    others.
+    The needed number follows from the mean size of the store's rollouts. Only half of it is removed between two
+    measurements, because the oldest rollouts may be larger than the others.
     """
 
     def __init__(self, store: Store, max_bytes: int | None, *, is_dry_run: bool) -> None:
@@ -162,7 +166,7 @@ class _Budget:
         self._is_measured = False
 
     async def most(self) -> int:
-        """Return how many rollouts may be removed next, 0 once the store is small enough."""
+        """Return the largest number of rollouts to remove next; 0 once the store is small enough."""
         if self._max_bytes is None:
             return _BATCH
         if self._left <= 0 and not (self._is_dry_run and self._is_measured):
@@ -171,11 +175,11 @@ class _Budget:
         return min(_BATCH, self._left)
 
     def spend(self, count: int) -> None:
-        """Note that rollouts were removed."""
+        """Note that ``count`` rollouts were removed."""
         self._left -= count
 
     async def size(self) -> int | None:
-        """Return the store's size, ``None`` if it does not matter."""
+        """Return the bytes of the store's data, ``None`` if there is no limit of size."""
         return None if self._max_bytes is None else await size_of(self._store)
 
     async def _needed(self) -> int:
@@ -188,7 +192,7 @@ class _Budget:
 
 
 async def size_of(store: Store) -> int:
-    """Return the bytes of a store's data; raises :class:`ConfigError` for a store that does not know them."""
+    """Return the bytes of a store's data; raises :class:`ConfigError` if the store does not know its size."""
     size: Callable[[], Awaitable[int]] | None = getattr(store, "size", None)
     if size is None:
         raise ConfigError(f"{store!r} does not say its size; name the SQLite file or the database that is behind it")
@@ -196,7 +200,7 @@ async def size_of(store: Store) -> int:
 
 
 async def compacted(store: Store, report: GarbageReport) -> GarbageReport:
-    """Return the freed space to the system, where the store can, and note the store's size in the report."""
+    """Return freed space to the file system, if the store can, and add the sizes before and after to the report."""
     compact: Callable[[], Awaitable[Compaction]] | None = getattr(store, "compact", None)
     if compact is None or report.is_dry_run or not report.removed:
         return report
@@ -204,7 +208,7 @@ async def compacted(store: Store, report: GarbageReport) -> GarbageReport:
 
 
 def removal_text(report: GarbageReport) -> str:
-    """Describe the number of removed rollouts and the space that they leave."""
+    """Describe how many rollouts were removed, and how much space that freed."""
     text = f"removed {len(report.removed)} old rollout{'s' if len(report.removed) > 1 else ''}"
     freed = report.compaction.before - report.compaction.after if report.compaction else 0
     if freed < LEAST_FREED:
@@ -213,12 +217,12 @@ def removal_text(report: GarbageReport) -> str:
 
 
 def _age(rollout: Rollout) -> tuple[float, str]:
-    """Return a rollout's place in the order of the query; lower is older."""
+    """Return the sort key of a rollout in the query's order; an older rollout has a lower key."""
     return rollout.finished_at, rollout.rollout_id
 
 
 async def _newest_beyond(store: Store, query: RolloutQuery, keep: int) -> Rollout | None:
-    """Return the newest rollout behind the ``keep`` newest ones, ``None`` if there is none."""
+    """Return the newest rollout after the ``keep`` newest ones, ``None`` if there are at most ``keep`` rollouts."""
     query = replace(query, is_newest_first=True)
     while page := await store.rollouts(replace(query, limit=min(keep + 1, _BATCH))):
         if len(page) > keep:
@@ -229,14 +233,15 @@ async def _newest_beyond(store: Store, query: RolloutQuery, keep: int) -> Rollou
 
 
 async def needed_experiments(store: Store, experiments: Iterable[str], *, own: str = "") -> set[str]:
-    """Return the experiments whose rollouts must all stay.
+    """Return the experiments, among the given ones, whose rollouts must all stay.
 
-    These are the ones that run or can be resumed, and those whose rollouts an algorithm of such a one learns from.
+    The rollouts stay if their experiment runs or can be resumed, or if an experiment that can be resumed has an
+    algorithm that learns from them.
 
     Args:
         store: The store.
-        experiments: Names of experiments.
-        own: Name of the experiment that the caller owns, which counts as one that does not run.
+        experiments: Names of the experiments to check.
+        own: Name of the experiment that the caller owns; the ownership alone does not keep its rollouts.
     """
     unfinished = await unfinished_experiments(store)
     sources = {source for name in unfinished for source in await _sources_of(store, name)}
@@ -245,7 +250,7 @@ async def needed_experiments(store: Store, experiments: Iterable[str], *, own: s
 
 
 async def _sources_of(store: Store, name: str) -> set[str]:
-    """Return the experiments from which the algorithms of an experiment learn, as of their last steps."""
+    """Return the experiments from which an experiment's algorithms learned in their last steps."""
     record = await load_experiment(store, name)
     settings = {} if record is None else await load_settings(store, record)
     lists = [text for key, text in settings.items() if key.endswith(".source") and text.startswith("[")]
@@ -253,7 +258,7 @@ async def _sources_of(store: Store, name: str) -> set[str]:
 
 
 async def delete_finished(store: Store, rollout_ids: Sequence[str]) -> Sequence[str]:
-    """Delete finished rollouts except those that another process has deleted; returns the ids of the others."""
+    """Delete finished rollouts; returns the given ids without those that another process had already deleted."""
     while rollout_ids:
         try:
             await store.delete(rollout_ids)
@@ -270,7 +275,7 @@ EVERY_S = 3600.0
 """Seconds between two removals."""
 
 _TURN = ".retention"
-"""The name under which servers take turns; no experiment can have it."""
+"""The name under which servers take turns at removing; no experiment can have it."""
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -279,9 +284,10 @@ _LOG = logging.getLogger("agl_run.run")
 async def retaining(
     store: Store, limits: RetentionLimits | None, *, say: Callable[[str], None], every_s: float = EVERY_S
 ) -> AsyncGenerator[None]:
-    """Remove rollouts beyond the limits at the start and every ``every_s`` seconds; of several servers one at a time.
+    """Remove rollouts that exceed the limits, now and every ``every_s`` seconds while the context is open.
 
-    Files are not written anew, which would hold up what is being recorded: new rollouts take the space.
+    If several servers do so, only one of them removes rollouts at a time. The store is not compacted, because that
+    would delay recording; new rollouts reuse the freed space.
     """
     if limits is None:
         yield
@@ -307,21 +313,22 @@ async def _keep_removing(store: Store, limits: RetentionLimits, *, say: Callable
 
 
 async def _in_turn(store: Store, limits: RetentionLimits) -> GarbageReport | None:
-    """Remove rollouts beyond the limits; returns ``None`` while another server does."""
+    """Remove rollouts that exceed the limits; returns ``None`` if another server is removing them."""
     async with taking_turns(store, _TURN, title="the removal of old rollouts") as own:
         return None if own is None else await remove_old(own, RolloutQuery(), limits)
 
 
 @asynccontextmanager
 async def taking_turns(store: Store, turn: str, *, title: str) -> AsyncGenerator[Store | None]:
-    """Let one process at a time do something with a store: yields the store for it, or ``None`` while another does it.
+    """Let only one process at a time do a piece of work on a store.
 
-    A process that was killed is outwaited for as long as its lease lasts.
+    Yields the store to work on, or ``None`` if another process is doing the work. After a process that was killed
+    during its turn, entering the context may wait until the lease of that turn ends.
 
     Args:
         store: The store.
-        turn: The name of the work; it begins with a full stop, so that no experiment has it.
-        title: The same for messages.
+        turn: The name of the work; it begins with a full stop, so that no experiment has this name.
+        title: The name of the work in messages.
     """
     own = Ownership(store, turn, workdir=Path(worker_name()), title=title)
     is_taken = False

@@ -1,6 +1,7 @@
-"""Candidates of prompt searches: why each was accepted or refused, and its cost, from the searches' states.
+"""Reads the candidates of prompt searches from the searches' states: decisions, their reasons, and costs.
 
-A search takes part by keeping in its state ``lineage``, a list of candidates, and ``journal``, an entry for each.
+Any algorithm can be such a search. Its state must have ``lineage``, a list of candidates, and ``journal``, which maps
+a candidate's id to the rest of its fields.
 """
 
 import textwrap
@@ -38,12 +39,21 @@ class Interval(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def words(self) -> str:
-        """Mean, interval and number."""
+        """The mean, its interval and the number of values, in one line."""
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}] n={self.n}"
 
 
 class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The outcome of one gate; ``score`` and ``rival_score`` are mean rewards on the same tasks, ``gain`` is paired."""
+    """The outcome of one gate, at which a search tests a candidate.
+
+    Attributes:
+        gate: The gate's name.
+        rival: The id of the candidate to beat.
+        score: The candidate's mean reward.
+        rival_score: The rival's mean reward on the same tasks.
+        gain: The mean difference of the two, paired by task.
+        reason: The search's own explanation.
+    """
 
     gate: str
     has_passed: bool
@@ -66,7 +76,7 @@ class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Spending(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Rollouts or questions, with their tokens and money."""
+    """The cost of rollouts, or of questions to the optimiser's model (``calls``): their tokens and money."""
 
     rollouts: int = 0
     calls: int = 0
@@ -75,11 +85,11 @@ class Spending(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One candidate of a search; the fields are those of the search's own records.
+    """A candidate of a prompt search, as the search records it.
 
     Attributes:
-        evidence: Ids of the rollouts that its critic was shown.
-        published: Versions that made its text live.
+        evidence: Ids of the rollouts that the search's critic saw before it proposed the candidate.
+        published: Versions that made the candidate's text live.
     """
 
     id: str
@@ -103,7 +113,7 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def decision(self) -> str:
-        """The decision about it in a word."""
+        """The decision about the candidate, such as ``accepted``."""
         return "first prompt" if not self.parents else _DECISIONS.get(self.status, self.status)
 
     @property
@@ -113,18 +123,18 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def money(self) -> float:
-        """The money spent on its rollouts and questions; 0 where the experiment names no prices."""
+        """The money spent on the candidate's rollouts and questions; 0 if the experiment names no prices."""
         return self.agent.money + self.optimizer.money
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The cells of its row, in the order of ``COLUMNS``."""
+        """The candidate's cells in a table whose columns are ``COLUMNS``."""
         names = (self.id, ", ".join(self.parents) or "-", self.operator, str(self.step), self.decision, self.why or "-")
         counts = (self.agent.rollouts, self.agent.tokens, self.optimizer.calls, self.optimizer.tokens)
         return (*names, *map(str, counts), f"{self.money:.4g}")
 
     def lines(self) -> Iterator[str]:
-        """Yield the whole story, a fact a line."""
+        """Yield all facts about the candidate, one per line."""
         made = f"{self.operator} of {', '.join(self.parents)}, step {self.step}" if self.parents else "the first prompt"
         yield f"candidate {self.id} ({made}): {f'{self.decision}: {self.why}'.rstrip(': ')}"
         if self.evidence:
@@ -144,10 +154,10 @@ class Search(Record, frozen=True, kw_only=True, omit_defaults=False):
     """One search: an algorithm in one run of an experiment.
 
     Attributes:
-        candidates: All of its candidates in order, also those that changed other resources.
-        best: Id of the best candidate so far, the winner at the end.
-        spent: Everything that was spent, answers without a candidate and the trainer's validations included.
-        stop_reason: The reason for its end, ``""`` before it.
+        candidates: All candidates in order of proposal, whichever resource they changed.
+        best: Id of the best candidate so far; at the end of the search, of the winner.
+        spent: The whole cost, including answers that gave no candidate and the trainer's validations.
+        stop_reason: The reason why the search ended; ``""`` while it runs.
     """
 
     experiment: str
@@ -159,7 +169,7 @@ class Search(Record, frozen=True, kw_only=True, omit_defaults=False):
     stop_reason: str = ""
 
     def changed(self, name: str) -> list[Candidate]:
-        """Return the candidates that changed the text of a resource, after the first one."""
+        """Return the first candidate, and those whose text of the resource differs from that of their first parent."""
         known = {candidate.id: candidate for candidate in self.candidates}
         parents = [known.get((*candidate.parents, "")[0]) for candidate in self.candidates]
         pairs = zip(self.candidates, parents, strict=True)
@@ -178,12 +188,12 @@ async def searches_of(store: Store, name: str) -> list[Search]:
 
 
 async def candidates_of(store: Store, name: str) -> list[Candidate]:
-    """Return the candidates of every search that changed the text of a resource, in order of search and proposal."""
+    """Return the candidates of all searches that changed the text of a resource, in order of search and proposal."""
     return [candidate for search in await searches_of(store, name) for candidate in search.changed(name)]
 
 
 def owner_of(version: ResourceVersion, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate that brought a version, ``None`` where no search did."""
+    """Return the candidate that became a version, ``None`` if the version is not from a search."""
     for candidate in candidates:
         if version.version in (candidate.versions.get(version.name), *candidate.published):
             return candidate
@@ -191,24 +201,24 @@ def owner_of(version: ResourceVersion, candidates: Sequence[Candidate]) -> Candi
 
 
 class _Saved(Record, frozen=True, kw_only=True):
-    """The part of a saved algorithm that is read here."""
+    """The fields of an algorithm's saved state that this module reads."""
 
     stop_reason: str = ""
     state: dict[str, msgspec.Raw] = {}
 
 
 class _Progress(Record, frozen=True, kw_only=True):
-    """The part of a search's counters that is read here."""
+    """The field of a search's progress that this module reads."""
 
     best: str = ""
 
 
 async def searches_in(store: Store, experiment: ExperimentRecord) -> list[Search]:
-    """Return the searches of all runs of an experiment, without the versions that published their candidates."""
+    """Return the searches in all runs of an experiment; ``published`` of their candidates is not filled in."""
     found: list[Search] = []
     for key, data in (await store.load_state(f"experiment/{experiment.name}/")).items():
         run, _, algorithm = key.removeprefix(f"experiment/{experiment.name}/").partition("/algorithm/")
-        if not run.isdigit() or not algorithm:  # the driver's own notes
+        if not run.isdigit() or not algorithm:  # not the state of an algorithm
             continue
         saved = msgspec.json.decode(data, type=_Saved)
         if {"lineage", "journal"} <= saved.state.keys():
@@ -226,7 +236,7 @@ async def searches_in(store: Store, experiment: ExperimentRecord) -> list[Search
 
 
 def _candidates(state: Mapping[str, msgspec.Raw], search: Search) -> list[Candidate]:
-    """Return the candidates of a state, each row of the lineage with its entry of the journal."""
+    """Return the candidates in a state: each row of the lineage, joined with its entry in the journal."""
     place = {"experiment": search.experiment, "run": search.run, "algorithm": search.algorithm}
     journal = msgspec.json.decode(state["journal"], type=dict[str, dict[str, msgspec.Raw]])
     rows = msgspec.json.decode(state["lineage"], type=list[dict[str, msgspec.Raw]])

@@ -1,10 +1,10 @@
-"""Compares the rewards of two versions: the intervals of the difference and of the ratio of their means.
+"""Compares the rewards of two versions: computes intervals of the difference and of the ratio of their means.
 
 Welch 1947, "The generalization of Student's problem when several different population variances are involved";
 Fieller 1954, "Some problems in interval estimation", for the ratio.
-:func:`compare` treats rollouts as independent. Several rollouts of one task are not, which makes its intervals slightly
-too narrow; :func:`compare_tasks` pairs the means of tasks that both versions ran, by Student's interval of their
-differences, which is narrower where tasks differ more than versions do.
+:func:`compare` treats rollouts as independent. Several rollouts of one task are not independent, so its intervals are
+slightly too narrow. :func:`compare_tasks` takes the tasks that both versions ran, and computes Student's interval of
+the differences of their means. This interval is narrower where tasks differ more than versions do.
 """
 
 import math
@@ -16,7 +16,8 @@ from agl.errors import ConfigError
 from agl.schemas import Record
 
 FEWEST_ALIKE = 6
-"""Tasks from which on differences that are all alike, whose interval has no width, are no chance: 2 / 2 ** 6 < 0.05."""
+"""Smallest number of tasks whose equal differences count as significant. Their interval has no width and shows nothing,
+but the probability that all differences have the same sign by chance is 2 / 2 ** 6 < 0.05."""
 
 
 class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -24,15 +25,17 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         difference: Mean of the new rewards minus that of the old ones.
-        low: Lower end of the interval of the difference; ``high`` its upper end.
+        low: Lower end of the difference's interval.
+        high: Upper end of the difference's interval.
         confidence: Confidence level of the intervals.
         policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` unless the old
             mean is above 0.
-        ratio_low: Lower end of the ratio's interval, which holds 1 exactly when that of the difference holds 0;
-            ``ratio_high`` its upper end. Both are ``None`` when the old mean is not clear of 0 at this confidence,
-            because the interval has no end then.
-        old_count: Rollouts behind the old mean; ``new_count`` behind the new one.
-        paired_tasks: Tasks by which rewards were paired; 0 if they were not.
+        old_count: Number of old rewards.
+        new_count: Number of new rewards.
+        ratio_low: Lower end of the ratio's interval, which contains 1 exactly when the difference's interval contains
+            0. ``None`` if the old mean is not clearly above 0 at this confidence: the interval is unbounded then.
+        ratio_high: Upper end of the ratio's interval; ``None`` exactly when ``ratio_low`` is.
+        paired_tasks: Number of tasks by which rewards were paired; 0 if they were not paired.
     """
 
     difference: float
@@ -57,7 +60,7 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0.95) -> Comparison:
-    """Compare two samples of rewards; raises :class:`ConfigError` for fewer than two in either."""
+    """Compare two samples of rewards; raises :class:`ConfigError` if either has fewer than two."""
     if len(old) < 2 or len(new) < 2:
         raise ConfigError(
             f"there are {len(old)} rewards of the old version and {len(new)} of the new one, and an interval needs two "
@@ -72,7 +75,10 @@ def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0
 def compare_tasks(
     old: Mapping[str, Sequence[float]], new: Mapping[str, Sequence[float]], *, confidence: float = 0.95
 ) -> Comparison:
-    """Compare two samples of rewards, by task, over the tasks that are in both; raises :class:`ConfigError` for one."""
+    """Compare two samples of rewards, given by task, over the tasks that are in both.
+
+    Raises :class:`ConfigError` if fewer than two tasks are in both.
+    """
     common = [task for task in old if task in new]
     if len(common) < 2:
         raise ConfigError(f"{len(common)} tasks are in both samples, and an interval needs two at least")
@@ -95,9 +101,9 @@ def _compared(
 
     Args:
         means: The old mean and the new one.
-        parts: Their variances.
+        parts: The variances of the two means.
         quantile: Half the interval's width in standard errors.
-        shared: Their covariance.
+        shared: The covariance of the two means.
     """
     difference = means[1] - means[0]
     width = quantile * math.sqrt(max(0.0, sum(parts) - 2 * shared))
@@ -115,9 +121,9 @@ def _compared(
 def _ratio_interval(
     means: tuple[float, float], parts: tuple[float, float], *, quantile: float, shared: float
 ) -> tuple[float | None, float | None]:
-    """Return Fieller's interval.
+    """Return Fieller's interval of the ratio of two means; its ends are ``None`` if it is unbounded.
 
-    It holds every ratio r with (new - r * old)^2 <= quantile^2 * (part_new - 2 * r * shared + r^2 * part_old).
+    It contains every ratio r with (new - r * old)^2 <= quantile^2 * (part_new - 2 * r * shared + r^2 * part_old).
     """
     old, new = means
     squared = quantile**2
@@ -129,7 +135,7 @@ def _ratio_interval(
 
 
 def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Return Student's interval of the mean; infinite for fewer than two values."""
+    """Return the ends of Student's interval of the mean; they are infinite for fewer than two values."""
     if len(values) < 2:
         return -math.inf, math.inf
     quantile = student_quantile(0.5 + _checked(confidence) / 2, len(values) - 1)
@@ -138,7 +144,10 @@ def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[floa
 
 
 class Criterion(Record, frozen=True, kw_only=True):
-    """The condition for a better version: enough rewards of both, and the difference's interval above the gain."""
+    """The condition under which a version is better than another.
+
+    Both need ``min_rollouts`` rewards, and the interval of the difference must lie above ``min_gain``.
+    """
 
     confidence: float = 0.95
     min_gain: float = 0.0
@@ -146,10 +155,10 @@ class Criterion(Record, frozen=True, kw_only=True):
 
 
 def check_better(old: tuple[str, Sequence[float]], new: tuple[str, Sequence[float]], bar: Criterion) -> str:
-    """Describe the comparison if the rewards meet the criterion; ``old`` and ``new`` are (name, rewards).
+    """Return a comparison in one line if ``new`` is better than ``old``; each is a pair of name and rewards.
 
     Raises:
-        ConfigError: They do not; the message has the numbers.
+        ConfigError: The rewards do not meet the criterion ``bar``; the message gives the numbers.
     """
     head = f"{new[0]} is not shown to be better than {old[0]}"
     if min(len(old[1]), len(new[1])) < max(2, bar.min_rollouts):
@@ -177,7 +186,7 @@ def _ratio(result: Comparison) -> str:
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """Return the quantile of Student's t distribution, by bisection of its distribution function to 1e-9."""
+    """Return the quantile of Student's t distribution, by bisection of :func:`student_cdf` to 1e-9."""
     if math.isinf(freedom):
         return NormalDist().inv_cdf(probability)
     if probability < 0.5:
@@ -192,7 +201,7 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 
 def student_cdf(value: float, freedom: float) -> float:
-    """Student's distribution function, by the incomplete beta function."""
+    """Return the value of Student's distribution function, computed by the incomplete beta function."""
     tail = 0.5 * _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + value * value))
     return 1.0 - tail if value >= 0 else tail
 
@@ -224,7 +233,7 @@ def _away(value: float, tiny: float) -> float:
 
 
 def _freedom(parts: tuple[float, float], counts: tuple[int, int]) -> float:
-    """Welch and Satterthwaite's degrees of freedom; infinite when nothing varies."""
+    """Return Welch and Satterthwaite's degrees of freedom; infinite when nothing varies."""
     below = sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
     return sum(parts) ** 2 / below if below > 0 else math.inf
 

@@ -1,11 +1,11 @@
 """Opens stores by their URLs, checks them, and renders the commands that messages propose for them.
 
-- A URL is checked before its store is opened, and the stores of a folder are found.
-- A store that lacks a part of the contract is refused, such as one of a plugin older than agl-core. Only methods and
-  their keyword arguments are compared; ``agl_testing.StoreConformance`` tests what they do.
-- A proposed command works when it is pasted into the same shell. It names the store unless it would find that by
-  itself, in ``AGL_STORE`` or as the only one in ``runs/``. Passwords are left out: PostgreSQL takes them from
-  ``PGPASSWORD`` or a password file, a served store from ``AGL_TOKEN``.
+- Before a store is opened, its URL is checked. Without a URL, the SQLite files of a folder are listed.
+- A store that lacks a part of the contract is refused, for example because its plugin is older than agl-core. Only the
+  names of methods and of their keyword arguments are compared; ``agl_testing.StoreConformance`` tests their behaviour.
+- A proposed command works when it is pasted into the same shell. It names the store, unless the command would find the
+  store anyway, in ``AGL_STORE`` or as the only one in ``runs/``. Passwords are left out: PostgreSQL reads them from
+  ``PGPASSWORD`` or a password file, and a served store reads its token from ``AGL_TOKEN``.
 """
 
 import inspect
@@ -29,11 +29,12 @@ def check_store_url(url: str, folder: Path) -> None:
     """Check a store's URL.
 
     Args:
-        url: As in the experiment.
+        url: The experiment's setting ``store``.
         folder: Base of relative paths.
 
     Raises:
-        ConfigError: It is a path, a malformed URL of a SQLite file, one with options, or one of a directory.
+        ConfigError: The text is a path and not a URL, or a SQLite URL that is malformed, has options or names a
+            directory.
     """
     if "://" not in url or (url.startswith("sqlite:") and not url.startswith(SQLITE)) or url == SQLITE:
         path = url.removeprefix("sqlite:").lstrip("/") or "runs/agl.db"
@@ -59,24 +60,24 @@ def refuse_directory(url: str, folder: Path) -> None:
 
 
 def as_url(text: str) -> str:
-    """Convert the store of a command line, a URL or the path of a SQLite file, to a URL."""
+    """Return the URL of a store that a command line names by a URL or by the path of a SQLite file."""
     return text if "://" in text else f"{SQLITE}{text}"
 
 
 def stores_in(folder: Path) -> list[Path]:
-    """Return the SQLite files that commands look for in a folder: those in its ``runs/``."""
+    """Return the files ``runs/*.db`` of a folder, among which commands look for a store."""
     return sorted((folder / "runs").glob("*.db"))
 
 
 def located(url: str, folder: Path) -> str:
-    """Return the URL with a relative SQLite path taken from ``folder``."""
+    """Return the URL with a relative SQLite path made absolute from ``folder``; other URLs stay as they are."""
     if not url.startswith(SQLITE) or url.startswith(f"{SQLITE}/"):
         return url
     return f"{SQLITE}{(folder / url.removeprefix(SQLITE)).absolute()}"
 
 
 def without_password(url: str) -> str:
-    """Return the URL without passwords and tokens, still with the user of a database."""
+    """Return the URL without passwords and tokens; the user name of a PostgreSQL URL stays."""
     user = re.match(r"postgres\w*://([\w.-]+)(:[^@/]*)?@", url)
     shown = re.sub(r"(?<=[?&])password=[*]{3}&?", "", shown_url(url)).rstrip("?&")
     return shown.replace("://", f"://{user[1]}@", 1) if user else shown
@@ -98,7 +99,7 @@ def build_store(manager: PluginManager, url: str) -> Store:
 
 
 def checked_store(store: Any) -> Store:
-    """Return a store; raises :class:`PluginError` that names the missing parts of the contract."""
+    """Return ``store``; raises :class:`PluginError` if parts of the contract are missing, and names them."""
     lacks = [text for name, method in _METHODS.items() if (text := _lacking(store, name, method))]
     if lacks:
         origin = _distribution(store) or f"the module {type(store).__module__}"
@@ -111,13 +112,13 @@ def checked_store(store: Any) -> Store:
 
 
 def _lacking(store: Any, name: str, method: Callable[..., Any]) -> str:
-    """Return the part of a method that a store lacks, ``""`` if it lacks none."""
+    """Describe what a store lacks of a method: the method itself, or keyword arguments; ``""`` if nothing."""
     own = getattr(store, name, None)
     if not callable(own):
         return f"{name}()"
     try:
         known = inspect.signature(own).parameters.values()
-    except ValueError:  # one that is written in C has no signature
+    except ValueError:  # a method that is written in C has no signature
         return ""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known):
         return ""
@@ -128,7 +129,7 @@ def _lacking(store: Any, name: str, method: Callable[..., Any]) -> str:
 
 
 def _distribution(store: Any) -> str:
-    """Return the distribution, with its version, whose plugin a store's class comes from; ``""`` if there is none."""
+    """Return the name and version of the distribution whose plugin has the store's class, ``""`` if there is none."""
     top = type(store).__module__.partition(".")[0]
     for found in distributions():
         if any(point.module.partition(".")[0] == top for point in found.entry_points.select(group="agl")):
@@ -140,17 +141,17 @@ MEMORY = "memory:"
 
 
 def command(*words: str, store_url: str = "") -> str:
-    """Return ``agl WORDS``, quoted for a shell, with ``--store`` where the command needs it; see :func:`address_of`."""
+    """Return ``agl WORDS``, quoted for a shell, with ``--store`` if the command would not find the store without it."""
     return shlex.join(("agl", *words, *_store_option(store_url)))
 
 
 def proposal(lead: str, *words: str, store_url: str) -> str:
-    """Return ``" LEAD: agl WORDS"`` to append to a message, ``""`` for a store that ends with its process."""
+    """Return ``" LEAD: agl WORDS"`` to append to a message, ``""`` for a store in memory, which no command can open."""
     return "" if store_url.startswith(MEMORY) else f" {lead}: {command(*words, store_url=store_url)}"
 
 
 def address_of(store: Store) -> str:
-    """Return the URL of a store object without passwords, ``""`` where it does not say."""
+    """Return the URL of a store without passwords, ``""`` if the store does not know it."""
     return store.backend.shown_url if isinstance(store, TableStore) else ""
 
 
@@ -174,7 +175,7 @@ def _place(url: str) -> str:
 
 
 def _short(url: str) -> str:
-    """Return a URL as a person types it: the path of a SQLite file, relative where it lies below this folder."""
+    """Shorten the URL of a SQLite file to its path, relative if the file lies below the working folder."""
     if not url.startswith(SQLITE):
         return url
     path, here = Path(url.removeprefix(SQLITE)).resolve(), Path.cwd()

@@ -1,4 +1,4 @@
-"""Text of agents and models for a terminal, which would obey control characters, and on one line."""
+"""Makes text of agents and models safe for a terminal, which obeys control characters, and shortens it to one line."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _VISIBLE = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code 
 
 
 def visible(text: str) -> str:
-    """Escape the control characters in text of agents and models, so that a terminal shows and never obeys them."""
+    """Escape the control characters in text, so that a terminal shows them instead of obeying them."""
     return text.translate(_VISIBLE)
 
 

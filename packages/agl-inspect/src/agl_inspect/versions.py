@@ -28,10 +28,11 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A version in a list.
 
     Attributes:
-        why: The decision of the search that made it, with its reason.
-        origin: The algorithm and step that made it, ``agl resources try``, or the experiment whose first version it is;
-            ``""`` if unknown.
-        tried: The trials by ``agl dev`` and ``agl resources try`` that ran with it, such as ``2 rollouts of sums-dev``.
+        why: The decision of the prompt search that made the version, with the reason.
+        origin: The algorithm and step that made the version, ``agl resources try``, or the experiment whose file it is
+            from; ``""`` if unknown.
+        tried: The rollouts of ``agl dev`` and ``agl resources try`` that ran with the version, such as
+            ``2 rollouts of sums-dev``.
         is_saved: False for weights that were served from memory and never written.
     """
 
@@ -45,14 +46,17 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def is_only_tried(self) -> bool:
-        """True for a version that an algorithm or ``agl resources try`` only tried, and that no label points at."""
+        """True if an algorithm or ``agl resources try`` only tried the version, and no label points at it."""
         return bool(self.version.metadata.get("candidate")) and not self.labels
 
 
 class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A version, the labels that point at it, its ancestors, newest first, and the candidate that brought it.
+    """A version with its history.
 
     Attributes:
+        labels: The labels that point at the version.
+        ancestors: The names of its ancestors, its parent first.
+        candidate: The candidate of a prompt search that became the version, ``None`` if it has another origin.
         is_saved: False for weights that were served from memory and never written.
     """
 
@@ -67,7 +71,7 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
     """An arm of a comparison: a version and the rewards of all finished rollouts that ran with it.
 
     Attributes:
-        validated: The rewards of its validations, by the content of the task.
+        validated: The rewards of its validation rollouts, by a digest of the task.
     """
 
     version: str
@@ -75,7 +79,7 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
     validated: dict[str, list[float]] = {}
 
     def summary(self, confidence: float) -> str:
-        """Describe mean and interval."""
+        """Describe the mean reward with its interval."""
         if not self.rewards:
             return "no finished rollout with a reward ran with it"
         low, high = interval(self.rewards, confidence=confidence)
@@ -85,11 +89,11 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
 async def list_versions(
     store: Store, name: str | None, *, has_candidates: bool, has_trials: bool = True
 ) -> list[ListedVersion]:
-    """List the newest version of every resource, or all versions of one, in order of publication.
+    """List the newest version of every resource, or all versions of ``name``, in order of publication.
 
-    ``has_trials`` counts the rollouts of trials, which costs more the more there are. Raises :class:`NotFoundError`
-    for a resource without a version. Versions that were only tried are left out unless ``has_candidates``, or a label
-    points at them.
+    Versions that were only tried are left out, unless ``has_candidates`` is true or a label points at them. With
+    ``has_trials``, the trials of a named resource are counted, which reads all their rollouts. Raises
+    :class:`NotFoundError` if the named resource has no version.
     """
     versions = await store.resources(name)
     if name is not None and not versions:
@@ -123,9 +127,9 @@ async def list_versions(
 
 
 def origin_of(version: ResourceVersion) -> str:
-    """Name what made a version: an algorithm with its step, ``agl resources try``, or the experiment that began so.
+    """Return a version's origin: an algorithm with its step, ``agl resources try``, or the experiment of its file.
 
-    It is ``""`` if unknown.
+    The origin is ``""`` if it is unknown.
     """
     if version.algorithm:
         return f"{version.algorithm} step {version.step}"
@@ -135,7 +139,7 @@ def origin_of(version: ResourceVersion) -> str:
 
 
 def is_of_file(version: ResourceVersion) -> bool:
-    """Return true for a version that an experiment took from its file."""
+    """Return true if an experiment took a version from the experiment's file."""
     is_made = bool(version.algorithm) or version.metadata.get("origin") == ORIGIN
     return bool(version.metadata.get("experiment")) and not is_made
 
@@ -145,7 +149,7 @@ def _is_only_tried(version: ResourceVersion, names: dict[str, str]) -> bool:
 
 
 async def _newest_published(store: Store, newest: ResourceVersion, names: dict[str, str]) -> ResourceVersion:
-    """Return the newest version of a resource that was not only tried; the given one if there is none."""
+    """Return a resource's newest version that was not only tried, or ``newest`` if all were only tried."""
     if not _is_only_tried(newest, names):
         return newest
     published = [v for v in await store.resources(newest.name) if not _is_only_tried(v, names)]
@@ -153,7 +157,7 @@ async def _newest_published(store: Store, newest: ResourceVersion, names: dict[s
 
 
 async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) -> dict[str, str]:
-    """Count the rollouts of trials by ``agl dev`` and ``agl resources try`` that ran with each version, by version."""
+    """Describe, for each version, how many rollouts of ``agl dev`` and ``agl resources try`` ran with it."""
     experiments = {record.name for record in await store.experiments()}
     named = {str(v.metadata["experiment"]) for v in versions if "experiment" in v.metadata}
     experiments |= {each.removesuffix(TRIAL).removesuffix(PROMPT_TRIAL) for each in named}
@@ -168,7 +172,10 @@ async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) 
 
 
 async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
-    """Find a version by its name, a label or the id of its candidate, by default the newest that is saved."""
+    """Find the version that ``which`` names (a version, a label or a candidate's id), by default the newest saved one.
+
+    Raises :class:`NotFoundError` if the resource or the version does not exist.
+    """
     names = await labels.labels_of(store, name)
     versions = {v.version: v for v in await store.resources(name)}
     if not versions:
@@ -199,7 +206,7 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
 
 
 async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:
-    """Collect the rewards of the counted rollouts that pinned each version; a failed rollout counts 0."""
+    """Collect the rewards of the finished rollouts and conversations that ran with each version; a failure counts 0."""
     found = {version: Arm(version=version, rewards=[], validated={}) for version in versions}
     async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_MANY)):
         ours = [r.rollout_id for r in page if is_counted(r) and r.resources.get(name, "") in found]
@@ -251,13 +258,13 @@ async def _known(store: Store, name: str) -> str:
 
 
 def compare_arms(old: Arm, new: Arm, *, confidence: float) -> tuple[Comparison, tuple[Arm, Arm], str]:
-    """Return the comparison, the arms with the rewards that it counts, and a note on the pairing.
+    """Return the comparison, both arms with only the rewards that count in it, and a note on the pairing.
 
-    Rewards are paired by task if both versions were validated on at least two tasks of the same content, and on at
-    least half of the tasks of either; otherwise all rollouts count.
+    Rewards are paired by task if the versions have at least two validation tasks in common, and these are at least half
+    of the validation tasks of each version. Otherwise all rollouts count.
 
     Raises:
-        ConfigError: There are too few rewards.
+        ConfigError: A version has too few rewards.
     """
     common = [task for task in old.validated if task in new.validated]
     counts = len(old.validated), len(new.validated)
@@ -270,7 +277,7 @@ def compare_arms(old: Arm, new: Arm, *, confidence: float) -> tuple[Comparison, 
 
 
 def _on(arm: Arm, tasks: list[str]) -> Arm:
-    """Return an arm with the validations on some tasks only."""
+    """Return an arm with only its validation rollouts on ``tasks``."""
     validated = {task: arm.validated[task] for task in tasks}
     rewards = [reward for found in validated.values() for reward in found]
     return Arm(version=arm.version, rewards=rewards, validated=validated)
@@ -289,13 +296,15 @@ class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         version: The version.
-        mean: Mean of its rewards over tasks, ``None`` without any.
-        low: Lower end of the 95 % interval of that mean over tasks, ``None`` below two; ``high`` the upper end.
-        tasks: Tasks with a reward.
-        difference: Its mean minus the baseline's, paired by task; ``None`` for the baseline, and where fewer than two
-            tasks have both.
-        difference_low: Lower end of the 95 % interval of the difference; ``difference_high`` the upper end.
-        paired: Tasks with rewards of both.
+        mean: Mean over tasks of the version's rewards, ``None`` without rewards.
+        low: Lower end of the 95 % interval of ``mean`` over tasks; ``None`` for fewer than two tasks.
+        high: Upper end of the same interval.
+        tasks: Number of tasks on which the version has a reward.
+        difference: Mean of the version minus the mean of the baseline, paired by task; ``None`` for the baseline
+            itself, and if fewer than two tasks have rewards of both.
+        difference_low: Lower end of the 95 % interval of ``difference``.
+        difference_high: Upper end of the same interval.
+        paired: Number of tasks with rewards of both the version and the baseline.
         verdict: ``better``, ``worse`` or ``unclear``; ``""`` for the baseline.
     """
 
@@ -312,11 +321,11 @@ class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Trial(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A trial that ended.
+    """A finished trial of several versions.
 
     Attributes:
-        time: Unix seconds.
-        experiment: The experiment of its rollouts.
+        time: End of the trial in Unix seconds.
+        experiment: The experiment under which its rollouts are recorded.
         source: A description of the tasks, such as ``20 of 40 validation tasks``.
         scores: The versions; the first is the baseline.
     """
@@ -329,7 +338,7 @@ class Trial(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def add_trial(store: Store, *, experiment: str, resource: str, source: str, scores: Sequence[TrialScore]) -> None:
-    """Add a trial of a resource to the earlier ones."""
+    """Save a trial of a resource; earlier trials stay."""
     now = time.time()
     kept = Trial(time=now, experiment=experiment, resource=resource, source=source, scores=list(scores))
     await _trials_of(resource).add(store, {f"{now:017.6f}": kept})

@@ -1,7 +1,7 @@
 """Converts LangChain's and LangGraph's objects to span attributes; no other module of this package reads them.
 
 Names that a person chose (of agents, graph nodes, graphs and chains) become ``gen_ai.agent.name``, ``agl.node``
-and ``gen_ai.workflow.name``. Names that the libraries made up do not, so that they select nothing by accident.
+and ``gen_ai.workflow.name``. Names that the libraries generate do not, so that no pattern matches them by accident.
 """
 
 import sys
@@ -15,19 +15,19 @@ _AGENT_NODES = frozenset({"model", "agent"})
 """Nodes in which the agents of ``create_agent`` and ``create_react_agent`` call their model."""
 
 _PREBUILT_NODES = _AGENT_NODES | {"tools"}
-"""Names that such an agent gives to its nodes; they are ignored where a person named an enclosing run."""
+"""Names that such an agent gives to its nodes; they are ignored if a person named an enclosing run."""
 
 _URLS = ("base_url", "openai_api_base", "anthropic_api_url", "azure_endpoint", "endpoint_url", "endpoint")
-"""The attributes in which LangChain's chat models keep the address that they call."""
+"""The attributes in which LangChain's chat models hold the URL that they call."""
 
 INTERRUPT = "agl.interrupt"
-"""The reason why a graph stopped to be resumed later, such as ``GraphInterrupt``."""
+"""The reason why a graph stopped and can be resumed later, such as ``GraphInterrupt``."""
 
 _END = "__end__"
 
 
 def classify(run: Run, *, metadata: Mapping[str, Any], tags: Sequence[str], run_type: str | None) -> None:
-    """Set the kind of a chain's run, once its place in the tree is known."""
+    """Set the kind of a chain's run, whose parent is already set."""
     run.is_named = run_type is None and not run.name.startswith(_MADE_UP)
     is_task = _is_task(run, metadata)
     run.is_graph_node = is_task or any(tag.startswith("graph:step:") for tag in tags)
@@ -44,14 +44,14 @@ def classify(run: Run, *, metadata: Mapping[str, Any], tags: Sequence[str], run_
 
 
 def _is_task(run: Run, metadata: Mapping[str, Any]) -> bool:
-    """True for a ``@task`` of LangGraph's functional API; its path holds the path of the node that called it."""
+    """Return true for a ``@task`` of LangGraph's functional API, whose path contains the path of the calling node."""
     path = metadata.get("langgraph_path")
     is_called = isinstance(path, tuple) and any(isinstance(part, tuple) for part in cast("tuple[Any, ...]", path))
     return is_called and run.is_named and metadata.get("langgraph_node") == run.name
 
 
 def _enter_graph(node: Run) -> None:
-    """Recognise a graph by its first node, because older releases do not mark their agents as agents."""
+    """Set the kind of a graph at its first node, because older releases do not mark their agents as agents."""
     graph = node.parent
     if graph is None:
         return
@@ -69,7 +69,7 @@ def _enter_graph(node: Run) -> None:
 def about_model(
     serialized: Mapping[str, Any], metadata: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The called model, the client's class and the server, as far as the settings name them."""
+    """Return the called model, its provider, the client's class and the server, as far as the settings name them."""
     path, settings = serialized.get("id"), serialized.get("kwargs")
     names: list[Any] = cast("list[Any]", path) if isinstance(path, list) else []
     given: Mapping[str, Any] = cast("Mapping[str, Any]", settings) if isinstance(settings, dict) else {}
@@ -83,7 +83,7 @@ def about_model(
 
 
 def about_output(run: Run, output: Any) -> dict[str, Any]:
-    """A run's output as arguments of ``close``, where it adds to what the model calls record."""
+    """Return a run's output as arguments of ``close``, if it adds to the recorded model calls; record a hand-off."""
     target = _target(output)
     run.hand_off(target)
     if run.kind != "tool" or target:
@@ -94,7 +94,7 @@ def about_output(run: Run, output: Any) -> dict[str, Any]:
 
 
 def about_error(run: Run, error: BaseException) -> dict[str, Any]:
-    """A run's exception as arguments of ``close``; hand-offs and interrupts are not errors."""
+    """Return a run's exception as arguments of ``close``; empty for hand-offs and interrupts, which are not errors."""
     errors = sys.modules.get("langgraph.errors")
     if errors is None or not isinstance(error, errors.GraphBubbleUp):
         return {"error": error}
@@ -106,7 +106,7 @@ def about_error(run: Run, error: BaseException) -> dict[str, Any]:
 
 
 def _target(output: Any) -> str:
-    """The node that a command sends the graph to, ``""`` if ``output`` is no command or ends the graph."""
+    """Return the node to which a command sends the graph; ``""`` if ``output`` is no command or ends the graph."""
     types = sys.modules.get("langgraph.types")
     if types is None:
         return ""

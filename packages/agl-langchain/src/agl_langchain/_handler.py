@@ -1,7 +1,7 @@
-"""The callback handler, which turns LangChain's events into runs and their spans.
+"""The callback handler, which converts LangChain's events to runs and their spans.
 
-It runs inline, in the task or thread that does the work, so that the run noted at the start of a model call is known
-when the request leaves. Nothing here raises: failures are logged, and the run ends.
+The handler runs inline, in the task or thread that does the work, so that the run of a model call is known when the
+request is sent. The handler never raises: failures are logged, and the run ends.
 """
 
 import logging
@@ -40,7 +40,7 @@ def _harmless(callback: F) -> F:
 
 
 class RunHandler(BaseCallbackHandler):
-    """Observes the runs that start inside a rollout; one object serves all of them, from any thread."""
+    """Observes the runs that start inside a rollout; one thread-safe object serves all rollouts."""
 
     run_inline = True
 
@@ -48,7 +48,7 @@ class RunHandler(BaseCallbackHandler):
         self._runs: dict[UUID, Run] = {}
 
     def current_run(self) -> Run | None:
-        """The innermost run of this context that has a span."""
+        """Return the innermost run of this context that has a span; ``None`` if there is none."""
         attempt, running = current(), _running()
         if attempt is None:
             return None
@@ -76,7 +76,7 @@ class RunHandler(BaseCallbackHandler):
         metadata: Mapping[str, Any] | None = None,
         **details: Any,
     ) -> None:
-        """A chain, a graph, one of its nodes, or a part of one began."""
+        """Note that a chain, a graph, one of a graph's nodes, or a part of one started."""
         run = self._new(run_id, parent_run_id, kind="pass", name=_name(details, serialized))
         if run is not None:
             classify(run, metadata=metadata or {}, tags=tags or (), run_type=details.get("run_type"))
@@ -94,7 +94,7 @@ class RunHandler(BaseCallbackHandler):
         inputs: Mapping[str, Any] | None = None,
         **details: Any,
     ) -> None:
-        """A tool began."""
+        """Note that a tool started."""
         run = self._new(run_id, parent_run_id, kind="tool", name=_name(details, serialized))
         if run is not None:
             run.describe(arguments=input_str if inputs is None else inputs, call_id=details.get("tool_call_id"))
@@ -110,7 +110,7 @@ class RunHandler(BaseCallbackHandler):
         metadata: Mapping[str, Any] | None = None,
         **details: Any,
     ) -> None:
-        """A chat model was called; the request has not left yet."""
+        """Note that a chat model was called; the request has not been sent yet."""
         run = self._new(run_id, parent_run_id, kind="model", name=str(details.get("name") or ""))
         if run is not None:
             run.describe(**about_model(serialized or {}, metadata or {}, details.get("invocation_params") or {}))
@@ -118,7 +118,7 @@ class RunHandler(BaseCallbackHandler):
             _MODEL.set(run)
 
     def on_llm_start(self, serialized: Mapping[str, Any] | None, prompts: Any, **details: Any) -> None:
-        """A completion model was called; the request has not left yet."""
+        """Note that a completion model was called; the request has not been sent yet."""
         self.on_chat_model_start(serialized, prompts, **details)
 
     @_harmless
@@ -131,45 +131,45 @@ class RunHandler(BaseCallbackHandler):
         parent_run_id: UUID | None = None,
         **details: Any,
     ) -> None:
-        """A retriever began."""
+        """Note that a retriever started."""
         run = self._new(run_id, parent_run_id, kind="retrieval", name=_name(details, serialized))
         if run is not None:
             run.describe()
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
-        """A chain returned."""
+        """Note that a chain returned."""
         self._end(run_id, lambda run: about_output(run, outputs))
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:
-        """A tool returned."""
+        """Note that a tool returned."""
         self._end(run_id, lambda run: about_output(run, output))
 
     def on_llm_end(self, response: Any, *, run_id: UUID, **_: Any) -> None:
-        """A model answered, or its stream was read to the end."""
+        """Note that a model answered, or that its stream was read to the end."""
         self._end(run_id, lambda _: {})
 
     def on_retriever_end(self, documents: Any, *, run_id: UUID, **_: Any) -> None:
-        """A retriever returned."""
+        """Note that a retriever returned."""
         self._end(run_id, lambda _: {})
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
-        """A chain raised; LangGraph also hands off and interrupts that way."""
+        """Note that a chain raised; LangGraph also uses exceptions for hand-offs and interrupts."""
         self._end(run_id, lambda run: about_error(run, error))
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
-        """A tool raised."""
+        """Note that a tool raised."""
         self._end(run_id, lambda run: about_error(run, error))
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
-        """A model call failed for good, after the client's own retries."""
+        """Note that a model call failed for good, after the client's own retries."""
         self._end(run_id, lambda run: about_error(run, error))
 
     def on_retriever_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
-        """A retriever raised."""
+        """Note that a retriever raised."""
         self._end(run_id, lambda run: about_error(run, error))
 
     def _new(self, run_id: UUID, parent_run_id: UUID | None, **fields: Any) -> Run | None:
-        """A run of the current attempt, ``None`` outside one."""
+        """Create a run of the current attempt; return ``None`` outside an attempt."""
         attempt = current()
         if attempt is None:
             return None
@@ -182,7 +182,7 @@ class RunHandler(BaseCallbackHandler):
         return run
 
     def _outer_span_id(self, parent: Run | None) -> str | None:
-        """The span that encloses a new run where LangChain does not know it, else ``None``."""
+        """Return the span that encloses a new run, if LangChain does not know that span, else ``None``."""
         if parent is None:
             return current_span_id()
         around = self.current_run()
@@ -192,7 +192,7 @@ class RunHandler(BaseCallbackHandler):
         return None if span_id == around.span.span_id else span_id
 
     def _end(self, run_id: UUID, about: Callable[[Run], dict[str, Any]]) -> None:
-        """Close the run's span with the arguments that ``about`` makes of the run's end, if it can."""
+        """Close the run's span with the arguments from ``about``; if ``about`` fails, close it without a status."""
         run = self._runs.pop(run_id, None)
         if run is None or run.span is None:
             return
@@ -213,7 +213,7 @@ def _name(details: Mapping[str, Any], serialized: Mapping[str, Any] | None) -> s
 
 
 def _running() -> UUID | None:
-    """Id of the run whose code is running, from the configuration that LangChain passes down; ``None`` outside runs."""
+    """Return the id of the run whose code is running, from LangChain's current configuration; ``None`` outside runs."""
     config = var_child_runnable_config.get()
     callbacks = config.get("callbacks") if config else None
     return callbacks.parent_run_id if isinstance(callbacks, BaseCallbackManager) else None

@@ -1,7 +1,7 @@
-"""The open runs of LangChain, with their kinds and their places in the tree of spans.
+"""The open runs of LangChain, with their kinds and their positions in the tree of spans.
 
-Runs of kind ``pass`` (LangChain's own plumbing, such as prompts, parsers and unnamed sequences) have no span. Their
-children belong to the nearest enclosing run that has one.
+Runs of kind ``pass`` are LangChain's own plumbing, such as prompts, parsers and unnamed sequences. They have no span;
+their children belong to the nearest enclosing run that has one.
 """
 
 import time
@@ -26,20 +26,21 @@ _OPERATIONS: dict[Kind, str] = {
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Run:
-    """One run.
+    """One run of LangChain.
 
     Attributes:
-        attempt: The attempt that it started in.
-        kind: Its kind; a chain's may change when its first node starts.
-        name: The framework's name for it.
+        attempt: The attempt in which the run started.
+        kind: The run's kind; that of a chain may change when its first node starts.
+        name: The framework's name for the run.
         is_named: Whether a person chose the name.
-        is_graph_node: Whether it is a node of a LangGraph graph.
+        is_graph_node: Whether the run is a node of a LangGraph graph.
         parent: The enclosing run, if it belongs to the same attempt.
-        outer_span_id: The enclosing span where LangChain did not make it: an operation's, another framework's, or
-            the attempt's root.
+        outer_span_id: The enclosing span if it is not LangChain's: an operation's, another framework's, or the
+            attempt's root.
         caller: The run whose code called the model.
-        span: Its span, ``None`` while its kind is ``pass``.
-        handed_off: Whether a hand-off that passes through it is recorded already.
+        span: The run's span; ``None`` while ``kind`` is ``pass``.
+        start_ns: The start of the run, in Unix nanoseconds.
+        handed_off: Whether a hand-off that passes through this run is already recorded.
     """
 
     attempt: ActiveAttempt
@@ -73,14 +74,14 @@ class Run:
         )
 
     def recorded(self) -> "Run | None":
-        """This run, or the nearest enclosing one that has a span."""
+        """Return this run, or the nearest enclosing one that has a span; ``None`` if none has."""
         run: Run | None = self
         while run is not None and run.span is None:
             run = run.parent
         return run
 
     def parent_id(self) -> str:
-        """Id of the span that encloses this run's."""
+        """Return the id of the span that encloses this run's span."""
         run: Run = self
         while run.outer_span_id is None and run.parent is not None:
             run = run.parent
@@ -89,7 +90,7 @@ class Run:
         return run.outer_span_id or run.attempt.root_span_id
 
     def owner(self) -> str:
-        """Name of the agent that this run belongs to; without one the nearest node's; ``""`` if neither is known."""
+        """Return the name of the agent of this run, or else that of the nearest node; ``""`` if neither is known."""
         node = ""
         run: Run | None = self
         while run is not None:
@@ -101,7 +102,7 @@ class Run:
         return node
 
     def is_within_node(self) -> bool:
-        """True if a graph's node or an agent encloses this run within the nearest tool."""
+        """Return true if a graph node or an agent encloses this run, with no tool between them."""
         run = self.parent
         while run is not None and run.kind != "tool":
             if run.is_graph_node or run.kind == "agent":
@@ -110,7 +111,7 @@ class Run:
         return False
 
     def hand_off(self, target: str) -> None:
-        """Record a hand-off on this run, and mark the enclosing runs so that none records it again."""
+        """Record a hand-off on this run, and mark the enclosing runs, so that none of them records it again."""
         if not target or self.handed_off or self.span is None:
             return
         self.span.set(source=self.owner(), target=target)

@@ -8,7 +8,7 @@ from agl.contracts import TracerEntry
 
 @hookimpl
 def agl_tracers() -> Iterable[TracerEntry]:
-    """One tracer under two names, because LangGraph reports through LangChain's callbacks."""
+    """Register one tracer under two names, because LangGraph reports through LangChain's callbacks."""
     for name in ("langchain", "langgraph"):
         yield TracerEntry(
             name=name,

@@ -1,8 +1,8 @@
-"""Attributes model calls to agents and nodes in LangChain and LangGraph, through the callbacks that both report to.
+"""Attributes model calls to agents and nodes in LangChain and LangGraph, through the callbacks of both.
 
-LangChain finds the handler in a context variable that is set around each attempt. So agents need no change, nothing
-is observed outside rollouts, and uploads to LangSmith are off inside them. The gateway or the wire hook records the
-model calls themselves; the ``chat`` spans made here give their place.
+LangChain finds the handler in a context variable that is set during each attempt. So agents need no change, nothing
+is observed outside of rollouts, and uploads to LangSmith are off inside rollouts. The gateway or the wire hook records
+the model calls themselves; the ``chat`` spans made here say which agent or node made them.
 """
 
 from collections.abc import Generator, Iterable, Mapping
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from agl_langchain._handler import RunHandler
 
 _HANDLER: ContextVar["RunHandler | None"] = ContextVar("agl_langchain_handler", default=None)
-"""The handler that LangChain calls when a run starts; set within attempts only."""
+"""The handler that LangChain calls when a run starts; set only during attempts."""
 
 
 class LangChainTracer(SharedTracer):
-    """Observes LangChain and LangGraph; see the module. Several may be installed at once; they share one handler."""
+    """Observes LangChain and LangGraph; see the module. Several tracers may be installed; they share one handler."""
 
     _handler: ClassVar["RunHandler | None"] = None
 
     def get_langchain_handler(self) -> "RunHandler":
-        """The callback handler, for agents that pass it themselves: ``config={"callbacks": [handler]}``.
+        """Return the callback handler, for agents that pass it themselves: ``config={"callbacks": [handler]}``.
 
-        No run is recorded twice where the tracer is installed as well.
+        If the tracer is installed as well, runs are still recorded only once.
         """
         handler = self._handler
         if handler is None:
@@ -38,7 +38,7 @@ class LangChainTracer(SharedTracer):
         return handler
 
     def observe(self) -> Iterable[Undo]:
-        """Let LangChain find the handler in attempts that start from now on."""
+        """Register the handler with LangChain, for attempts that start from now on."""
         from langchain_core.tracers.context import register_configure_hook
 
         handler = self.get_langchain_handler()
@@ -47,18 +47,18 @@ class LangChainTracer(SharedTracer):
         yield around_attempts(partial(_observe, handler))
 
     def current_span_id(self) -> str | None:
-        """Id of the innermost run's span in this context."""
+        """Return the id of the span of the innermost run in this context; ``None`` outside of runs."""
         run = None if self._handler is None else self._handler.current_run()
         return None if run is None or run.span is None else run.span.span_id
 
     def worker_env(self) -> Mapping[str, str]:
-        """The variables, old and new, that turn LangSmith's uploads off."""
+        """Return the variables, of older and newer releases, that turn LangSmith's uploads off."""
         return {"LANGSMITH_TRACING": "false", "LANGCHAIN_TRACING_V2": "false"}
 
 
 @contextmanager
 def _observe(handler: "RunHandler", attempt: ActiveAttempt) -> Generator[None]:
-    """Let LangChain find the handler within one attempt, and upload nothing."""
+    """Set the handler during one attempt, and turn uploads off."""
     from langsmith.run_helpers import tracing_context  # pyright: ignore[reportUnknownVariableType]  # open types
 
     token = _HANDLER.set(handler)
@@ -71,7 +71,7 @@ def _observe(handler: "RunHandler", attempt: ActiveAttempt) -> Generator[None]:
 
 
 def _unregister(variable: ContextVar[Any]) -> None:
-    """Remove the hook by hand, as LangChain offers no way; one left behind would find the variable empty."""
+    """Remove the hook from LangChain's private list, for which there is no function; if left, it would be harmless."""
     from langchain_core.tracers import context
 
     hooks: list[tuple[Any, ...]] = getattr(context, "_configure_hooks", [])

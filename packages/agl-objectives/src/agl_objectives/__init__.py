@@ -1,7 +1,7 @@
 """Losses and advantage estimators for agl: the pure functions that policy-gradient algorithms share.
 
-Importing this module does not import torch. The contract is in `agl_objectives.contract`, what an algorithm calls in
-`agl_objectives.registry`.
+Importing this module does not import torch. `agl_objectives.contract` has the contract of losses and estimators;
+`agl_objectives.registry` has the functions with which an algorithm finds them.
 """
 
 from agl_objectives.entries import EstimatorEntry, LossEntry

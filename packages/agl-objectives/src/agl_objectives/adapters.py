@@ -1,4 +1,4 @@
-"""LoRA adapters in memory, between algorithms that train them and policies that serve them."""
+"""LoRA adapters in memory, which an algorithm that trains them passes to a policy that serves them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["HeldAdapter"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldAdapter:
-    """An adapter to serve on top of its base model, which stays.
+    """A LoRA adapter to serve on top of its unchanged base model.
 
     Source: LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1.
 
     Attributes:
-        base: Directory or name of the base model.
-        config: What peft writes into `adapter_config.json`.
-        tensors: A [rank, in] and B [out, rank] of each layer, by peft's names of them, such as
-            `base_model.model.LAYER.lora_A.weight`; copies, which no update changes.
+        base: Directory or hub name of the base model.
+        config: The content of peft's `adapter_config.json`.
+        tensors: The matrices A [rank, in] and B [out, rank] of each layer under peft's names, such as
+            `base_model.model.LAYER.lora_A.weight`. They are copies, which no update changes.
     """
 
     base: str

@@ -1,11 +1,11 @@
-"""Turns the values of calls into advantages: scores per rollout, an estimator over them, and back to calls.
+"""Turns the values of calls into advantages, by an estimator over the scores of rollouts.
 
-Notation: N calls. `values_N` is what credit assignment gave each call, `rollouts_N` the index of the rollout that
-made it, and `groups_N` the index of the baseline group in which it is compared.
-The score s of a rollout in a group is the mean value of its calls there. All statistics are taken over the S scores
-and never over calls, so a rollout counts once, however often its agent calls the model.
+Notation: there are N calls. `values_N` has the credit of each call, `rollouts_N` the index of the call's rollout, and
+`groups_N` the index of the baseline group in which the call is compared.
+The score s of a rollout in a group is the mean value of the rollout's calls in that group. All statistics are taken
+over the S scores and never over calls, so a rollout counts once, however often its agent calls the model.
 The formulas are in `estimators` and in plugins.
-`call_advantages` does the same for what credit assignment returned, by span id.
+`estimate` works on tensors, `call_advantages` on the results of credit assignment, by span id.
 """
 
 from __future__ import annotations
@@ -38,17 +38,22 @@ def call_advantages(
     estimator: Estimator,
     baselines: Sequence[Baseline] | None = None,
 ) -> list[dict[str, float]]:
-    """Return advantages by span id for every rollout.
+    """Return the advantages of the calls of every rollout, by span id.
 
-    `credits` is what credit gave the calls of each rollout, `groups` the task of each, and `tokens` counts those of a
-    call by span id. A call whose credit says `is_advantage` keeps its value and takes no part in the statistics.
-    `baselines` are what the greedy rollout of each rollout's task got, for estimators that subtract it.
+    A call whose credit says `is_advantage` keeps its value and does not count in the statistics.
+
+    Args:
+        credits: The credits of the calls of each rollout.
+        groups: Number of the group of each rollout.
+        tokens: Number of trained tokens of each call, by span id.
+        estimator: The estimator.
+        baselines: The baseline of each rollout, from the greedy rollout of the same task; None without greedy rollouts.
     """
-    # Finished advantages (hierarchical and counterfactual credit) pass through; normalising them again would undo them.
+    # Finished advantages (hierarchical and counterfactual credit) stay as they are: they have a baseline already.
     result: list[dict[str, float]] = [{c.span_id: c.value for c in calls if c.is_advantage} for calls in credits]
     open_calls = [(index, call) for index, calls in enumerate(credits) for call in calls if not call.is_advantage]
-    # Calls are compared when they share both the task and the credit's baseline key: a key such as "writer" of one
-    # task must not meet that of another.
+    # Calls are compared if they share both the group and the credit's baseline key: calls of a "writer" must not be
+    # compared with those of a "writer" in another task.
     keys: dict[tuple[int, str], int] = {}
     for index, call in open_calls:
         keys.setdefault((groups[index], call.baseline), len(keys))
@@ -77,10 +82,15 @@ def estimate(
     tokens_N: Tensor | None = None,
     baseline_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the advantage of every call, [N], in the dtype of `values_N`.
+    """Return the advantage of every call, [N], in the dtype of `values_N`; empty for no calls.
 
-    Indices need not be dense. `tokens_N` are the trained tokens of each call, 1 when absent, and `baseline_N` what it
-    is compared with, the same for all calls of a score. No calls give no advantages.
+    Args:
+        values_N: Credit of each call.
+        rollouts_N: Number of the call's rollout; numbers need not be consecutive.
+        groups_N: Number of the call's baseline group; numbers need not be consecutive.
+        estimator: The estimator.
+        tokens_N: Trained tokens of each call; None counts 1 for each.
+        baseline_N: Score of the greedy rollout that the call is compared with, equal for all calls of a score.
     """
     if values_N.numel() == 0:
         return values_N
@@ -96,14 +106,14 @@ def estimate(
         scores = replace(scores, baseline_S=baseline_S)
     found = estimator(scores)
     # A_call = A_score + (value - s) * unit.  [N]
-    # Credit that is the same for all calls of a rollout makes the second term 0: every call gets A_score.
+    # If all calls of a rollout have the same credit, the second term is 0, and every call gets A_score.
     away_N = values_N - scores.scores_S[score_of_N]
     return found.found_S[score_of_N] + away_N * found.unit_S[score_of_N]
 
 
 def _scores(values_N: Tensor, *, rollouts_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> tuple[Scores, Tensor]:
-    """Return the mean value per (group, rollout) with its group and tokens, and the score of each call, [N]."""
-    # A rollout has one score per group that its calls are compared in: agents may have baselines of their own.
+    """Return one score per pair of group and rollout, and for each call the index of its score, [N]."""
+    # A rollout has one score in every group with calls of it, because agents may have separate baselines.
     pairs_N2 = torch.stack([groups_N, rollouts_N], dim=1)  # [N, 2]
     pairs_S2, score_of_N = unique(pairs_N2, dim=0)  # [S, 2], [N]
     _, group_S = unique(pairs_S2[:, 0])  # [S], 0 to number of groups - 1

@@ -1,7 +1,7 @@
-"""Weighs trained tokens, and deals rows into updates, so that the number of rows of a rollout changes nothing.
+"""Weighs trained tokens and splits rows into updates, so that the number of rows of a rollout makes no difference.
 
 A loss is the sum of `weight_M * loss_M` divided by a total. Weights and total belong to the whole update, so the losses
-of its micro-batches add up to the update's:
+of its micro-batches add up to the loss of the update. A token has the weight in parentheses, or 1:
 
     token      1 / tokens of the update                   every token counts the same (DAPO, arXiv 2503.14476, eq. 8)
     sequence   (1 / tokens of the rollout) / rollouts     every rollout counts the same (GRPO, arXiv 2402.03300, eq. 3)
@@ -29,11 +29,11 @@ Aggregation = Literal["token", "sequence", "constant"]
 """The ways of weighing tokens."""
 
 MeanAggregation = Literal["token", "sequence"]
-"""The ways that are means, for algorithms without a constant to divide by."""
+"""The ways of weighing tokens that give a mean, without a constant divisor."""
 
 
 def token_weight(aggregation: Aggregation, *, rollout_tokens: int, constant: int = 1) -> float:
-    """Return the weight of one trained token of a rollout that has `rollout_tokens` of them over all its rows."""
+    """Return the weight of one trained token of a rollout with `rollout_tokens` trained tokens in all its rows."""
     if aggregation == "token":
         return 1.0
     if aggregation == "sequence":
@@ -42,14 +42,14 @@ def token_weight(aggregation: Aggregation, *, rollout_tokens: int, constant: int
 
 
 def update_total(aggregation: Aggregation, *, tokens: int, rollouts: int) -> float:
-    """Return the divisor of weighted sums; both counts are the whole update's, silent rollouts included."""
-    # Rollouts with advantage 0 add nothing to the sum but stay here, so leaving them out of the forward pass saves
-    # time and does not make the gradient of the others larger.
+    """Return the divisor of an update's weighted sums; both counts are of the whole update, with silent rollouts."""
+    # Silent rollouts add nothing to the sum but count in the divisor. Leaving them out of the forward pass therefore
+    # saves time without making the gradient of the others larger.
     return float(tokens if aggregation == "token" else rollouts)
 
 
 class WeighedRow(Protocol):
-    """A row as it is weighed."""
+    """The attributes of a row that determine its weight."""
 
     @property
     def rollout(self) -> str:
@@ -66,9 +66,9 @@ R = TypeVar("R", bound=WeighedRow)
 
 
 def split_updates(rows: Sequence[R], *, updates: int) -> list[list[R]]:
-    """Deal rows into at most `updates` lists of nearly equal numbers of rollouts, in order.
+    """Split rows into at most `updates` lists with nearly equal numbers of rollouts, in order.
 
-    All rows of a rollout are in one list, whatever their number; no list is empty.
+    All rows of a rollout are in one list. No list is empty.
     """
     order = list(dict.fromkeys(row.rollout for row in rows))  # each rollout once, in order of appearance
     count = max(1, min(updates, len(order)))  # fewer rollouts than updates: one rollout each
@@ -83,7 +83,7 @@ def loss_weights(
     rows: Sequence[WeighedRow], *, aggregation: Aggregation, constant: int = 1
 ) -> tuple[list[float], float]:
     """Return the weight of a trained token of each row, and the total of one update that consists of all `rows`."""
-    # A rollout's tokens are counted over all its rows, so cutting it into more rows leaves every weight the same.
+    # The tokens of a rollout are counted over all its rows, so its number of rows does not change the weights.
     tokens: dict[str, int] = {}
     for row in rows:
         tokens[row.rollout] = tokens.get(row.rollout, 0) + row.trained_tokens

@@ -1,15 +1,15 @@
-"""Answers that were cut at a limit of tokens or came near it: left out of the loss, punished, and counted.
+"""Leaves out of the loss, punishes, and counts answers that were cut at a limit of tokens or came near it.
 
 Both remedies are DAPO's (Yu et al. 2025, arXiv 2503.14476). Overlong filtering (section 3.4) leaves cut answers out of
-the loss. The soft overlong punishment (equation 13) takes reward off long ones before they reach the limit. With L
-tokens in an answer, L_max = `limit`, L_cache = `buffer` and f = `factor`, which is 1 in the paper
+the loss. The soft overlong punishment (equation 13) lowers the reward of long answers before they reach the limit. An
+answer of L tokens gets, with L_max = `limit`, L_cache = `buffer` and f = `factor`, which is 1 in the paper:
 
     0                                       where L <= L_max - L_cache
     f * ((L_max - L_cache) - L) / L_cache   where L_max - L_cache < L <= L_max
     -f                                      where L > L_max
 
-Deviation from the paper: its sample is one answer. Here an answer is a call, and a rollout has several: a cut call is
-left out and the others train, and the punishment is added to what credit gave that call, so no other call pays for it.
+Deviation from the paper: a sample of the paper is one answer. Here an answer is a call, and a rollout has several. Only
+the cut call is left out, and the punishment is added to the credit of the long call alone.
 """
 
 from __future__ import annotations
@@ -30,21 +30,27 @@ __all__ = ["SoftOverlong", "overlong_punishment", "rollout_shares", "without_tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftOverlong:
-    """The punishment for calls with more than `limit - buffer` tokens, at most `factor`; 0 turns it off."""
+    """The punishment of calls with more than `limit - buffer` tokens.
+
+    Attributes:
+        limit: Number of tokens from which on the punishment is `factor`; 0 turns it off.
+        buffer: Number of tokens before the limit over which the punishment grows.
+        factor: Largest punishment.
+    """
 
     limit: int = 0
     buffer: int = 0
     factor: float = 1.0
 
     def punishment(self, tokens: int) -> float:
-        """Return what an answer of so many tokens loses, from `-factor` to 0."""
+        """Return the change of the credit of an answer with this number of tokens, from `-factor` to 0."""
         if not self.limit:
             return 0.0
         free = self.limit - self.buffer
         return self.factor * max(-1.0, min(0.0, (free - tokens) / self.buffer))
 
     def applied(self, episode: Episode, credits: Sequence[CallCredit]) -> list[CallCredit]:
-        """Return what credit gave the calls of an episode, less the punishment for the lengths of their answers."""
+        """Return the credits of an episode's calls, each lowered by the punishment of the call's answer."""
         if not self.limit:
             return list(credits)
         tokens = {call.span_id: len(call.response_ids) // 4 for call in episode.transitions}  # packed int32
@@ -55,20 +61,23 @@ class SoftOverlong:
 
 
 def overlong_punishment(sampling: GroupSampling) -> SoftOverlong:
-    """Return the punishment of long answers that an algorithm's settings ask for."""
+    """Return the punishment of long answers from an algorithm's settings."""
     return SoftOverlong(limit=sampling.overlong_limit, buffer=sampling.overlong_buffer)
 
 
 def without_truncated(episode: Episode, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the values, by span id, of the calls that were not cut at a limit of tokens; no others are trained."""
+    """Return the values, by span id, of the calls that were not cut at a limit of tokens."""
     cut = {call.span_id for call in episode.transitions if call.is_truncated}
     return {span_id: value for span_id, value in values.items() if span_id not in cut}
 
 
 def rollout_shares(episodes: Sequence[Episode], *, dropped: int, loud: Collection[str]) -> dict[str, float]:
-    """Return the shares of rollouts with a cut call, of dropped ones, and of kept ones that train nothing.
+    """Return as metrics the shares of rollouts with a cut call, of dropped rollouts, and of silent rollouts.
 
-    `loud` are the ids of those that have a gradient; `dropped` counts those that were not handed over.
+    Args:
+        episodes: The rollouts of a step that were not dropped.
+        dropped: Number of rollouts that were dropped.
+        loud: Ids of the rollouts that have a gradient.
     """
     cut = sum(any(call.is_truncated and not call.reject for call in episode.transitions) for episode in episodes)
     silent = sum(episode.rollout.rollout_id not in loud for episode in episodes)

@@ -1,10 +1,11 @@
-"""The contract of losses and estimators: what they are given and what they return.
+"""The contract of losses and estimators: their arguments and their results.
 
-A loss and an estimator are pure functions of tensors. They see no model, no tokenizer and no episode, divide by no
-number of rows, and keep no state, so that one implementation serves every engine.
+A loss and an estimator are pure functions of tensors. They know no model, tokenizer or episode, divide by no number of
+rows, and have no state, so that one implementation works in every training engine.
 
-Notation: M is the number of trained tokens of a micro-batch, flat and in any order; S is the number of scores, one for
-every rollout and baseline group that it has calls in. Floats may have any dtype; tests use float64.
+Notation: M is the number of trained tokens of a micro-batch, which are flat and in any order. S is the number of
+scores: a rollout has one score in every baseline group in which it has calls. Floats may have any dtype; tests use
+float64.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """The trained tokens of a micro-batch, [M] each. `logp_M` requires grad; everything else is data.
+    """The trained tokens of a micro-batch, [M] each. Only `logp_M` requires a gradient.
 
-    Rows are what one forward pass reads and rollouts what the agent did. A rollout may have several rows, and how many
-    is an accident of its conversation, so no loss may depend on `row_M` or on the order of tokens.
+    A row is the input of a forward pass. A rollout may have several rows, and their number depends on details of its
+    conversation, so a loss must not depend on `row_M`, nor on the order of the tokens.
     """
 
     logp_M: Tensor  # log pi(y_t), nats, of the policy in training
@@ -44,7 +45,7 @@ class TokenBatch:
     weight_M: Tensor  # w_t of the aggregation, at least 0; a token of weight 0 must have no effect
     row_M: Tensor  # int64, the row of each token
     rollout_M: Tensor  # int64, the rollout of each token
-    entropy_M: Tensor | None = None  # H_t in nats, without gradient; none in a survey, and for losses of agl itself
+    entropy_M: Tensor | None = None  # H_t in nats, without gradient; None in a survey and for losses of this package
     extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # [M] each, see `SurveyedLoss`
 
 
@@ -52,8 +53,8 @@ class TokenBatch:
 class LossTerms:
     """The loss of every token, [M], and numbers to log.
 
-    The engine multiplies `loss_M` with importance weights and `weight_M`, adds up and divides by the update's total.
-    `counts` are sums over tokens, such as how many were clipped; the engine logs them per token.
+    The training engine multiplies `loss_M` by importance weights and `weight_M`, adds the products up, and divides by
+    the update's total. `counts` are sums over tokens, such as the number of clipped tokens; they are logged per token.
     """
 
     loss_M: Tensor
@@ -61,29 +62,30 @@ class LossTerms:
 
 
 class Loss(Protocol):
-    """A loss of trained tokens."""
+    """Computes the loss of trained tokens."""
 
     def __call__(self, tokens: TokenBatch) -> LossTerms:
-        """Return the loss of every token; the losses of an update's micro-batches add up to the update's."""
+        """Return the loss of every token, which must not depend on how an update is cut into micro-batches."""
         ...
 
 
 @runtime_checkable
 class SurveyedLoss(Loss, Protocol):
-    """A loss whose tokens depend on others: those of their rollout, or those of the whole update.
+    """A loss in which a token depends on other tokens of its rollout or of the whole update.
 
-    Micro-batches may cut rollouts and always cut updates. Before the first of them the engine shows the loss all
-    tokens of the update, silent ones included, without gradient and without entropies. What the loss makes of them
-    comes back with each micro-batch in `TokenBatch.extras`. This costs one more forward pass.
+    A micro-batch has only a part of an update, and may have a part of a rollout. Before the first micro-batch the
+    training engine therefore calls `survey` with all tokens of the update, silent ones included, without gradient and
+    without entropies. Each micro-batch then has its part of the result in `TokenBatch.extras`. This may cost one more
+    forward pass.
     """
 
     def survey(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """Return tensors by name, [M] each, in the order of the tokens."""
+        """Return values for the tokens of a whole update: tensors by name, [M] each, in the order of the tokens."""
         ...
 
 
 def surveyed(loss: Loss, tokens: TokenBatch) -> TokenBatch:
-    """Return the tokens of a whole update with what the loss finds in a survey of them; unchanged where it has none."""
+    """Return the tokens of a whole update, with the results of the loss's survey in `extras` if it has a survey."""
     if not isinstance(loss, SurveyedLoss):
         return tokens
     found = loss.survey(replace(tokens, logp_M=tokens.logp_M.detach(), entropy_M=None))
@@ -92,19 +94,19 @@ def surveyed(loss: Loss, tokens: TokenBatch) -> TokenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """The scores of rollouts, [S] each: a rollout counts once, however often its agent calls the model."""
+    """The scores of rollouts, [S] each. In a baseline group a rollout has one score, whatever its number of calls."""
 
-    scores_S: Tensor  # the mean of what credit gave the rollout's calls in this group
+    scores_S: Tensor  # the mean credit of the rollout's calls in this group
     group_S: Tensor  # int64, 0 to number of groups - 1
-    tokens_S: Tensor  # trained tokens behind the score
-    baseline_S: Tensor | None = None  # the reward of a greedy rollout of the same task, where one was made
+    tokens_S: Tensor  # trained tokens of those calls
+    baseline_S: Tensor | None = None  # the score of a greedy rollout of the same task; None without greedy rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """The advantage of every score and the unit of distances from it, [S] each.
+    """The advantage `found_S` of every score, and the factor `unit_S` for the distance of a call from it, [S] each.
 
-    A call whose credit is v in a rollout of score s gets `found + (v - s) * unit`.
+    A call with the credit v in a rollout with the score s gets the advantage `found + (v - s) * unit`.
     """
 
     found_S: Tensor
@@ -115,5 +117,5 @@ class Estimator(Protocol):
     """Turns scores into advantages."""
 
     def __call__(self, scores: Scores) -> Estimates:
-        """Return the estimates in the order of the scores, in their dtype."""
+        """Return one estimate for each score, in the order and the dtype of the scores."""
         ...

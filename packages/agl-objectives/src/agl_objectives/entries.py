@@ -8,17 +8,18 @@ from agl.contracts import Entry
 
 
 class LossEntry(Entry, frozen=True, kw_only=True):
-    """Registers a loss; the factory builds an `agl_objectives.contract.Loss` from its parameters.
+    """Registers a loss.
 
-    The factory may also be the loss itself, a plain function of a `TokenBatch`; its parameters are then its keywords.
+    The factory is a class that makes an `agl_objectives.contract.Loss` from its parameters, or a function of a
+    `TokenBatch` that is the loss itself. The parameters of a function are its keyword-only arguments.
 
     Attributes:
-        aggregation: How an algorithm weighs tokens with this loss unless a setting says otherwise.
-        trains_silent: Whether tokens whose advantage is 0 may have a gradient, so that they are computed too.
-        surveys_ratios: Whether a survey reads log-probabilities only as differences to the old ones, so that it needs
-            no forward pass where the policy is the old one.
-        needs_updates: Whether its penalty has no gradient while the policy is the old one, as it is in all of a step
-            with one update.
+        aggregation: The default aggregation of an algorithm with this loss.
+        trains_silent: Whether tokens with an advantage of 0 may have a gradient and need a forward pass.
+        surveys_ratios: Whether the survey uses log-probabilities only as differences to the old ones. It then needs no
+            forward pass while the policy is still the old one.
+        needs_updates: Whether the loss has a penalty without a gradient while the policy is still the old one. A step
+            with only one update is then refused.
     """
 
     aggregation: Literal["token", "sequence"] = "token"
@@ -28,11 +29,11 @@ class LossEntry(Entry, frozen=True, kw_only=True):
 
 
 class EstimatorEntry(Entry, frozen=True, kw_only=True):
-    """Registers an estimator; the factory is, or builds, an `agl_objectives.contract.Estimator`.
+    """Registers an estimator; the factory is an `agl_objectives.contract.Estimator`, or a class that makes one.
 
     Attributes:
-        compares: `group` where the rollouts of a task are compared with each other, `batch` where all are.
-        needs_baseline: Whether `Scores.baseline_S` must be given.
+        compares: `group` if the rollouts of one task are compared with each other, `batch` if all rollouts are.
+        needs_baseline: Whether the estimator needs `Scores.baseline_S`, the reward of a greedy rollout.
     """
 
     compares: Literal["group", "batch"] = "group"

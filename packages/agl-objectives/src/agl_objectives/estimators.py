@@ -1,7 +1,7 @@
-"""The estimators of this distribution, as pure functions of scores that can be checked by hand.
+"""The estimators of this distribution: pure functions of scores.
 
-They differ in what a rollout's score s is compared with and in what it is divided by. S scores; those of a group g
-share a task, and n_g is their number.
+They differ in the baseline of a rollout's score s and in the divisor. There are S scores in all, and the scores of a
+group g are those of one task.
 
     grpo                  (s - mean_g) / (std_g + eps)     Shao et al. 2024, arXiv 2402.03300, section 4.1.2
     dr_grpo               s - mean_g                       Liu et al. 2025, arXiv 2503.20783, section 3.2
@@ -13,19 +13,19 @@ share a task, and n_g is their number.
     reinforce++           (s - mean) / std                 Hu et al. 2025, arXiv 2501.03262: over the batch
     reinforce++-baseline  (s - mean_g) / std               the same paper: mean of the group, deviation of the batch
 
-The advantage of a call is that of its rollout's score, plus the distance of its own value from the score (see
-`estimating`). The distance is scaled like the score itself: by 1 / (std_g + eps), 1, S / S_nonzero or 1 / std.
+The advantage of a call is the advantage of its rollout's score, plus the distance of the call's value from the score
+(see `advantages`). The distance is scaled like the score: by 1 / (std_g + eps), 1, S / S_nonzero or 1 / std.
 
 Deviations from the papers, and why:
 - Standard deviations are unbiased (divide by n - 1), as in the public implementations.
-- REINFORCE++ whitens over tokens. Here it whitens over rollouts, or long answers would count more.
-- A group of one rollout has nothing to compare with, so its advantages are 0. For `reinforce++` that is a batch of
-  one; `remax` compares a rollout with another one that it does not train on.
-- Scores that differ only by rounding count as equal; a division by their deviation would turn rounding into signal.
-  Where an estimator divides, the calls of equal rollouts get 0 as well, because there is no unit to measure the
-  distance of a call from its score.
+- REINFORCE++ whitens over tokens. Here it whitens over rollouts, because otherwise long answers would count more.
+- A single rollout in a group has no others to be compared with, so its advantages are 0. For `reinforce++` this holds
+  for a single rollout in the batch. It does not hold for `remax`, which compares with a greedy rollout.
+- Scores that differ only by rounding count as equal, because a division by their deviation would turn rounding into
+  signal. If an estimator divides by the deviation, all calls of equal rollouts get 0, because the distance of a call
+  from its score cannot be scaled.
 
-Sums are taken in the order of VERL's `core_algos`, so that both libraries give the same numbers to the last bit.
+Sums are in the order of VERL's `core_algos`, so that both libraries give the same numbers to the last bit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROUNDING = 1e-6
-"""Scores of a group closer than this, relative to its largest (at least 1), are equal."""
+"""Scores count as equal if they differ by less than this, relative to the largest |score| of the group or to 1."""
 
 WHITEN = 1e-8
 """Added to the count and to the variance when scores are whitened, as VERL does."""
@@ -59,11 +59,11 @@ def grpo(scores: Scores, *, eps: float = 1e-6) -> Estimates:
 
 
 def dr_grpo(scores: Scores) -> Estimates:
-    """Return `s - mean_g`: dividing by std would give easy and hard tasks, where std is small, more weight."""
+    """Return `s - mean_g`. Division by std_g would give more weight to easy and hard tasks, whose std_g is small."""
     found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
     for own_S, own in _compared(scores):
         found_S[own_S] = (own - own.mean()) * _differ(own)
-        unit_S[own_S] = 1.0  # nothing is divided, so the distance of a call counts as it is
+        unit_S[own_S] = 1.0  # the score is not divided, so the distance of a call is not scaled either
     return Estimates(found_S=found_S, unit_S=unit_S)
 
 
@@ -79,7 +79,7 @@ def rloo(scores: Scores) -> Estimates:
 
 
 def opo(scores: Scores) -> Estimates:
-    """Return `s - sum_g(l s) / sum_g(l)`: the baseline of least variance if gradients grow with the tokens l."""
+    """Return `s - sum_g(l s) / sum_g(l)`: the baseline of least variance if gradients grow with the token counts l."""
     found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
     for own_S, own in _compared(scores):
         tokens = scores.tokens_S[own_S].to(own.dtype)  # l, [n]
@@ -89,7 +89,7 @@ def opo(scores: Scores) -> Estimates:
 
 
 def gpg(scores: Scores) -> Estimates:
-    """Return `(S / S_nonzero) (s - mean_g)`: the fewer rollouts have a score, the more each of them counts."""
+    """Return `(S / S_nonzero) (s - mean_g)`: the fewer scores differ from 0, the larger the advantages are."""
     found = dr_grpo(scores)
     # alpha = S / number of scores that are not 0, over the batch.
     share = len(scores.scores_S) / max(1, int(torch.count_nonzero(scores.scores_S)))
@@ -97,7 +97,7 @@ def gpg(scores: Scores) -> Estimates:
 
 
 def grpo_passk(scores: Scores, *, eps: float = 1e-6) -> Estimates:
-    """Return `(s - second_g) / (std_g + eps)` for the best score of a group, 0 for the others: pass@k counts one."""
+    """Return `(s - second_g) / (std_g + eps)` for the best score of a group, and 0 for the others, as pass@k does."""
     found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
     for own_S, own in _compared(scores):
         if not _differ(own):
@@ -105,13 +105,13 @@ def grpo_passk(scores: Scores, *, eps: float = 1e-6) -> Estimates:
         (best, second), (place, _) = torch.topk(own, 2)
         winner = own_S.nonzero()[place, 0]
         scale = own.std() + eps
-        found_S[winner] = (best - second) / scale  # 0 where two are the best, so no calls are distinguished either
+        found_S[winner] = (best - second) / scale  # 0 if two scores are best; the unit is then 0 too
         unit_S[winner] = (best > second) / scale
     return Estimates(found_S=found_S, unit_S=unit_S)
 
 
 def remax(scores: Scores) -> Estimates:
-    """Return `s - b`, b the reward of a greedy rollout of the task; raises ConfigError where none was made."""
+    """Return `s - b`, where b is the score of a greedy rollout of the task; raises ConfigError without `baseline_S`."""
     if scores.baseline_S is None:
         raise ConfigError(
             "The estimator remax subtracts the reward of a greedy rollout of every task, and none was made. Use an "
@@ -127,8 +127,8 @@ def reinforce_plus_plus(scores: Scores) -> Estimates:
 
 
 def reinforce_plus_plus_baseline(scores: Scores) -> Estimates:
-    """Return `(s - mean_g) / std`, std over the batch; groups of one stay out of it."""
-    # A group of one is exactly 0 after centring. Counting it would shrink the deviation of all others.
+    """Return `(s - mean_g) / std` with std over the batch; groups of one rollout get 0 and do not count in std."""
+    # A group of one rollout is exactly 0 after centring, so counting it would lower the deviation of the batch.
     counted_S = torch.bincount(scores.group_S)[scores.group_S] > 1  # [S] bool
     away_S, differs_S = torch.zeros_like(scores.scores_S), torch.zeros_like(counted_S)
     for own_S, own in _compared(scores):
@@ -140,10 +140,10 @@ def reinforce_plus_plus_baseline(scores: Scores) -> Estimates:
 
 
 def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> Estimates:
-    """Return scores with mean 0 and deviation 1, 0 where they do not differ, and the unit of distances."""
+    """Return scores scaled to mean 0 and deviation 1, but 0 where `differs_S` is false, with the unit of distances."""
     if not bool(differs_S.any()):
         return Estimates(found_S=torch.zeros_like(scores_S), unit_S=torch.zeros_like(scores_S))
-    n = len(scores_S)  # at least 2, for one score alone does not differ
+    n = len(scores_S)  # at least 2, because a single score does not differ
     mean = scores_S.sum() / (n + WHITEN)
     # var = sum (s - mean)^2 / (n - 1), written as the biased variance times n / (n - 1) to match VERL bit for bit.
     variance = ((scores_S - mean) ** 2).sum() / (n + WHITEN) * (n / (n - 1))
@@ -153,11 +153,11 @@ def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> Estimates:
 
 def _differ(own: Tensor) -> bool:
     """Return whether scores differ by more than rounding."""
-    # Relative to the group's largest score: sums of floats are off by about their size times 1e-16 (or 1e-7).
+    # Relative to the largest |score|: the rounding error of sums grows with their size.
     return bool(own.max() - own.min() > ROUNDING * max(1.0, float(own.abs().max())))
 
 
 def _compared(scores: Scores) -> list[tuple[Tensor, Tensor]]:
-    """Return for each group of at least two where its scores are, [S] bool, and the scores, the paper's r_1 ... r_G."""
+    """Return, for each group of at least two scores, which scores are its own, [S] bool, and these scores."""
     groups = [scores.group_S == group for group in dict.fromkeys(integers(scores.group_S))]
     return [(own_S, scores.scores_S[own_S]) for own_S in groups if int(own_S.sum()) > 1]

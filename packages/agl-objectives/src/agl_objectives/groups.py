@@ -1,27 +1,29 @@
-"""Collects the groups of an on-policy step, and replaces those that teach nothing by groups of further tasks.
+"""Collects the groups of an on-policy step, and replaces groups that teach nothing by groups of further tasks.
 
-A group is silent when its calls do not differ in what credit gave them: every rollout succeeded, or none did. It has no
-gradient. Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) leaves silent groups out of the update
-and runs further tasks in their place until the step has its number of groups or has spent its rounds:
+A group is silent if the credit of its calls does not differ, for example because every rollout succeeded or none did. A
+silent group has no gradient. Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) leaves silent
+groups out of the update and runs further tasks in their place, until the step has its number of groups or has used up
+its rounds:
 
     1. run the tasks of the step, `group_size` times each
-    2. as long as groups are missing, at most `refill` times: run as many further tasks as are missing
-    3. hand over the groups that differ; the silent ones are recorded, counted and reported to `agl why`
+    2. while groups are missing, at most `refill` times: run as many further tasks as groups are missing
+    3. return the groups that differ; silent groups are recorded, counted and reported to `agl why`
 
 Deviations from the paper, and why:
-- A round asks for what is missing and not for a whole batch, because rollouts of agents cost more than rounds.
-- The rounds are bounded, and a step that has spent them trains on the groups that it has.
-- A step in which every group is silent hands over those that it began with: it trains nothing, as without rounds, and
-  is counted as such.
-- The reward of a call may differ within a rollout. Silence is therefore decided by credit less the mean of the group,
-  and not by the rewards of rollouts alone.
-- An algorithm that learns from something else than differences says itself which groups are silent (`Silence`).
+- A round runs only as many tasks as are missing, not a whole batch, because rollouts of agents cost more than rounds.
+- The number of rounds is limited. A step that has used them up trains on the groups that it has.
+- If every group is silent, the step returns the groups of its first tasks. It then trains nothing, as without rounds,
+  and its metrics count the groups as silent.
+- Credit may differ between the calls of a rollout. Silence therefore depends on the distance of each call's credit from
+  the mean of the group, and not only on the rewards of rollouts.
+- An algorithm that does not learn from differences decides itself which groups are silent (`Silence`).
 
 For estimators that compare with a greedy rollout (ReMax, Li et al. 2023, arXiv 2310.10505) every task of the step runs
-once more, at temperature 0. These rollouts train nothing; a task without a reward of its own teaches nothing either.
+once more, at temperature 0. Greedy rollouts train nothing. If the greedy rollout of a task has no reward, the task's
+group trains nothing either.
 
-Over a restart nothing is run twice. The tasks of a round follow from the seed and the step (`tasks`), and the ids of
-its rollouts from their places in the step's order, so a step that is repeated finds what it had paid for.
+After a restart no rollout is run twice. The tasks of a round follow from the seed and the step (`tasks`), and the ids
+of the rollouts from their positions in the step, so a repeated step finds the rollouts that were already run.
 """
 
 from __future__ import annotations
@@ -60,37 +62,37 @@ __all__ = [
 DROPPED = (
     "silent, dropped: the rollouts of its group do not differ, and the step took further tasks in its place (refill)"
 )
-"""Said by `agl why` of the calls of a group that was replaced."""
+"""Shown by `agl why` for the calls of a group that was replaced."""
 
 UNFINISHED = ("failed", "cancelled")
-"""Rollouts whose missing reward says nothing about the experiment's rewards."""
+"""Statuses of rollouts that lack a reward for other reasons than missing rewards in the experiment."""
 
 GREEDY = "not trained: its greedy answers are the baseline of its task"
-"""Said by `agl why` of the calls of a greedy rollout."""
+"""Shown by `agl why` for the calls of a greedy rollout."""
 
 NO_BASELINE = "no baseline: the greedy rollout of its task has no reward"
-"""Said by `agl why` of the calls of a group that cannot be compared."""
+"""Shown by `agl why` for the calls of a group whose greedy rollout has no reward."""
 
 TOLERANCE = 1e-6
-"""Calls closer than this to the mean of their group do not differ from it."""
+"""A call whose credit is closer than this to the mean of its group does not differ from the mean."""
 
 NO_PUNISHMENT = SoftOverlong()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What a greedy rollout got: its reward, and the mean credit of its calls for each baseline key of the credit."""
+    """The results of a greedy rollout: its reward, and the mean credit of its calls by baseline key."""
 
     reward: float
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def of(self, key: str) -> float:
-        """Return the score to compare calls of a baseline key with; the reward where the greedy one made no such."""
+        """Return the score of a baseline key; without greedy calls of that key, the reward."""
         return self.scores.get(key, self.reward)
 
 
 def baseline_of(episode: Episode, *, credit: Credit) -> Baseline | None:
-    """Return what a greedy rollout got, `None` if it has no reward."""
+    """Return the baseline of a greedy rollout, `None` if it has no reward."""
     if episode.reward is None:
         return None
     values: dict[str, list[float]] = {}
@@ -100,18 +102,18 @@ def baseline_of(episode: Episode, *, credit: Credit) -> Baseline | None:
 
 
 def trained_tokens(episodes: Sequence[Episode]) -> dict[str, int]:
-    """Return the tokens that every call of the episodes' rows wrote, by span id."""
+    """Return the number of sampled tokens of every call in the episodes' rows, by span id."""
     parts = [part for episode in episodes for row in episode.rows for part in row.segments]
     return {part.span_id: part.stop - part.start for part in parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """The groups from which an algorithm learns nothing.
+    """Defines the groups from which an algorithm learns nothing.
 
     Attributes:
-        of: Returns true for such a group, always the same for the same rollouts.
-        note: What `agl why` says of the calls of one that was replaced.
+        of: Returns true for a silent group; always the same for the same rollouts.
+        note: Shown by `agl why` for the calls of a silent group that was replaced.
     """
 
     of: Callable[[Sequence[Episode]], Awaitable[bool]]
@@ -123,13 +125,13 @@ class SampledGroups:
     """The groups of a step.
 
     Attributes:
-        groups: Those to train on.
-        episodes: All rollouts that were collected, those of replaced groups included.
-        dropped: Rollouts that were not handed over, per reason.
-        metrics: Numbers to log, the dropped rollouts and the seconds of collecting among them; those of a step with
-            rounds describe all of its rollouts.
-        uses: The calls of replaced groups and of greedy rollouts, by rollout id.
-        baselines: What the greedy rollout of each group got, in order of the groups; none without greedy rollouts.
+        groups: The groups to train on.
+        episodes: All collected rollouts, those of replaced groups included.
+        dropped: Number of dropped rollouts, by reason; they are in no group.
+        metrics: Numbers to log, with the dropped rollouts and the seconds of collecting. For a step with rounds they
+            describe all of the step's rollouts.
+        uses: The uses of calls that do not train, in replaced groups and greedy rollouts, by rollout id.
+        baselines: The baseline of each group, in the order of `groups`; empty without greedy rollouts.
     """
 
     groups: list[list[Episode]]
@@ -144,17 +146,17 @@ class GroupSampler:
     """Collects the groups of a run's steps. Call `begin` first.
 
     Args:
-        algorithm: Its registered name, for messages.
+        algorithm: The algorithm's registered name, for messages.
         count: Groups per step.
         n: Rollouts per group.
-        refill: Rounds in which silent groups are replaced; 0 trains on every group.
+        refill: Largest number of rounds in which silent groups are replaced; 0 trains on every group.
         curriculum: The tasks to prefer; see `tasks`.
         mask_truncated: Whether calls that were cut at a limit of tokens train nothing.
-        overlong: The punishment of long answers, which makes a difference as well.
-        silence: Which groups are silent, in place of those that do not differ.
-        keeps_all: Whether failed and unrewarded rollouts are handed over as well.
-        has_greedy: Whether every task has a greedy rollout, which groups are compared with.
-        compares_batch: Whether rollouts are compared over the whole batch, so that equal ones teach as well.
+        overlong: The punishment of long answers, which also makes the calls of a group differ.
+        silence: Defines silent groups; by default those whose calls do not differ.
+        keeps_all: Whether failed rollouts and rollouts without a reward are kept.
+        has_greedy: Whether every task also runs greedily, as the baseline of its group.
+        compares_batch: Whether the estimator compares over the whole batch, so that equal rollouts of a group teach.
 
     Raises:
         ConfigError: A value is out of range, or has no effect with the others.
@@ -205,7 +207,7 @@ class GroupSampler:
         self._draws.begin(context)
 
     async def collect(self, step: int) -> SampledGroups:
-        """Run the tasks of a step and return its groups; raises RunError when no rollout of the first can be used."""
+        """Run the tasks of a step and return its groups; raises RunError if no rollout of its first tasks is usable."""
         started = time.perf_counter()
         places = self._draws.first(step, self._count)
         metrics = self._draws.metrics(places)
@@ -223,13 +225,13 @@ class GroupSampler:
         if self._has_curriculum:
             self._require_rewards(step, [e for e in sampled.episodes if e.rollout.status not in UNFINISHED])
         self._draws.note(sampled.episodes, places)
-        # Rollouts that are not handed over, by reason: they failed, or have no reward, and the experiment drops such.
+        # Rollouts that the experiment drops, because they failed or have no reward.
         sampled.metrics.update({f"dropped_{reason}": float(count) for reason, count in sampled.dropped.items()})
         sampled.metrics["collect_s"] = time.perf_counter() - started
         return sampled
 
     def _require_rewards(self, step: int, finished: Sequence[Episode]) -> None:
-        """Raise ConfigError if rollouts that did not fail have no reward; a step in which all failed says nothing."""
+        """Raise ConfigError if there are finished rollouts and none of them has a reward."""
         if finished and all(episode.reward is None for episode in finished):
             raise ConfigError(
                 f"{self._algorithm} has a curriculum, which chooses tasks by their rewards, and none of the "
@@ -237,17 +239,17 @@ class GroupSampler:
             )
 
     def state(self) -> dict[str, Json]:
-        """Return what the curriculum learnt as JSON; empty without one."""
+        """Return the state of the curriculum as JSON; empty without a curriculum."""
         return self._draws.state()
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from `state`."""
+        """Restore the state of the curriculum."""
         self._draws.restore(state)
 
     async def _refilled(
         self, step: int, places: Sequence[int], *, begun: SampledGroups
     ) -> tuple[SampledGroups, list[int]]:
-        """Return a step's groups with further ones in place of the silent ones, and the places of all its tasks."""
+        """Replace silent groups; returns the step's groups, and the indices of all tasks that the step has run."""
         wanted, taken = len(places), list(places)
         groups, dropped = list(begun.groups), Counter(begun.dropped)
         loud = [group for group in groups if not await self._is_silent(group)]
@@ -298,9 +300,9 @@ class GroupSampler:
         return await self._context.collect(tasks, step=step, mode="test", key="greedy", greedy=True)
 
     def _compared(self, sampled: SampledGroups, greedy: Collected) -> SampledGroups:
-        """Return the groups whose greedy rollout has a reward, with what it got.
+        """Return the groups whose greedy rollout has a reward, each with its baseline.
 
-        A group of several tasks is taken apart: each has a greedy rollout of its own.
+        A group with several tasks is split by task, because each task has its own greedy rollout.
         """
         known: dict[str, Baseline] = {}
         for episode in greedy.episodes:
@@ -326,7 +328,7 @@ class GroupSampler:
         )
 
     async def _further(self, step: int, places: Sequence[int], *, key: str) -> Collected:
-        """Run further tasks; where none of their rollouts can be used, the step goes on with those that it has."""
+        """Run further tasks; if none of their rollouts is usable, all count as dropped, and the step goes on."""
         try:
             return await self._run(step, places, key=key)
         except RunError:
@@ -337,11 +339,11 @@ class GroupSampler:
         return [list(self._overlong.applied(episode, calls)) for episode, calls in assigned]
 
     async def _is_silent(self, group: Sequence[Episode]) -> bool:
-        """Return true if the algorithm learns nothing from a group."""
+        """Return true if a group is silent, by `silence` or else by `is_equal`."""
         return self.is_equal(group) if self._silence is None else await self._silence.of(group)
 
     def is_equal(self, group: Sequence[Episode]) -> bool:
-        """Return true if no call that can be trained differs from the mean of those that it is compared with."""
+        """Return true if no trainable call of a group differs from the mean of the scores that it is compared with."""
         tokens = trained_tokens(group)
         scores: defaultdict[str, list[float]] = defaultdict(list)  # of the rollouts, by baseline key
         live: list[CallCredit] = []
@@ -369,7 +371,7 @@ class GroupSampler:
 
 
 def _differs(call: CallCredit, scores: Sequence[float]) -> bool:
-    """Return true if a call has an advantage; `scores` are those of the rollouts that it is compared with."""
+    """Return true if a call has an advantage; `scores` has one score per rollout that it is compared with."""
     if call.is_advantage:
         return abs(call.value) > TOLERANCE
     middle = sum(scores) / len(scores)
@@ -377,6 +379,6 @@ def _differs(call: CallCredit, scores: Sequence[float]) -> bool:
 
 
 def _totals(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the numbers of a step's rollouts, in place of those of the groups that it trains on."""
+    """Return metrics of all rollouts of a step; they replace those of the groups that it trains on."""
     mean, deviation = mean_and_deviation([e.reward for e in episodes if e.reward is not None])
     return {"reward": mean, "reward_std": deviation, "rollouts": float(len(episodes))}

@@ -1,17 +1,18 @@
-"""Importance weights: what was sampled came from the server's numerics, and may be a few versions old.
+"""Importance weights for tokens that were sampled with the server's numerics, or with weights a few versions old.
 
 The sampler and the trainer compute slightly different probabilities. E_behaviour[(pi_old / pi_behaviour) f] = E_old[f],
-so a weight c corrects the expectation for that, and a bound on it limits its variance (truncated importance sampling;
-Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"):
+so a weight pi_old / pi_behaviour corrects the expectation, and a bound on the weight limits the variance (truncated
+importance sampling; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"). The
+level gives the weight k_t, and the mode bounds it to c_t:
 
     token      k_t = pi_old(y_t) / pi_behaviour(y_t)
-    sequence   k_t = product of these over the tokens of the rollout, the exact weight, of a large variance
-    geometric  k_t = their geometric mean over the tokens of the rollout
+    sequence   k_t = product of the token weights over the rollout, which is exact but has a large variance
+    geometric  k_t = geometric mean of the token weights over the rollout
 
     truncate   c_t = min(k_t, cap)
     mask       c_t = k_t where floor <= k_t <= cap, else 0      (per token IcePop, Ling team 2025, arXiv 2510.18855)
 
-The weights of a rollout's tokens are taken over all its rows. All tensors are [M].
+The weight of a rollout is taken over all its rows. All tensors are [M].
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["Importance", "Level", "Mode"]
 
 Level = Literal["token", "sequence", "geometric"]
-"""The tokens over which a weight is taken."""
+"""The tokens over which a weight is taken: one token, or those of a rollout."""
 
 Mode = Literal["truncate", "mask"]
 """The ways of bounding a weight."""
 
 LIMIT = 20.0
-"""Largest size of a rollout's log-weight, as in VERL: a sum over many tokens may leave the range of floats."""
+"""Largest |log-weight| of a rollout, as in VERL: exp of a sum over many tokens could leave the range of floats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +47,8 @@ class Importance:
         cap: Largest weight; 0 turns the weights off.
         level: `token`, `sequence` or `geometric`.
         mode: `truncate` or `mask`.
-        floor: Least weight of `mask`.
-        is_normalised: Whether weights are divided by their mean over rollouts, so that they keep the gradient's size.
+        floor: Smallest weight that the mode `mask` keeps.
+        is_normalised: Whether weights are divided by their mean over rollouts, which preserves the gradient's size.
     """
 
     cap: float = 2.0
@@ -58,12 +59,12 @@ class Importance:
 
     @property
     def needs_rollouts(self) -> bool:
-        """True if a token's weight depends on other tokens, so that all those of a step must be there."""
+        """True if a token's weight depends on other tokens, so that all tokens of a step must be given together."""
         return bool(self.cap) and (self.level != "token" or self.is_normalised)
 
     def weights(self, old_M: Tensor, behaviour_M: Tensor, *, rollout_M: Tensor) -> Tensor:
-        """Return the weight of every token, without gradient; at another level than `token`, of whole rollouts."""
-        # The factor is a weight of the data, not a function of the parameters in training, hence the detach.
+        """Return the weight of every token, [M], without gradient; with `needs_rollouts` rollouts must be whole."""
+        # Detached, because the weight belongs to the data and is not a function of the parameters in training.
         log_M = old_M.detach() - behaviour_M
         if self.level != "token":
             log_M = self._of_rollouts(log_M, rollout_M)
@@ -77,7 +78,7 @@ class Importance:
         return weight_M / _mean_of_rollouts(weight_M, rollout_M) if self.is_normalised else weight_M
 
     def _of_rollouts(self, log_M: Tensor, rollout_M: Tensor) -> Tensor:
-        """Return the sum of the log-weights of a token's rollout, or their mean."""
+        """Return for every token the sum (`sequence`) or mean (`geometric`) of the log-weights of its rollout, [M]."""
         place_M, count_R = _places(rollout_M, log_M)
         total_R = torch.zeros_like(count_R).index_add(0, place_M, log_M)
         found_R = total_R if self.level == "sequence" else total_R / count_R
@@ -85,16 +86,16 @@ class Importance:
 
 
 def _places(rollout_M: Tensor, like_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the dense index of each token's rollout, [M], and the tokens of each rollout, [R]."""
+    """Return the index of each token's rollout, 0 to R - 1, [M], and the number of tokens of each rollout, [R]."""
     ids_R, place_M = unique(rollout_M)
     zeros_R = like_M.new_zeros(len(ids_R))
     return place_M, zeros_R.index_add(0, place_M, torch.ones_like(like_M))
 
 
 def _mean_of_rollouts(weight_M: Tensor, rollout_M: Tensor) -> Tensor:
-    """Return the mean over rollouts of the mean weight of their tokens, above 0; each rollout counts once."""
+    """Return the mean over rollouts of each rollout's mean token weight, at least 1e-8, a scalar."""
     if not len(weight_M):
         return weight_M.new_ones(())
     place_M, count_R = _places(rollout_M, weight_M)
     mean_R = torch.zeros_like(count_R).index_add(0, place_M, weight_M) / count_R
-    return mean_R.mean().clamp(min=1e-8)  # where all are masked, 0 / 1e-8 stays 0
+    return mean_R.mean().clamp(min=1e-8)  # if all weights are masked, 0 / 1e-8 stays 0

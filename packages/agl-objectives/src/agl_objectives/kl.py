@@ -18,10 +18,13 @@ KL = Literal["k1", "k2", "k3"]
 def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, *, kind: KL) -> Tensor:
     """Return per-token estimates of KL(policy || reference) from samples of the policy, [M], in nats.
 
-    Schulman 2020, "Approximating KL divergence": with d = reference - policy log-probability, k1 = -d (unbiased),
-    k2 = d^2 / 2 (its gradient is the KL's in expectation), k3 = exp(d) - d - 1 (unbiased, never negative; GRPO's,
-    arXiv 2402.03300, equation 4). Beyond d = 20 k3 goes on as its tangent, because exp(d) would overflow.
-    As a loss, k1 has zero gradient in expectation: use it to watch, k2 or k3 to penalise.
+    Schulman 2020, "Approximating KL divergence", with d = reference - policy log-probability:
+
+        k1   -d              unbiased; as a loss it has zero gradient in expectation, so use it only as a metric
+        k2   d^2 / 2         its expected gradient is that of the KL divergence
+        k3   exp(d) - d - 1  unbiased and never negative; GRPO's (arXiv 2402.03300, equation 4)
+
+    Beyond d = 20 exp(d) is replaced by its tangent, because it would overflow.
     """
     d_M = reference_logp_M - logp_M  # [M], log of the paper's r = reference / policy
     if kind == "k1":

@@ -1,6 +1,7 @@
-"""Losses with a bound on the ratio of each token: PPO's clip, CISPO's stopped weight, SAPO's soft gate.
+"""The losses of this distribution: PPO's clipped objective, its variants, and plain policy gradients.
 
-r_t = pi(y_t) / pi_old(y_t), A_t the advantage of token t, sg(x) is x without its gradient. All tensors are [M].
+Notation: r_t = pi(y_t) / pi_old(y_t) is the ratio of token t, A_t its advantage, and sg(x) is x without its gradient.
+All tensors are [M].
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ class PPOClip:
     """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`, PPO's clipped objective.
 
     Schulman et al. 2017, arXiv 1707.06347, equation 7, with separate bounds (DAPO, arXiv 2503.14476, section 3.1).
-    Where A < 0 and `clip_dual` is given, a term is at most -A clip_dual (Ye et al. 2020, arXiv 1912.09729, equation 5).
-    `clipped_low` and `clipped_high` count the tokens whose gradient a bound has removed.
+    If `clip_dual` is set, the loss of a token with A < 0 is at most -A clip_dual (Ye et al. 2020, arXiv 1912.09729,
+    equation 5). The counts `clipped_low` and `clipped_high` are the tokens whose gradient a bound has removed.
 
     Args:
         clip_low: Lower clip distance of the ratio, epsilon.
-        clip_high: The upper one, DAPO's epsilon_high: unlikely tokens get more room to grow.
-        clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
+        clip_high: Upper clip distance of the ratio, DAPO's epsilon_high. A larger one lets unlikely tokens grow more.
+        clip_dual: Ratio, above 1, from which on the loss of a token with a negative advantage is constant; 0 for no
+            bound.
     """
 
     clip_low: float = 0.2
@@ -47,9 +49,9 @@ class PPOClip:
     def __call__(self, tokens: TokenBatch) -> LossTerms:
         """Return the loss of every token."""
         ratio_M, advantages_M = ratio(tokens), tokens.advantages_M
-        clipped_M = ratio_M.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)  # outside its gradient is 0
+        clipped_M = ratio_M.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)  # beyond a bound the gradient is 0
         # -min(A r, A clip(r)) = max(-A r, -A clip(r)).
-        # The minimum is pessimistic: it takes away the gain of moving r beyond a bound, and leaves the way back open.
+        # The minimum is pessimistic: moving r beyond a bound gains nothing, but the gradient back still acts.
         loss_M = torch.maximum(-advantages_M * ratio_M, -advantages_M * clipped_M)
         if self.clip_dual:
             # For A < 0 the term above is -A r, which grows with r without bound: one token that was unlikely under
@@ -67,12 +69,12 @@ class PPOClip:
 class CISPO:
     """`-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`: every token keeps a gradient, with a bounded weight.
 
-    MiniMax 2025, arXiv 2506.13585, equations 4 and 5. The paper bounds r from above alone, which is `clip_low = 1`, and
-    tunes the upper bound without giving its value.
+    MiniMax 2025, arXiv 2506.13585, equations 4 and 5. The paper has only an upper bound on r, which is `clip_low = 1`,
+    and does not give its value.
 
     Args:
-        clip_low: Lower clip distance of the weight; 1 leaves it unbounded below.
-        clip_high: The upper one.
+        clip_low: Lower clip distance of the weight; 1 means no lower bound.
+        clip_high: Upper clip distance of the weight.
     """
 
     clip_low: float = 1.0
@@ -85,7 +87,7 @@ class CISPO:
         """Return the loss of every token."""
         ratio_M = ratio(tokens).detach()
         bounded_M = ratio_M.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        # The value is arbitrary, for log pi is: only its gradient -w A grad log pi means something.
+        # The value of this term has no meaning, only its gradient -w A grad log pi.
         loss_M = -bounded_M * tokens.advantages_M * tokens.logp_M
         clipped = (ratio_M != bounded_M) & (tokens.weight_M > 0)
         return LossTerms(loss_M=loss_M, counts={"clipped": int(clipped.sum())})
@@ -96,11 +98,12 @@ class SAPO:
     """`-A sigmoid(tau (r - 1)) 4 / tau`, a soft gate in place of the clip.
 
     Gao et al. 2025, arXiv 2511.20347; tau is `tau_positive` where A > 0, else `tau_negative`.
-    At r = 1 its gradient is that of -A r, and it fades as r leaves 1.
+    At r = 1 the gradient is that of -A r. It fades as r moves away from 1.
 
     Args:
-        tau_positive: The gate's steepness for tokens that are to grow.
-        tau_negative: The same for the others; steeper, because pushing tokens down spreads mass over the vocabulary.
+        tau_positive: Steepness of the gate for tokens with a positive advantage.
+        tau_negative: Steepness of the gate for all other tokens. It is larger by default, because pushing tokens down
+            spreads probability over the whole vocabulary.
     """
 
     tau_positive: float = 1.0
@@ -118,21 +121,21 @@ class SAPO:
 
 
 ROLLOUT_LIMIT = 10.0
-"""Largest logarithm of a rollout's ratio, as in VERL."""
+"""Upper bound on the logarithm of a rollout's ratio, as in VERL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GSPO:
     """`max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))` with the ratio of the rollout, s = exp(mean_t log r_t).
 
-    Zheng et al. 2025, arXiv 2507.18071, equations 5 to 7, as GSPO-token, which allows an
-    advantage per token: s_t = sg(s) pi(y_t) / sg(pi(y_t)) has the value s and the gradient s grad log pi(y_t). With one
-    advantage per rollout and `aggregation = "sequence"` this is GSPO itself. The bounds are the paper's (section 5.1);
-    a mean moves far less than a token, so those of PPO would never bind.
+    Zheng et al. 2025, arXiv 2507.18071, equations 5 to 7, in the form GSPO-token, which allows an advantage per token:
+    s_t = sg(s) pi(y_t) / sg(pi(y_t)) has the value s and the gradient s grad log pi(y_t). With one advantage per
+    rollout and `aggregation = "sequence"` this is GSPO itself. The default bounds are the paper's (section 5.1). PPO's
+    bounds would never bind, because a mean moves far less than the log-ratio of a single token.
 
     Args:
         clip_low: Lower clip distance of the rollout's ratio.
-        clip_high: The upper one.
+        clip_high: Upper clip distance of the rollout's ratio.
     """
 
     clip_low: float = 3e-4
@@ -142,7 +145,7 @@ class GSPO:
         at_least_zero("gspo", clip_low=self.clip_low, clip_high=self.clip_high)
 
     def survey(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """Return the logarithm of the rollout's ratio at each of its tokens."""
+        """Return for every token the logarithm of its rollout's ratio."""
         return {"log_ratio_M": rollout_mean(tokens.logp_M - tokens.old_M, tokens)}
 
     def __call__(self, tokens: TokenBatch) -> LossTerms:
@@ -158,15 +161,15 @@ class GSPO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GMPO:
-    """`-mean_t(A) exp(mean_t x_t)`, x_t the clipped log-ratio: a geometric mean, which single tokens hardly move.
+    """`-mean_t(A) exp(mean_t x_t)`, where x_t is the clipped log-ratio: a single token hardly moves a geometric mean.
 
-    Zhao et al. 2025, arXiv 2507.20673: x = sign(A) min(sign(A) log r, sign(A) clip(log r, -clip_low,
-    clip_high)). Every token of a rollout carries its rollout's value, sg(exp(mean x)) exp(x_t - sg(x_t)), whose mean
-    over the tokens (`aggregation = "sequence"`) has the value and the gradient of the paper's.
+    Zhao et al. 2025, arXiv 2507.20673, with x = sign(A) min(sign(A) log r, sign(A) clip(log r, -clip_low, clip_high)).
+    Every token has the value of its whole rollout with the gradient of its own x_t: sg(exp(mean x)) exp(x_t - sg(x_t)).
+    The mean of these over the tokens (`aggregation = "sequence"`) has the value and the gradient of the paper's loss.
 
     Args:
-        clip_low: Lower bound of the log-ratio of a token, 0.4 in the paper.
-        clip_high: The upper one, 0.4 in the paper.
+        clip_low: Clip distance of a token's log-ratio below 0, 0.4 in the paper.
+        clip_high: Clip distance of a token's log-ratio above 0, 0.4 in the paper.
     """
 
     clip_low: float = 0.4
@@ -176,7 +179,7 @@ class GMPO:
         at_least_zero("gmpo", clip_low=self.clip_low, clip_high=self.clip_high)
 
     def survey(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """Return the mean clipped log-ratio of the rollout and its mean advantage at each of its tokens."""
+        """Return for every token the mean clipped log-ratio and the mean advantage of its rollout."""
         return {
             "log_ratio_M": rollout_mean(self._clipped(tokens), tokens),
             "advantage_M": rollout_mean(tokens.advantages_M, tokens),
@@ -191,31 +194,31 @@ class GMPO:
         return LossTerms(loss_M=-tokens.extras["advantage_M"] * ratio_M, counts={"clipped": int(changed.sum())})
 
     def _clipped(self, tokens: TokenBatch) -> Tensor:
-        """Return x, [M]: where a bound binds it is constant and has no gradient."""
+        """Return x_t of every token, [M]; if a bound binds, x_t is constant and has no gradient."""
         log_M, sign_M = log_ratio(tokens), torch.sign(tokens.advantages_M)
         bounded_M = log_M.clamp(-self.clip_low, self.clip_high)
         return sign_M * torch.minimum(sign_M * log_M, sign_M * bounded_M)
 
 
 ROUNDING = 1e-8
-"""Added to both parts of a quotient of small probabilities, as in VERL."""
+"""Added to numerator and denominator of a quotient of small probabilities, as in VERL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPPO:
-    """`-A sg(min(r, ratio_max)) log pi`, for the tokens that have not left the trust region in the direction of A.
+    """`-A sg(min(r, ratio_max)) log pi` for tokens within a trust region, and 0 for those that left it towards A.
 
-    Qi et al. 2026, arXiv 2602.04879. The divergence of a token's binary distribution (this token or another) bounds
-    the step, because a ratio says little about unlikely tokens:
+    Qi et al. 2026, arXiv 2602.04879. The trust region is a bound on the divergence of a token's binary distribution
+    (this token or any other), because a ratio says little about unlikely tokens. With p = pi(y_t) and q = pi_old(y_t):
 
-        tv    p - q <= clip_high where A > 0, q - p <= clip_low else
-        kl    q log(q / p) + (1 - q) log((1 - q) / (1 - p)) <= clip_high where A > 0 and p > q,
-              <= clip_low where A <= 0 and p < q
+        tv    p - q <= clip_high if A > 0, else q - p <= clip_low
+        kl    q log(q / p) + (1 - q) log((1 - q) / (1 - p)) is at most clip_high if A > 0 and p > q,
+              and at most clip_low if A <= 0 and p < q
 
     Args:
         divergence: `tv` or `kl`.
-        clip_low: Largest divergence of tokens that are to shrink.
-        clip_high: Largest divergence of tokens that are to grow.
+        clip_low: Largest divergence of a token with a negative advantage, or with 0.
+        clip_high: Largest divergence of a token with a positive advantage.
         ratio_max: Largest weight of a token.
     """
 
@@ -240,7 +243,7 @@ class DPPO:
         return LossTerms(loss_M=loss_M, counts={"masked": int(masked.sum())})
 
     def _inside(self, tokens: TokenBatch) -> Tensor:
-        """Return where a token may move further in the direction of its advantage, [M] bool."""
+        """Return for every token whether it may move further in the direction of its advantage, [M] bool."""
         p_M, q_M = torch.exp(tokens.logp_M), torch.exp(tokens.old_M)
         if self.divergence == "tv":
             up, down = p_M - q_M <= self.clip_high, p_M - q_M >= -self.clip_low
@@ -260,11 +263,11 @@ def gpg(tokens: TokenBatch) -> LossTerms:
 class DRO:
     """`-(A log pi - beta / 2 (log r)^2)`: the plain policy gradient with a quadratic bound.
 
-    Richemond et al. 2024, arXiv 2405.19107, with A in place of the reward less the value. The bound pulls
-    a token back whose advantage is 0 as well.
+    Richemond et al. 2024, arXiv 2405.19107, with A in place of the reward minus the value. The bound also pulls back
+    tokens with the advantage 0.
 
     Args:
-        beta: Weight of the bound.
+        beta: Weight of the quadratic bound.
     """
 
     beta: float = 0.1
@@ -280,17 +283,18 @@ class DRO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipCov:
-    """PPO's clipped loss, and none for `ratio` of the tokens whose covariance is between `cov_low` and `cov_high`.
+    """PPO's clipped loss, but 0 for a few tokens of high covariance (`covariance`), which cost most entropy.
 
-    The paper draws these tokens at random. Here they are taken at even distances in the order of
-    their covariance, so that an update depends neither on a random state nor on the order of its rows.
+    arXiv 2505.22617, Clip-Cov. The tokens that are held back have a covariance between `cov_low` and `cov_high`. The
+    paper draws them at random. Here they are taken at even distances in the order of their covariance, so that an
+    update depends neither on a random state nor on the order of its rows.
 
     Args:
-        clip_low: Lower clip distance of r.
-        clip_high: The upper one.
-        ratio: Share of the update's tokens that are held back, at least one token; fewer where fewer are in range.
-        cov_low: Least covariance of a token that is held back.
-        cov_high: Its largest covariance.
+        clip_low: Lower clip distance of the ratio.
+        clip_high: Upper clip distance of the ratio.
+        ratio: Share of the update's tokens that are held back. At least one token is, if any is in the range.
+        cov_low: Smallest covariance of a token that is held back.
+        cov_high: Largest covariance of a token that is held back.
     """
 
     clip_low: float = 0.2
@@ -307,7 +311,7 @@ class ClipCov:
         """Return 0 for the tokens that are held back and 1 for the others."""
         cov_M, counted_M = covariance(tokens)
         free_M, clipped_M = self._terms(tokens)
-        # Those that the clip stops already are not chosen again.
+        # Tokens whose gradient the clip has removed are not chosen.
         chosen_M = counted_M & (cov_M > self.cov_low) & (cov_M < self.cov_high) & ~(clipped_M > free_M)
         places = chosen_M.nonzero()[:, 0]
         count = min(len(places), max(int(self.ratio * int(counted_M.sum())), 1))
@@ -324,7 +328,7 @@ class ClipCov:
         return LossTerms(loss_M=loss_M, counts={"held_back": int((kept_M == 0).sum())})
 
     def _terms(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return -A r and -A clip(r)."""
+        """Return -A r and -A clip(r), [M] each."""
         ratio_M = ratio(tokens)
         clipped_M = ratio_M.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         return -tokens.advantages_M * ratio_M, -tokens.advantages_M * clipped_M
@@ -332,13 +336,13 @@ class ClipCov:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLCov:
-    """`-A r`, plus `kl_coef |log r|` for the `ratio` of the update's tokens whose covariance is largest.
+    """`-A r`, plus a penalty `kl_coef |log r|` for the tokens of largest covariance (`covariance`).
 
-    A token of advantage 0 may be among them. In a step's first update r = 1, where `|log r|` has no gradient: a step
-    needs several.
+    arXiv 2505.22617, KL-Cov. A token with the advantage 0 may be penalised. In the first update of a step r = 1, at
+    which `|log r|` has no gradient, so a step needs several updates.
 
     Args:
-        ratio: Share of the update's tokens that are held near the old policy, at least one token.
+        ratio: Share of the update's tokens that are penalised, at least one token.
         kl_coef: Weight of the penalty.
     """
 
@@ -367,7 +371,10 @@ class KLCov:
 
 
 def covariance(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return cov_t, [M], and where a token counts, [M] bool: tokens without weight are in no mean."""
+    """Return the covariance of every token, (A_t - mean A) (log pi_t - mean log pi), [M], and which count, [M] bool.
+
+    Tokens with the weight 0 do not count, and so are not in the means.
+    """
     counted_M = tokens.weight_M > 0
     advantages, logp = tokens.advantages_M[counted_M], tokens.logp_M[counted_M]
     if not len(logp):
@@ -376,26 +383,26 @@ def covariance(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 LIMIT = 20.0
-"""Largest size of a log-ratio, as in VERL. Beyond it exp would overflow, and 0 times infinity spread NaN."""
+"""Largest |log-ratio|, as in VERL. exp of a larger one could overflow, and 0 times infinity would spread NaN."""
 
 
 def log_ratio(tokens: TokenBatch) -> Tensor:
-    """Return log pi(y_t) - log pi_old(y_t), [M], within +-20; its gradient is 0 beyond."""
+    """Return log pi(y_t) - log pi_old(y_t), [M], clamped to +-20; a clamped value has no gradient."""
     return (tokens.logp_M - tokens.old_M).clamp(-LIMIT, LIMIT)
 
 
 def ratio(tokens: TokenBatch) -> Tensor:
     """Return r_t = pi(y_t) / pi_old(y_t), [M].
 
-    In the first update after pi_old was computed r is 1, and the gradient of A r is A grad log pi: REINFORCE.
+    In the first update after pi_old was computed r is 1, and the gradient of A r is A grad log pi, as in REINFORCE.
     """
     return torch.exp(log_ratio(tokens))
 
 
 def rollout_mean(values_M: Tensor, tokens: TokenBatch) -> Tensor:
-    """Return for every token the mean over the tokens of its rollout, over all its rows, [M]."""
+    """Return for every token the mean of the values of all tokens of its rollout, in all rows, [M]."""
     _, place_M = unique(tokens.rollout_M)  # [M], 0 to number of rollouts - 1
-    counted_M = (tokens.weight_M > 0).to(values_M.dtype)  # what has no weight must have no effect
+    counted_M = (tokens.weight_M > 0).to(values_M.dtype)  # a token without weight must have no effect
     size = int(place_M.max()) + 1 if len(place_M) else 0
     zeros = values_M.new_zeros(size)
     total = zeros.index_add(0, place_M, values_M * counted_M)
@@ -404,21 +411,21 @@ def rollout_mean(values_M: Tensor, tokens: TokenBatch) -> Tensor:
 
 
 def at_least_zero(name: str, **values: float) -> None:
-    """Raise ConfigError naming the values that are below 0 or no numbers."""
+    """Raise ConfigError, which names the values that are below 0 or NaN."""
     wrong = {key: value for key, value in values.items() if not value >= 0}
     if wrong:
         raise ConfigError(f"The loss {name} got {wrong}; give numbers of at least 0.")
 
 
 def above_zero(name: str, **values: float) -> None:
-    """Raise ConfigError naming the values that are not above 0."""
+    """Raise ConfigError, which names the values that are not above 0."""
     wrong = {key: value for key, value in values.items() if not value > 0}
     if wrong:
         raise ConfigError(f"The loss {name} got {wrong}; give numbers above 0.")
 
 
 def off_or_above_one(name: str, **ratios: float) -> None:
-    """Raise ConfigError naming the ratios that are neither 0, which means off, nor above 1."""
+    """Raise ConfigError, which names the ratios that are neither 0 (off) nor above 1."""
     wrong = {key: value for key, value in ratios.items() if value and not value > 1}
     if wrong:
         raise ConfigError(f"The loss {name} got {wrong}; give a ratio above 1 such as 3.0, or 0 for none.")

@@ -1,6 +1,6 @@
 """Registers the losses and estimators of this distribution, without importing torch.
 
-The hooks are marked optional, because the core does not know them: `agl_objectives.registry` calls them.
+The hooks are marked optional, because the core does not know them; only `agl_objectives.registry` calls them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @hookimpl(optionalhook=True)
 def agl_losses() -> Iterable[LossEntry]:
-    """Losses of trained tokens."""
+    """Yield the losses of this distribution."""
     yield LossEntry(
         name="ppo-clip", factory="agl_objectives.losses:PPOClip", summary="PPO's clipped objective, two bounds"
     )
@@ -69,7 +69,7 @@ def agl_losses() -> Iterable[LossEntry]:
 
 @hookimpl(optionalhook=True)
 def agl_estimators() -> Iterable[EstimatorEntry]:
-    """Estimators of advantages."""
+    """Yield the advantage estimators of this distribution."""
     home = "agl_objectives.estimators"
     yield EstimatorEntry(name="grpo", factory=f"{home}:grpo", summary="less the group's mean, over its deviation")
     yield EstimatorEntry(name="dr_grpo", factory=f"{home}:dr_grpo", summary="less the group's mean")

@@ -1,8 +1,8 @@
-"""Finds losses and estimators by name: those of this distribution, of other plugins, and functions of the user's own.
+"""Finds losses and estimators by name: those of this distribution, those of other plugins, and the user's functions.
 
-A plugin registers them with the hooks `agl_losses` and `agl_estimators`. The core does not know these hooks, so an
-implementation is marked `@agl.hookimpl(optionalhook=True)`; it is found in every plugin that a plugin manager with the
-installed plugins has loaded, and a disabled plugin's is not found.
+A plugin registers them with the hooks `agl_losses` and `agl_estimators`. The core does not know these hooks, so their
+implementations are marked with `@agl.hookimpl(optionalhook=True)`. The hooks of all installed plugins are called,
+except for disabled plugins and those that failed to load.
 `module:name` names a class or a function that no plugin registers.
 """
 
@@ -53,7 +53,7 @@ E = TypeVar("E", bound="Entry")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundLoss:
-    """A loss that is ready to use, with its record."""
+    """A loss that is ready to use, with its entry."""
 
     entry: LossEntry
     call: Loss
@@ -61,17 +61,17 @@ class FoundLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundEstimator:
-    """An estimator that is ready to use, with its record."""
+    """An estimator that is ready to use, with its entry."""
 
     entry: EstimatorEntry
     call: Estimator
 
 
 def find_loss(name: str, params: Mapping[str, Any] | None = None) -> FoundLoss:
-    """Return the loss of that name with its parameters.
+    """Return the loss `name` with the parameters `params`.
 
-    Raises ConfigError for an unknown name, with the nearest and all known ones, for parameters that it does not take,
-    and for what `trial.try_loss` refuses.
+    Raises ConfigError if the name is unknown (with the nearest name and all known ones), if the loss does not take the
+    parameters, or if `try_loss` refuses it.
     """
     entry = _entry("loss", name, LossEntry, hook="agl_losses", known=own.agl_losses)
     call: Loss = _built("loss", entry, params or {})
@@ -80,7 +80,7 @@ def find_loss(name: str, params: Mapping[str, Any] | None = None) -> FoundLoss:
 
 
 def find_estimator(name: str, params: Mapping[str, Any] | None = None) -> FoundEstimator:
-    """Return the estimator of that name with its parameters; raises ConfigError as `find_loss` does."""
+    """Return the estimator `name` with the parameters `params`; raises ConfigError as `find_loss` does."""
     entry = _entry("estimator", name, EstimatorEntry, hook="agl_estimators", known=own.agl_estimators)
     call: Estimator = _built("estimator", entry, params or {})
     try_estimator(name, call)
@@ -88,17 +88,17 @@ def find_estimator(name: str, params: Mapping[str, Any] | None = None) -> FoundE
 
 
 def is_own_loss(name: str) -> bool:
-    """Return true for a loss of this distribution, none of which reads entropies."""
+    """Return true for a loss of this distribution; these losses do not read entropies."""
     return name in {entry.name for entry in own.agl_losses()}
 
 
 def losses() -> list[LossEntry]:
-    """Return the records of all losses, ours first."""
+    """Return the entries of all losses, those of this distribution first."""
     return [*own.agl_losses(), *_foreign("agl_losses", LossEntry)]
 
 
 def estimators() -> list[EstimatorEntry]:
-    """Return the records of all estimators, ours first."""
+    """Return the entries of all estimators, those of this distribution first."""
     return [*own.agl_estimators(), *_foreign("agl_estimators", EstimatorEntry)]
 
 
@@ -107,7 +107,7 @@ def _entry(kind: str, name: str, record: type[E], *, hook: str, known: Callable[
         return record(name=name, factory=name)
     ours = {entry.name: entry for entry in known()}
     if name in ours:
-        return ours[name]  # the installed plugins are not looked through for what is here
+        return ours[name]  # without loading other plugins
     found = ours | {entry.name: entry for entry in _foreign(hook, record)}
     if name in found:
         return found[name]
@@ -119,7 +119,7 @@ def _entry(kind: str, name: str, record: type[E], *, hook: str, known: Callable[
 
 
 def _foreign(hook: str, record: type[E]) -> list[E]:
-    """Return the records of other plugins, each name once; raises ConfigError for other objects and for clashes."""
+    """Return the entries of other plugins; raises ConfigError for an object of another type and for a repeated name."""
     found: dict[str, E] = {}
     for status in PluginManager.from_environment().status():
         module = sys.modules.get(status.module) if status.state == "loaded" else None
@@ -140,7 +140,7 @@ def _foreign(hook: str, record: type[E]) -> list[E]:
 def _built(kind: str, entry: Entry, params: Mapping[str, Any]) -> Any:
     factory = _imported(kind, entry)
     taken = _checked(f"the {kind} {entry.name!r}", factory, params)
-    # A class makes the function; a function is it already, and its keywords are its parameters.
+    # An instance of a class is the loss or the estimator; a function is one itself, with its parameters as keywords.
     return factory(**taken) if inspect.isclass(factory) else partial(factory, **taken)
 
 
@@ -158,7 +158,7 @@ def _imported(kind: str, entry: Entry) -> Any:
 
 
 def _checked(component: str, factory: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `params` in the annotated types; raises ConfigError for one that the factory does not take."""
+    """Return `params` converted to the annotated types; raises ConfigError if the factory does not take them."""
     keywords = [p for p in inspect.signature(factory).parameters.values() if p.kind is p.KEYWORD_ONLY]
     names = [parameter.name for parameter in keywords]
     unknown = [name for name in params if name not in names]
@@ -179,7 +179,7 @@ def _hints(factory: Any) -> dict[str, Any]:
     target = factory.__init__ if inspect.isclass(factory) else factory
     try:
         return get_type_hints(target)
-    except (NameError, TypeError):  # names that are imported for type checkers alone, or no annotations at all
+    except (NameError, TypeError):  # names that are imported only for type checking, or an object without annotations
         return {}
 
 
@@ -197,7 +197,7 @@ _ESTIMATOR = "return Estimates(found_S=..., unit_S=...) with one number each for
 
 
 def try_loss(name: str, loss: Loss) -> None:
-    """Raise ConfigError for a loss that fails, gives no finite number for each token, or has no gradient."""
+    """Call a loss once; raises ConfigError if it fails, lacks a finite number for a token, or has no gradient."""
     logp_M = torch.tensor([-0.2, -1.0, -0.5, -2.0, -0.1, -0.7], requires_grad=True)
     old_M = logp_M.detach() + torch.tensor([0.0, 0.1, -0.1, 0.0, 0.2, -0.3])
     tokens = TokenBatch(
@@ -221,7 +221,7 @@ def try_loss(name: str, loss: Loss) -> None:
 
 
 def try_estimator(name: str, estimator: Estimator) -> None:
-    """Raise ConfigError for an estimator that fails, or gives no finite advantage and unit for each score."""
+    """Call an estimator once; raises ConfigError if it fails, or lacks a finite advantage or unit for a score."""
     scores = Scores(
         scores_S=torch.tensor([1.0, 0.0, 0.5, 0.25]),
         group_S=torch.tensor([0, 0, 0, 1]),
@@ -240,7 +240,7 @@ def try_estimator(name: str, estimator: Estimator) -> None:
 
 
 def checked_terms(name: str, found: Any, logp_M: Tensor) -> LossTerms:
-    """Return what a loss returned for tokens with `logp_M`; raises ConfigError for anything but a number for each."""
+    """Return the result `found` of a loss, if it has one number for each token; raises ConfigError otherwise."""
     if isinstance(found, LossTerms) and _has_shape(found.loss_M, logp_M):
         return found
     got = f"loss_M = {_shown(found.loss_M)}" if isinstance(found, LossTerms) else type(found).__name__

@@ -1,20 +1,20 @@
-"""Keeps rollouts of earlier steps that may be trained once more, and chooses those of a step.
+"""Stores rollouts of earlier steps that may be trained once more, and chooses which of them a step replays.
 
-A step replaces none of its own rollouts. It adds some of earlier steps, so that they are a given share of those that it
-trains on: the newest version of the policy first, and among its rollouts the largest mean |advantage|. With mu the
-policy that drew a token, as it was recorded, the loss of a replayed token is weighted by
+A step replaces none of its own rollouts. It adds rollouts of earlier steps, up to a given share of all rollouts that it
+trains on. Rollouts of the newest versions of the policy come first, and of one version those with the largest mean
+|advantage|. The loss of a replayed token is multiplied by a weight, where mu is the policy that sampled the token, with
+the recorded log-probability:
 
     c_t = min(pi_old(y_t) / mu(y_t), bound)
 
 which is truncated importance sampling, as in IMPALA (Espeholt et al. 2018, arXiv 1802.01561, section 4.1).
 
-Bounds, each counted: a rollout is replayed once at most, by a policy at most `max_staleness` versions after the one
-that drew it, and never when it had no gradient. Its advantages stay those of its own step, because its group is
-complete only there.
+A rollout is replayed at most once, at most `max_staleness` versions after the one that sampled it, and only if it had a
+gradient. A replayed rollout keeps the advantages of its own step, because only that step has the whole group.
 
-The ledger of trained rollouts says which step trained on a rollout as its own, once; a replay is not entered there and
-stands in the training record of its step (`agl why`) and in `rollouts_replayed`. An algorithm saves the rows with its
-checkpoint, so a resumed run replays what an uninterrupted one does.
+The ledger of trained rollouts has every rollout once, under the step that trained on it as its own. A replay is not in
+the ledger, but in the training record of the step that replays (`agl why`) and in the metric `rollouts_replayed`. An
+algorithm saves the rows with its checkpoint, so a resumed run replays the same rollouts as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 __all__ = ["BOUND", "MAX_STALENESS", "OldRollout", "ReplayPool", "ReplayRow", "Replayed"]
 
 BOUND = 2.0
-"""Largest importance weight of a replayed token, unless another is asked for."""
+"""Default of the largest importance weight of a replayed token."""
 
 MAX_STALENESS = 4
-"""Versions of the policy that a replayed rollout may be behind, unless another number is asked for."""
+"""Default of the number of versions of the policy that a replayed rollout may be behind."""
 
 
 class ReplayRow(Protocol):
-    """A row as the pool reads it: the id of its rollout, and its advantages at the tokens that are trained."""
+    """The attributes of a row that the pool reads."""
 
     @property
     def rollout(self) -> str:
@@ -53,12 +53,12 @@ class ReplayRow(Protocol):
 
     @property
     def advantages(self) -> Tensor:
-        """One number per token."""
+        """The advantage of every token of the row, [T]."""
         ...
 
     @property
     def trained(self) -> Tensor:
-        """True at trained tokens; bool, of the shape of `advantages`."""
+        """True at the trained tokens, [T] bool."""
         ...
 
     @property
@@ -72,7 +72,13 @@ R = TypeVar("R", bound=ReplayRow)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldRollout(Generic[R]):
-    """A rollout of an earlier step: its rows, what that step did with its calls, and the version that drew it."""
+    """A rollout of an earlier step.
+
+    Attributes:
+        version: Version of the policy that sampled the rollout.
+        rows: The rollout's rows.
+        uses: How the earlier step used the rollout's calls.
+    """
 
     version: str
     rows: tuple[R, ...]
@@ -80,32 +86,32 @@ class OldRollout(Generic[R]):
 
     @property
     def size(self) -> float:
-        """Mean |advantage| over its trained tokens."""
+        """Mean |advantage| over the trained tokens."""
         own = [row.advantages[row.trained].abs() for row in self.rows]
         return sum(float(each.sum()) for each in own) / sum(map(len, own))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed(Generic[R]):
-    """The rollouts that a step replays, and how many versions each is behind."""
+    """The rollouts that a step replays, and for each the number of versions that it is behind."""
 
     rollouts: tuple[OldRollout[R], ...] = ()
     ages: tuple[int, ...] = ()
 
     @property
     def rows(self) -> list[R]:
-        """Their rows, those of one rollout side by side."""
+        """The rows of the rollouts, in order."""
         return [row for rollout in self.rollouts for row in rollout.rows]
 
     def uses(self, *, bound: float) -> dict[str, tuple[CallUse, ...]]:
-        """Return what became of every call, by rollout id."""
+        """Return the uses of the calls of replayed rollouts, by rollout id."""
         return {
             rollout.rows[0].rollout: tuple(_again(call, age=age, bound=bound) for call in rollout.uses)
             for rollout, age in zip(self.rollouts, self.ages, strict=True)
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of rollouts and rows and the mean age in versions."""
+        """Return as metrics the numbers of replayed rollouts and rows, and the mean age in versions."""
         mean = sum(self.ages) / len(self.ages) if self.ages else 0.0
         return {
             "rollouts_replayed": float(len(self.rollouts)),
@@ -118,9 +124,9 @@ class ReplayPool(Generic[R]):
     """The rollouts that may be replayed.
 
     Args:
-        algorithm: Its registered name, for messages.
-        share: Share of a step's trained rollouts that come from earlier steps, below 1; 0 turns replay off.
-        max_staleness: Versions of the policy that a replayed rollout may be behind.
+        algorithm: The algorithm's registered name, for messages.
+        share: Share of replayed rollouts among those that a step trains on, below 1; 0 turns replay off.
+        max_staleness: Largest number of versions of the policy that a replayed rollout may be behind.
 
     Raises:
         ConfigError: A value is out of range, or would be ignored.
@@ -139,17 +145,20 @@ class ReplayPool(Generic[R]):
             )
         self.share = share
         self._max_staleness = max_staleness
-        self._versions: list[str] = []  # that drew rollouts, oldest first
+        self._versions: list[str] = []  # the versions that sampled rollouts, oldest first
         self._kept: list[OldRollout[R]] = []
 
     def take(self, version: str, *, own: int) -> Replayed[R]:
-        """Return what is replayed with `own` rollouts while `version` is live; drops what has become too old."""
+        """Return the rollouts to replay in a step that has `own` rollouts of the live `version`.
+
+        They are removed from the pool, and so are rollouts that have become too old.
+        """
         if not self.share:
             return Replayed()
         earlier = [each for each in self._versions if each != version]
         self._versions = [*earlier[-self._max_staleness :], version]
         self._kept = [each for each in self._kept if each.version in self._versions]
-        # Those of the live version are on-policy where no step published since, and replaying them corrects nothing.
+        # Rollouts of the live version are not replayed: they are on-policy still.
         old = [each for each in self._kept if each.version != version]
         old.sort(key=lambda each: (-self._versions.index(each.version), -each.size, each.rows[0].rollout))
         chosen = old[: int(own * self.share / (1 - self.share) + 0.5)]
@@ -159,7 +168,7 @@ class ReplayPool(Generic[R]):
         return Replayed(rollouts=tuple(chosen), ages=ages)
 
     def add(self, version: str, rows: Sequence[R], *, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
-        """Keep the rollouts of a step that have a gradient, drawn by `version`."""
+        """Add the rollouts of a step that have a gradient; `version` has sampled them, `uses` are by rollout id."""
         if not self.share:
             return
         by_rollout: dict[str, list[R]] = {}
@@ -172,16 +181,16 @@ class ReplayPool(Generic[R]):
         ]
 
     def clear(self) -> None:
-        """Forget everything: training goes on from other weights, which these rollouts do not lead to."""
+        """Remove all rollouts, because training goes on from other weights than those that sampled them."""
         self._versions, self._kept = [], []
 
     @property
     def rows(self) -> list[R]:
-        """The rows of all rollouts that are kept, in the order of `state`."""
+        """The rows of all rollouts of the pool, in the order of `state`."""
         return [row for each in self._kept for row in each.rows]
 
     def state(self) -> dict[str, Json]:
-        """Return everything but the rows, as JSON."""
+        """Return the content of the pool without the rows, as JSON."""
         return {
             "versions": list(self._versions),
             "rollouts": [
@@ -191,7 +200,7 @@ class ReplayPool(Generic[R]):
         }
 
     def restore(self, state: Mapping[str, Json], rows: Sequence[R]) -> None:
-        """Continue from a `state` and its `rows`."""
+        """Restore the pool from the results of `state` and `rows`."""
         self._versions, self._kept = list(state["versions"]), []
         place = 0
         for entry in state["rollouts"]:
@@ -202,7 +211,7 @@ class ReplayPool(Generic[R]):
 
 
 def _again(call: CallUse, *, age: int, bound: float) -> CallUse:
-    """Return the use of a call in a step that replays it; one that did not train does not train now."""
+    """Return the use of a call in the step that replays it; a call that did not train keeps its use."""
     if call.row < 0:
         return call
     versions = "1 version" if age == 1 else f"{age} versions"

@@ -1,4 +1,4 @@
-"""Adds the reports of a step's updates up to one of the step, and says which estimator has no part in it."""
+"""Combines the metrics of a step's updates, counts skipped updates, and reports an estimator without effect."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = [
 ]
 
 _COUNTS = frozenset({"updates_skipped", "updates_nonfinite", "value_updates_nonfinite"})
-"""Metrics that count a step's updates."""
+"""Metrics that are summed over the updates of a step, because they count updates."""
 
 
 def averaged(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of every number over the updates that report it, and how many updates were skipped.
+    """Return the mean of every metric over the updates that report it; metrics that count updates are summed.
 
-    One that was skipped reports less.
+    An update that was skipped reports fewer metrics.
     """
     names = dict.fromkeys(name for report in reports for name in report)
     found = {name: [report[name] for report in reports if name in report] for name in names}
@@ -34,20 +34,23 @@ def averaged(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of numbers, 0 without any, and their standard deviation (n - 1), 0 for fewer than two."""
+    """Return the mean of numbers (0 for no numbers) and the standard deviation with n - 1 (0 for fewer than two)."""
     mean = sum(values) / len(values) if values else 0.0
-    away = [value - mean for value in values]  # products, because powers of large floats raise
+    away = [value - mean for value in values]  # multiplied below, because ** raises for large floats
     return mean, math.sqrt(sum(each * each for each in away) / (len(values) - 1)) if len(values) > 1 else 0.0
 
 
 class UnusedEstimator:
-    """Says once that credit leaves an estimator nothing to do, because it gives finished advantages."""
+    """Reports once that an estimator has no effect on calls whose credit is a finished advantage."""
 
     def __init__(self, name: str) -> None:
         self._name, self._is_said = name, False
 
     def news(self, *, final: int, calls: int) -> str:
-        """Return the notice of a step in which `final` of `calls` calls have finished advantages; `""` for none."""
+        """Return a notice the first time that `final`, of the `calls` calls of a step, is not 0; else `""`.
+
+        `final` is the number of calls with finished advantages.
+        """
         if not final or self._is_said:
             return ""
         self._is_said = True
@@ -58,12 +61,19 @@ class UnusedEstimator:
 
 
 MAX_NONFINITE = 3
-"""Updates in a row that may be skipped, unless a setting says otherwise."""
+"""Default of the number of updates in a row that may be skipped."""
 
 
 @dataclass(slots=True)
 class Skipped:
-    """The updates of one model that were not made; at most `limit` in a row may be."""
+    """Counts the updates of one model that were skipped because their gradient is not finite.
+
+    Attributes:
+        limit: Largest number of skipped updates in a row.
+        total: Number of skipped updates.
+        in_a_row: Number of skipped updates since the last one that was made.
+        said: Number of skipped updates that `news` has reported.
+    """
 
     limit: int
     total: int = 0
@@ -71,14 +81,14 @@ class Skipped:
     said: int = 0
 
     def news(self) -> str:
-        """Return a sentence for people about the updates that were skipped since the last call, `""` without any."""
+        """Return a notice about the updates that were skipped since the last call, `""` if there are none."""
         count, self.said = self.total - self.said, self.total
         return f"{count} updates were skipped, because their gradients are not finite" if count else ""
 
     def note(self, norm: float, *, update: int) -> bool:
-        """Take the gradient's norm of an update and return whether it was skipped.
+        """Take the gradient norm of an update and return whether the update was skipped.
 
-        Raises AglError beyond the limit.
+        Raises AglError if more than `limit` updates in a row were skipped.
         """
         if math.isfinite(norm):
             self.in_a_row = 0

@@ -1,10 +1,11 @@
 """Decides when the steps of an algorithm are saved: by number, by time, or by the share of time that saving takes.
 
-Weights and moments are several times the size of a model, and a step that follows from saved ones can be repeated from
-its recorded rollouts. What waits to be saved is therefore lost time at worst: more of it the longer it waits, and more
-time goes into saving the shorter. A share of time weighs both by what saving costs on the machine at hand.
+Weights and moments are several times the size of a model, so saving them takes time. The steps since the last save can
+be repeated from their recorded rollouts, so a killed run loses only time: the rarer the saves, the more. An interval as
+a share of time balances both costs by the duration of a save on the machine at hand.
 
-This module decides only when; an algorithm writes, and the experiment's driver saves what belongs together.
+This module only decides when to save. An algorithm writes its state, and the experiment's driver saves the states that
+belong together.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SAVE_EVERY", "LiveAtSaves", "SaveInterval", "begin_saving", "offer_of"]
 
 SAVE_EVERY = "5%"
-"""The share of a run's time that goes into saving, unless another interval is asked for."""
+"""Default interval: the largest share of a run's time that goes into saving."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?([smh%])", re.ASCII)
@@ -34,13 +35,13 @@ class SaveInterval:
     """The interval between two saves.
 
     Args:
-        algorithm: Its registered name, for messages.
+        algorithm: The algorithm's registered name, for messages.
         every: Steps between two saves, a time such as `"60s"`, `"5m"` or `"1h"`, or the largest share of the time that
-            may go into saving, such as `"5%"`. With a share the first step is saved, which shows what saving costs.
-        clock: Seconds that never go back.
+            may go into saving, such as `"5%"`. With a share the first step is saved, to measure the duration of a save.
+        clock: Returns the time in seconds, which never decreases.
 
     Raises:
-        ConfigError: `every` has another form.
+        ConfigError: `every` has none of these forms.
     """
 
     def __init__(self, algorithm: str, every: int | str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +56,7 @@ class SaveInterval:
         self._waiting += 1
 
     def is_due(self) -> bool:
-        """Return true if the steps since the last save should wait no longer."""
+        """Return true if it is time to save."""
         if self._steps:
             return self._waiting >= self._steps
         passed = self._clock() - self._saved_at
@@ -65,33 +66,33 @@ class SaveInterval:
         return passed >= self._seconds
 
     def saved(self, seconds: float) -> None:
-        """Note that everything is saved, and the seconds that this took."""
+        """Note that all steps are saved, and how many seconds the save took."""
         self._waiting, self._saved_at, self._cost = 0, self._clock(), seconds
 
 
 class LiveAtSaves:
-    """Knows the steps whose weights were live at the last two saves, and which therefore stay on disk.
+    """Remembers the steps whose weights were live at the last two saves, because these weights must stay on disk.
 
-    A run that is killed serves the weights that the stored state names: that of the last save, or of the one before
-    until the experiment has stored the new one.
+    A resumed run serves the weights that the stored state names. They were live at the last save, or at the one before
+    it if the run was killed before the experiment had stored the new state.
 
     Args:
-        context: The algorithm's.
-        policy: Name of the policy that it trains.
+        context: The algorithm's context.
+        policy: Name of the policy in training.
     """
 
     def __init__(self, context: AlgorithmContext, policy: str) -> None:
         self._context, self._policy = context, policy
-        self._steps: tuple[int, ...] = ()  # newest first; 0 for weights of others
+        self._steps: tuple[int, ...] = ()  # newest first; 0 for weights that this algorithm has not published
 
     def note(self) -> None:
-        """Remember what is live; call it before each save, and where training continues from a state."""
+        """Remember the live weights; call this before each save, and when training continues from a state."""
         version = self._context.current(self._policy)
         step = version.step if version.algorithm == self._context.name else 0
         self._steps = (step, *self._steps[:1])
 
     def beside(self, kept: Collection[int]) -> frozenset[int]:
-        """Return the steps whose weights stay, those of `kept` among them."""
+        """Return the steps `kept` together with those whose weights were live at the last two saves."""
         return frozenset((*kept, *self._steps))
 
 
@@ -103,10 +104,11 @@ def begin_saving(
     save_every: int | str,
     serves: str = "",
 ) -> None:
-    """Let the steps of an algorithm wait for `save` where the experiment allows it.
+    """Let the experiment call `save` when it saves, so that a step need not be saved at once, if it can defer saving.
 
-    Says so where the policy `serves`, which gets new weights in every step, reads them from disk.
-    Raises ConfigError for an interval that would be ignored because every step is saved.
+    `serves` names the policy that gets new weights in every step, if there is one. If the policy reads weights from
+    disk, a notice says that `save_every` does not apply to the weights.
+    Raises ConfigError for an interval that has no effect because the experiment saves every step.
     """
     if context.defer is not None:
         context.defer(save)
@@ -123,9 +125,9 @@ def begin_saving(
 
 
 def offer_of(context: AlgorithmContext, policy: str) -> Callable[[Any, Any], None] | None:
-    """Return the policy's `offer_weights`, by which it takes weights from memory, `None` if it reads them from disk.
+    """Return a policy's method `offer_weights`, which takes weights from memory; `None` if it reads them from disk.
 
-    It is called with the resource that is published next, and with the model or the state that has its weights.
+    Call the method with the resource that is published next, and with the model or the state with these weights.
     """
     try:
         return getattr(context.policy(policy), "offer_weights", None)
@@ -134,7 +136,7 @@ def offer_of(context: AlgorithmContext, policy: str) -> Callable[[Any, Any], Non
 
 
 def _read(algorithm: str, every: int | str) -> tuple[int, float, float]:
-    """Return steps, seconds and share, of which one is above 0."""
+    """Return steps, seconds and share; one of the three is above 0."""
     if isinstance(every, int) and not isinstance(every, bool) and every >= 1:
         return every, 0.0, 0.0
     found = _TIME.fullmatch(every) if isinstance(every, str) else None

@@ -1,11 +1,11 @@
-"""Settings that the algorithms share, as records: sub-tables of `params` in an experiment file.
+"""Records of settings that several algorithms share: sub-tables of `params` in an experiment file.
 
     [algorithm.params.optim]
     lr = 1e-5
 
-or `agl.GRPO(optim={"lr": 1e-5})` in Python. A table replaces the keys that it names; the others keep the algorithm's
-own defaults. Each record is documented here and nowhere else. Values are checked against the annotations when the
-algorithm is built. Importing this does not import torch.
+or `agl.GRPO(optim={"lr": 1e-5})` in Python. A table sets the keys that it names; all other keys keep the algorithm's
+own defaults. Each record is documented only here. Values are checked against the annotations when the algorithm is
+built. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ Whole = Annotated[int, msgspec.Meta(ge=0)]
 """A whole number of at least 0."""
 
 Moment = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-"""The share of a moment that an update leaves."""
+"""Decay rate of a moment: the share of it that an update keeps."""
 
 Decay = Literal["constant", "linear", "cosine"]
-"""The curves of a learning rate after its warm-up."""
+"""The curves of the learning rate after the warm-up."""
 
 KLPenalty = Literal["k2", "k3"]
-"""The estimates of a KL divergence that have a gradient as a term of the loss."""
+"""The estimates of a KL divergence that can be a term of the loss, because their gradient is not 0 in expectation."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,8 +73,9 @@ class Adam(Settings, frozen=True, kw_only=True):
 
     Attributes:
         lr: Learning rate.
-        betas: Decay of the two moments. The second is below torch's 0.999: updates are few, and gradients change.
-        weight_decay: Pull of matrices towards 0; vectors (norms, biases) are not decayed.
+        betas: Decay rates of the two moments. The second is below torch's 0.999, because updates are few and gradients
+            change.
+        weight_decay: Decay of matrices towards 0; vectors (norms, biases) do not decay.
         max_grad_norm: Bound on the 2-norm of the whole gradient.
     """
 
@@ -88,9 +89,11 @@ class Optim(Adam, frozen=True, kw_only=True):
     """AdamW with a curve for its learning rate; `lr` is the peak.
 
     Attributes:
-        warmup: Updates over which the rate rises linearly.
-        decay: `constant`, or `linear` or `cosine`, which fall to 0 at the last update of the run.
-        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
+        warmup: Number of updates over which the rate rises linearly to the peak.
+        decay: Curve after the warm-up: `constant`; or `linear` or `cosine`, which fall to 0 at the last update of the
+            run.
+        max_nonfinite: Largest number of updates in a row that are skipped because their gradient is not finite; one
+            more ends the run.
     """
 
     warmup: Whole = 0
@@ -103,8 +106,8 @@ class Lora(Settings, frozen=True, kw_only=True):
 
     Attributes:
         rank: Rank of the adapters; 0 trains all weights.
-        alpha: Scale of the adapters.
-        targets: Names of the modules that get an adapter; `["all-linear"]` means every linear layer but the head.
+        alpha: Scale of the adapters, relative to the rank.
+        targets: Names of the modules that get an adapter; `["all-linear"]` means every linear layer except the head.
     """
 
     rank: Whole = 0
@@ -117,15 +120,15 @@ class Lora(Settings, frozen=True, kw_only=True):
 
 
 class Compute(Settings, frozen=True, kw_only=True):
-    """The device, and how much of it a pass takes.
+    """The device, and the precision and size of forward passes.
 
     Attributes:
         device: `auto` (the first GPU, else the CPU), `cpu`, `cuda` ...
-        dtype: The type of passes and of exported weights. Weights in training are float32 all the same.
-        threads: CPU threads; 0 leaves the number to torch.
-        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
-        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and a
-            third more time.
+        dtype: Number type of forward passes and of exported weights. Weights in training are always float32.
+        threads: Number of CPU threads; 0 leaves it to torch.
+        token_budget: Largest number of tokens that one forward pass computes; padding counts if rows are padded.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            about a third more time.
     """
 
     device: str = "auto"
@@ -136,12 +139,12 @@ class Compute(Settings, frozen=True, kw_only=True):
 
 
 class Saving(Settings, frozen=True, kw_only=True):
-    """Saved states of training, from which a run continues after it was killed.
+    """When states of training are saved, and how many are kept. A killed run continues from the last saved state.
 
     Attributes:
-        keep: Saved states and exported weights that stay on disk.
+        keep: Number of saved states, and of exported weights, that stay on disk.
         save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
-            time that may go into saving, such as `"5%"`. A run that is killed repeats the steps since the last save.
+            time that may go into saving, such as `"5%"`. A killed run repeats the steps since the last save.
     """
 
     keep: Count = 2
@@ -152,10 +155,11 @@ class Sampling(Settings, frozen=True, kw_only=True):
     """The choice of tasks and groups.
 
     Attributes:
-        refill: Rounds in which groups that teach nothing are replaced by those of further tasks (DAPO's dynamic
-            sampling); 0 keeps every group.
-        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
-            `unsolved` those with the worst rewards. Half of a step's tasks is drawn without preference.
+        refill: Largest number of rounds per step in which groups that teach nothing are replaced by groups of further
+            tasks (DAPO's dynamic sampling); 0 keeps every group.
+        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn;
+            `unsolved` prefers tasks with low rewards. Half of a step's tasks are drawn without preference. Empty for no
+            preference at all.
     """
 
     refill: Whole = 0
@@ -167,8 +171,9 @@ class GroupSampling(Sampling, frozen=True, kw_only=True):
 
     Attributes:
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
-        overlong_limit: Tokens of an answer at which it loses a reward of 1; 0 turns that off.
-        overlong_buffer: Tokens before the limit over which the answer begins to lose reward, as in DAPO.
+        overlong_limit: Number of tokens from which on an answer loses a reward of 1; 0 turns this off.
+        overlong_buffer: Number of tokens before `overlong_limit` over which the loss of reward grows from 0 to 1, as in
+            DAPO.
     """
 
     mask_truncated: bool = False
@@ -187,9 +192,9 @@ class Replay(Settings, frozen=True, kw_only=True):
     """Rollouts of earlier steps that are trained once more, each at most once.
 
     Attributes:
-        share: Their share of a step's trained rollouts; 0 turns replay off.
-        bound: Bound on their importance weights.
-        max_staleness: Most versions of the policy between drawing and replaying them.
+        share: Share of replayed rollouts among the rollouts that a step trains on; 0 turns replay off.
+        bound: Upper bound on the importance weights of replayed tokens.
+        max_staleness: Largest number of versions of the policy between sampling and replaying a rollout.
     """
 
     share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
@@ -201,11 +206,11 @@ class Losses(Settings, frozen=True, kw_only=True):
     """The loss of a token and the weights of tokens.
 
     Attributes:
-        loss: `ppo-clip`, another loss's name, or `module:name`.
+        loss: `ppo-clip`, the name of another loss, or `module:name`.
         loss_params: Parameters of the loss, such as `{clip_low = 0.2, clip_high = 0.28}`.
-        aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`, as Dr. GRPO does); by default what
-            the loss asks for, `token` for `ppo-clip`.
-        constant_tokens: The divisor of `constant`.
+        aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`, as Dr. GRPO does). Each loss has
+            its own default, which is `token` for `ppo-clip`.
+        constant_tokens: The divisor of the aggregation `constant`.
     """
 
     loss: str = "ppo-clip"
@@ -215,13 +220,13 @@ class Losses(Settings, frozen=True, kw_only=True):
 
 
 class Objective(Losses, frozen=True, kw_only=True):
-    """The loss of a token, the weights of tokens, and what is added to the loss.
+    """The loss of a token, the weights of tokens, and penalties and an entropy bonus that are added to the loss.
 
     Attributes:
-        kl: `k2` or `k3`, the estimate of the KL divergence from the policy at this algorithm's start.
-        kl_coef: Weight of a KL penalty, beta of GRPO's paper.
-        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights and are not trained; without
-            it their skills drift away once the trained agents have learned theirs. 0 turns it off.
+        kl: Estimate of the KL divergence from the policy at this algorithm's start, `k2` or `k3`.
+        kl_coef: Weight of a penalty on this divergence, beta in GRPO's paper.
+        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights but are not trained. Without
+            it these agents lose their skills when the trained agents have learned theirs. 0 turns it off.
         entropy_coef: Weight of an entropy bonus.
     """
 
@@ -236,9 +241,10 @@ class Correction(Settings, frozen=True, kw_only=True):
 
     Attributes:
         cap: Largest weight; 0 turns the weights off.
-        level: `token`, or `sequence` or `geometric`, which take one weight over a whole rollout.
-        mode: `truncate` lowers larger weights to the cap; `mask` drops their tokens, and those of weights below 0.5, as
-            IcePop does.
+        level: `token` for one weight per token; `sequence` or `geometric` for one weight per rollout, the product or
+            the geometric mean of its tokens' weights.
+        mode: `truncate` lowers weights above the cap to the cap. `mask` drops tokens with a weight above the cap or
+            below 0.5, as IcePop does.
         is_normalised: Whether weights are divided by their mean over rollouts.
     """
 

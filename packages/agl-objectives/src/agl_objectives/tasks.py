@@ -1,21 +1,21 @@
-"""Chooses the tasks of a step: shuffles of all of them, or more of those from which the policy learns most now.
+"""Chooses the tasks of a step: from shuffles of all tasks, or with a preference for tasks that teach the policy most.
 
-Without a curriculum every epoch is a shuffle of all tasks. With one a step draws a share of its tasks from these
-shuffles, so that every task comes again and again, and the others at random, with a weight that follows from the share
-p of the possible reward that the task's rollouts earned when it was last drawn:
+Without a curriculum every epoch is a shuffle of all tasks. With a curriculum a step draws half of its tasks from these
+shuffles, so that every task recurs, and the other half at random by weight. The weight of a task follows from p, the
+share of the possible reward that its rollouts earned when it was last drawn:
 
-    frontier   p (1 - p)   the variance of a reward of 0 or 1: most where half of the rollouts succeed, none where all
-                           or no rollout does (Foster and Foerster 2025, arXiv 2502.12272)
-    unsolved   1 - p       the worse, the more often (Kimi k1.5, arXiv 2501.12599, section 2.3.4, prioritized sampling)
+    frontier   p (1 - p)   the variance of a reward of 0 or 1, which is largest if half of the rollouts succeed, and 0
+                           if all or none do (Foster and Foerster 2025, arXiv 2502.12272)
+    unsolved   1 - p       larger for lower rewards (Kimi k1.5, arXiv 2501.12599, section 2.3.4, prioritized sampling)
 
 Deviations from the papers, and why:
-- The frontier's paper runs a large set of candidates again and again to learn their p. Here p comes from the rollouts
-  that were trained or dropped, at no cost, and is therefore older.
-- Rewards need not lie between 0 and 1: p is the place of a task's mean between the lowest and the highest reward of any
-  rollout so far. A change counts half at once, because the policy changes as well.
+- The paper on `frontier` runs a large set of candidate tasks repeatedly to estimate p. Here p comes at no cost from the
+  rollouts that were trained or dropped, and is therefore older.
+- Rewards need not lie between 0 and 1, so p is the position of a task's mean reward between the lowest and the highest
+  reward of any rollout so far. A new mean is averaged with the one before, because the policy changes as well.
 
-A draw follows from the seed, the algorithm's name, the step and the saved state alone, so a step that is repeated after
-a crash draws the same tasks.
+A draw depends only on the seed, the algorithm's name, the step and the saved state, so a step that is repeated after a
+crash draws the same tasks.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 __all__ = ["Curriculum", "TaskDraws", "by_task", "canonical", "draw_places"]
 
 Curriculum = Literal["", "frontier", "unsolved"]
-"""The tasks that a curriculum prefers; none for `""`."""
+"""Name of a curriculum; `""` for none."""
 
 UNIFORM = 0.5
-"""Share of a step's tasks that is drawn without preference, so that every task comes again."""
+"""Share of a step's tasks that are drawn without preference, so that every task recurs."""
 
 PREFERENCES: dict[str, Callable[[float], float]] = {"frontier": lambda p: p * (1 - p), "unsolved": lambda p: 1 - p}
-"""The weight of a task whose rollouts earned the share p of the possible reward, by curriculum."""
+"""For each curriculum the weight of a task, as a function of p."""
 
 
 class TaskDraws:
-    """The draws of a run's steps. Call `begin` first.
+    """Draws the tasks of a run's steps. Call `begin` first.
 
     Args:
-        algorithm: Its registered name, for messages.
-        curriculum: The tasks to prefer.
+        algorithm: The algorithm's registered name, for messages.
+        curriculum: The curriculum; `""` for none.
 
     Raises:
         ConfigError: The curriculum is unknown.
@@ -76,9 +76,9 @@ class TaskDraws:
         self._resize()
 
     def first(self, step: int, count: int) -> list[int]:
-        """Return the places in `context.train` of the tasks that a step begins with, none twice.
+        """Return the indices in `context.train` of a step's first tasks, without repetition.
 
-        There are `count`, or as many as there are tasks.
+        There are `count` of them, or all tasks if there are fewer.
         """
         if not self._curriculum:
             return draw_places(self._context, step=step, count=count)
@@ -87,9 +87,9 @@ class TaskDraws:
         return shuffled + self.further(step, taken=shuffled, count=count - len(shuffled))
 
     def further(self, step: int, *, taken: Collection[int], count: int) -> list[int]:
-        """Return the places of at most `count` tasks that the step did not take yet, preferred ones first.
+        """Return the indices of at most `count` tasks that are not in `taken`, the tasks that the step has drawn.
 
-        Tasks that were never drawn come next, then the others. The order of what is left over depends on neither
+        Preferred tasks come first, then tasks that were never drawn, then the others. The order depends on neither
         `taken` nor `count`.
         """
         excluded = set(taken)
@@ -97,7 +97,7 @@ class TaskDraws:
         return [place for place, _ in zip(found, range(count), strict=False)]
 
     def note(self, episodes: Sequence[Episode], places: Sequence[int]) -> None:
-        """Learn from the rewards of a step's rollouts, whose tasks are at `places`."""
+        """Update the tasks' mean rewards by a step's rollouts; `places` are the indices of the step's tasks."""
         if not self._curriculum:
             return
         places_of = {canonical(self._context.train[place]): place for place in places}
@@ -112,7 +112,7 @@ class TaskDraws:
             self._low, self._high = min(self._low, _single(min(found))), max(self._high, _single(max(found)))
 
     def metrics(self, places: Sequence[int]) -> dict[str, float]:
-        """Return how many tasks were ever drawn, and the mean p of those of a step that were drawn before it."""
+        """Return as metrics how many tasks have been drawn so far, and the mean p of a step's tasks among them."""
         if not self._curriculum:
             return {}
         known = [p for place in places if (p := self._share(place)) is not None]
@@ -120,14 +120,14 @@ class TaskDraws:
         return {"tasks_seen": float(seen)} | ({"tasks_level": sum(known) / len(known)} if known else {})
 
     def state(self) -> dict[str, Json]:
-        """Return what was learnt about the tasks as JSON: about 5 bytes for each of them at most."""
+        """Return the tasks' mean rewards as JSON, at most about 5 bytes per task; empty without a curriculum."""
         if not self._curriculum or self._low > self._high:
             return {}
         packed = base64.b64encode(zlib.compress(self._means.tobytes())).decode()
         return {"low": self._low, "high": self._high, "means": packed}
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from `state`, also with more or fewer tasks at the end, and with a curriculum that was not set."""
+        """Restore `state`, if it is not empty; tasks may have been added or removed at the end since it was taken."""
         if not self._curriculum or not state:
             return
         self._low, self._high = _single(state["low"]), _single(state["high"])
@@ -140,18 +140,18 @@ class TaskDraws:
         self._means.extend([nan] * (size - len(self._means)))
 
     def _share(self, place: int) -> float | None:
-        """Return p of a task, `None` before its first rollout or while all rewards are the same."""
+        """Return p of a task, `None` before its first rollout or while all rewards so far are equal."""
         mean = self._means[place]  # NaN without a curriculum
         return None if isnan(mean) or self._low >= self._high else (mean - self._low) / (self._high - self._low)
 
     def _order(self, step: int) -> Iterator[int]:
-        """Return all tasks in the order in which a step wants them."""
+        """Return the indices of all tasks in the order in which a step prefers them."""
         generator = random.Random(f"{self._context.seed}/{self._context.name}/{step}/further")
         weighted: list[tuple[float, int]] = []
         fresh: list[int] = []
         others: list[int] = []
         for place in range(len(self._means)):
-            draw = generator.random()  # one for each task, so that what is known of one moves no other
+            draw = generator.random()  # one per task, so that the mean of one task does not change another's draw
             p = self._share(place)
             weight = 0.0 if p is None else PREFERENCES[self._curriculum](p)
             if weight > 0:
@@ -171,10 +171,10 @@ def _single(value: float) -> float:
 
 
 def draw_places(context: AlgorithmContext, *, step: int, count: int) -> list[int]:
-    """Return the places in `context.train` of a step's tasks: every epoch is a shuffle by seed, name and epoch.
+    """Return the indices in `context.train` of a step's tasks: every epoch is a shuffle by seed, name and epoch.
 
-    No task comes twice in a step, or before every other came once. `count` is cut to the number of tasks. The result
-    depends on the step's number alone, so a repeated or resumed step draws the same tasks.
+    No task is drawn twice in a step, or again before all others were drawn. At most all tasks are drawn. The result
+    depends only on seed, name, step and count, so a repeated or resumed step draws the same tasks.
     """
     size = len(context.train)
     count = min(count, size)
@@ -182,25 +182,25 @@ def draw_places(context: AlgorithmContext, *, step: int, count: int) -> list[int
     for epoch in range(-(-(first + count) // size)):  # rounded up
         fresh = list(range(size))
         random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(fresh)
-        begun = len(order) % count  # tasks of the step that the epochs before leave unfinished
+        begun = len(order) % count  # tasks of a step that begins in the epoch before and ends in this one
         order += _apart(fresh, set(order[len(order) - begun :]), places=count - begun)
     return order[first : first + count]
 
 
 def _apart(fresh: Sequence[int], taken: set[int], *, places: int) -> list[int]:
-    """Return `fresh` with nothing of `taken` in the first `places`, and its order otherwise as it was."""
+    """Return `fresh` in an order in which the first `places` indices are not in `taken`, otherwise unchanged."""
     head = [index for index in fresh if index not in taken][:places]
     early = set(head)
     return [*head, *(index for index in fresh if index not in early)]
 
 
 def canonical(task: Json) -> str:
-    """Return a task as text that is the same for equal tasks: a store may return the keys in another order."""
+    """Return a task as text that is the same for equal tasks, because a store may return the keys in another order."""
     return json.dumps(task, sort_keys=True)
 
 
 def by_task(group: Sequence[Episode]) -> dict[str, list[Episode]]:
-    """Return the rollouts of a group by their task: with a `group_key` tasks that differ may share a group."""
+    """Return the rollouts of a group by task, as text; with a `group_key` a group may have several tasks."""
     found: dict[str, list[Episode]] = {}
     for episode in group:
         found.setdefault(canonical(episode.rollout.task), []).append(episode)

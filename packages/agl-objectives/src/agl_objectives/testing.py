@@ -1,12 +1,12 @@
-"""The contract of losses and estimators as tests: subclass a class, give it one fixture, and pytest runs them.
+"""Conformance tests of losses and estimators: subclass a class, give it one fixture, and pytest runs the tests.
 
     class TestMine(LossConformance):
         @pytest.fixture
         def loss(self) -> Loss:
             return my_loss
 
-Flags have the strictest value as their default; a subclass lowers one where a reader sees it. Needs pytest.
-Everything is computed in float64, on the CPU, for an update of three rollouts with two rows each.
+The default of every flag is its strictest value, so a subclass shows the exceptions of its component. Needs pytest.
+Almost everything is computed in float64, on the CPU, for an update of three rollouts with two rows each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEEDS = pytest.mark.parametrize("seed", range(4))
 
 
 def example_tokens(seed: int) -> TokenBatch:
-    """Return an update of 3 rollouts of 2 rows, 24 tokens, every rollout with one advantage and share."""
+    """Return an update of 3 rollouts with 2 rows each, 24 tokens in all; a rollout has one advantage and one weight."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(count: int) -> Tensor:
@@ -54,18 +54,18 @@ def example_tokens(seed: int) -> TokenBatch:
         advantages_M=torch.tensor([1.3, -0.7, 0.4], dtype=torch.float64)[place_M],
         weight_M=share[place_M],
         row_M=2 * place_M + torch.arange(24) % 2,
-        rollout_M=7 * place_M,  # ids need not be dense
+        rollout_M=7 * place_M,  # numbers of rollouts need not be consecutive
         entropy_M=normal(24).abs(),
     )
 
 
 def weighted_loss(loss: Loss, tokens: TokenBatch) -> Tensor:
-    """Return the loss of an update whose tokens are all here, a scalar with gradient."""
+    """Return the loss of an update that consists of exactly these tokens, a scalar with gradient."""
     return (tokens.weight_M * loss(surveyed(loss, tokens)).loss_M).sum()
 
 
 def chosen(tokens: TokenBatch, places: Tensor) -> TokenBatch:
-    """Return the tokens at `places`, in that order, with what a survey has found."""
+    """Return the tokens at the indices `places`, in that order, with their `extras`."""
     parts = {
         name: getattr(tokens, name)[places]
         for name in ("logp_M", "old_M", "behaviour_M", "advantages_M", "weight_M", "row_M", "rollout_M")
@@ -76,14 +76,14 @@ def chosen(tokens: TokenBatch, places: Tensor) -> TokenBatch:
 
 
 class LossConformance:
-    """Everything that the contract says of a loss; override the fixture `loss`."""
+    """Tests of the contract of a loss; override the fixture `loss`."""
 
     has_value: ClassVar[bool] = True
-    """False for a loss with stopped gradients, whose value means nothing and has another derivative."""
+    """False for a loss with stopped gradients, whose gradient is not the derivative of its value."""
     trains_silent: ClassVar[bool] = False
-    """True for a loss in which tokens of advantage 0 may have a gradient (`LossEntry.trains_silent`)."""
+    """True for a loss in which tokens with the advantage 0 may have a gradient (`LossEntry.trains_silent`)."""
     compares_batch: ClassVar[bool] = False
-    """True for a loss that chooses tokens by comparing all those of an update."""
+    """True for a loss that chooses tokens by comparing all tokens of an update."""
 
     @pytest.fixture
     def loss(self) -> Loss:
@@ -92,7 +92,7 @@ class LossConformance:
 
     @SEEDS
     def test_the_gradient_is_that_of_the_value(self, loss: Loss, seed: int) -> None:
-        """Central differences of the whole update, survey included, in every token."""
+        """The gradient equals the central differences of the whole update, survey included, in every token."""
         if not self.has_value:
             pytest.skip("its gradient is stopped in places")
         tokens = example_tokens(seed)
@@ -108,7 +108,7 @@ class LossConformance:
 
     @SEEDS
     def test_micro_batches_add_up_in_any_order(self, loss: Loss, seed: int) -> None:
-        """Tokens are dealt into three micro-batches that cut rollouts, and shuffled within them."""
+        """The tokens, also in random order, are cut into three micro-batches without regard to rollouts."""
         tokens = example_tokens(seed)
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(tokens.logp_M), generator=generator)
@@ -128,7 +128,7 @@ class LossConformance:
 
     @SEEDS
     def test_cutting_a_rollout_into_other_rows_changes_nothing(self, loss: Loss, seed: int) -> None:
-        """Every token in a row of its own against whole rollouts in one."""
+        """One row per token gives the same losses as one row per rollout."""
         tokens = example_tokens(seed)
         cut = replace(tokens, row_M=torch.arange(len(tokens.row_M)))
         one = replace(tokens, row_M=tokens.rollout_M)
@@ -136,7 +136,7 @@ class LossConformance:
 
     @SEEDS
     def test_tokens_without_weight_have_no_effect(self, loss: Loss, seed: int) -> None:
-        """Neither on the losses of others nor on the counts."""
+        """They change neither the losses of other tokens nor the counts."""
         tokens = example_tokens(seed)
         weight_M = tokens.weight_M.clone()
         weight_M[::3] = 0.0
@@ -154,7 +154,7 @@ class LossConformance:
 
     @pytest.mark.parametrize("distance", [-200.0, 200.0])
     def test_extreme_ratios_give_finite_numbers(self, loss: Loss, distance: float) -> None:
-        """In float32, where exp(200) is infinite; gradients too."""
+        """Loss and gradient are finite in float32, in which exp(200) is infinite."""
         exact = example_tokens(0)
         names = ("logp_M", "old_M", "behaviour_M", "advantages_M", "weight_M", "entropy_M")
         tokens = replace(exact, **{name: getattr(exact, name).float() for name in names})
@@ -167,7 +167,7 @@ class LossConformance:
 
     @SEEDS
     def test_silent_rollouts_have_no_gradient(self, loss: Loss, seed: int) -> None:
-        """A rollout whose advantages are 0, among others."""
+        """A rollout whose advantages are 0 has no gradient, but other rollouts of the update have one."""
         if self.trains_silent:
             pytest.skip("tokens of advantage 0 may have a gradient")
         tokens = example_tokens(seed)
@@ -181,7 +181,7 @@ class LossConformance:
 
     @SEEDS
     def test_a_rollout_does_not_depend_on_the_others(self, loss: Loss, seed: int) -> None:
-        """The tokens of one rollout, alone and with two others."""
+        """The losses of a rollout are the same alone and with two other rollouts."""
         if self.compares_batch:
             pytest.skip("it compares all tokens of an update")
         tokens = example_tokens(seed)
@@ -192,10 +192,10 @@ class LossConformance:
 
 
 class EstimatorConformance:
-    """Everything that the contract says of an estimator; override the fixture `estimator`."""
+    """Tests of the contract of an estimator; override the fixture `estimator`."""
 
     compares_batch: ClassVar[bool] = False
-    """True if scores of different groups are compared, or scaled together."""
+    """True for an estimator that compares scores of different groups, or scales them together."""
 
     @pytest.fixture
     def estimator(self) -> Estimator:
@@ -204,7 +204,7 @@ class EstimatorConformance:
 
     @SEEDS
     def test_the_order_of_scores_changes_nothing(self, estimator: Estimator, seed: int) -> None:
-        """Shuffled scores have shuffled advantages and units."""
+        """Shuffled scores give equally shuffled advantages and units."""
         scores = example_scores(seed)
         order = torch.randperm(len(scores.scores_S), generator=torch.Generator().manual_seed(seed))
         one, other = estimator(scores), estimator(chosen_scores(scores, order))
@@ -212,14 +212,14 @@ class EstimatorConformance:
         torch.testing.assert_close(one.unit_S[order], other.unit_S)
 
     def test_equal_scores_have_no_advantage(self, estimator: Estimator) -> None:
-        """Exactly: a difference by rounding must not become a signal."""
+        """The advantages are exactly 0, because a difference by rounding must not become a signal."""
         scores = example_scores(0)
         equal = replace(scores, scores_S=torch.full_like(scores.scores_S, 0.1))
         assert not bool(estimator(equal).found_S.any())
 
     @SEEDS
     def test_estimates_are_finite_and_keep_the_type(self, estimator: Estimator, seed: int) -> None:
-        """One for every score, also for those of a group of one, and for rewards of very different size."""
+        """There is a finite estimate for every score, also in a group of one and for scores of very different sizes."""
         scores = example_scores(seed)
         scores = replace(scores, scores_S=scores.scores_S * torch.logspace(-6, 6, len(scores.scores_S)).double())
         found = estimator(scores)
@@ -229,7 +229,7 @@ class EstimatorConformance:
 
     @SEEDS
     def test_a_group_does_not_depend_on_the_others(self, estimator: Estimator, seed: int) -> None:
-        """The scores of one group, alone and with others."""
+        """The advantages of a group are the same alone and with other groups."""
         if self.compares_batch:
             pytest.skip("it compares all scores of a batch")
         scores = example_scores(seed)
@@ -240,7 +240,7 @@ class EstimatorConformance:
 
 
 def example_scores(seed: int) -> Scores:
-    """Return the scores of groups of 4, 3, 5 and 1 rollouts."""
+    """Return random scores for groups of 4, 3, 5 and 1 rollouts."""
     generator = torch.Generator().manual_seed(seed)
     group_S = torch.tensor([0] * 4 + [1] * 3 + [2] * 5 + [3])
     return Scores(
@@ -251,5 +251,5 @@ def example_scores(seed: int) -> Scores:
 
 
 def chosen_scores(scores: Scores, places: Tensor) -> Scores:
-    """Return the scores at `places`, in that order."""
+    """Return the scores at the indices `places`, in that order."""
     return Scores(scores_S=scores.scores_S[places], group_S=scores.group_S[places], tokens_S=scores.tokens_S[places])

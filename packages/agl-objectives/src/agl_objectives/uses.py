@@ -1,4 +1,4 @@
-"""Reports how a step used every recorded call of the rollouts that it looked at, for `agl why`."""
+"""Builds the records of how a step used every call of its rollouts, for `agl why`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def call_uses(
     left_out: str = "",
     refused: Mapping[str, str] | None = None,
 ) -> tuple[CallUse, ...]:
-    """Return the use of every call of an episode, in its order.
+    """Return the use of every call of an episode, in order.
 
     Args:
         episode: The rollout.
         trained: Span ids of the calls that the step trained on.
-        credits: What the credit assignment gave, by span id.
-        advantages: The advantages, by span id.
-        note: Said of trained calls.
-        left_out: Why calls that could train were left out; by default what `credits` says about each.
+        credits: The credit of calls, by span id.
+        advantages: The advantages of calls, by span id.
+        note: The note on trained calls.
+        left_out: Why calls that could train did not. By default a call with credit counts as cut (`CUT`), and one
+            without as `NO_CREDIT`.
         refused: Why the row of a call was left out, by span id.
     """
     credits, advantages, refused = credits or {}, advantages or {}, refused or {}
@@ -60,9 +61,9 @@ def call_uses(
 def rollout_uses(
     episodes: Iterable[Episode], notes: Mapping[str, str], *, left_out: str
 ) -> dict[str, tuple[CallUse, ...]]:
-    """Return the uses by rollout id, where a rollout trains as a whole or not at all.
+    """Return the uses of calls by rollout id, for an algorithm that trains on whole rollouts.
 
-    `notes` has the ids of those that train, with a note on each; the calls of the others say why they were `left_out`.
+    `notes` has a note for the id of every rollout that trains; the calls of the others get the reason `left_out`.
     """
     uses: dict[str, tuple[CallUse, ...]] = {}
     for episode in episodes:
@@ -81,15 +82,17 @@ def group_uses(
     advantages: Sequence[Mapping[str, float]] | None,
     refused: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, tuple[CallUse, ...]]:
-    """Return the uses by rollout id; groups without a gradient are named as silent.
+    """Return the uses of calls by rollout id; the calls of groups without a gradient get the note `SILENT`.
+
+    `trained`, `credits` and `advantages` have one element per episode, in the order of `groups`.
 
     Args:
-        groups: The episodes that share a task.
-        trained: Span ids of each episode's calls that the step trained on, in order of `groups`, as all sequences are.
+        groups: The episodes of each task.
+        trained: Span ids of the calls that the step trained on.
         loud: Ids of the rollouts that have a gradient.
-        credits: What credit gave the calls of each episode, by span id.
-        advantages: The advantages of each episode's calls; None where there is no number per call.
-        refused: Why a row was left out, by rollout and span id of its calls.
+        credits: The credit of calls, by span id.
+        advantages: The advantages of calls, by span id; None if calls have no single advantage.
+        refused: Why the row of a call was left out, by rollout id and span id.
     """
     notes = [
         SILENT if advantages is not None and not any(e.rollout.rollout_id in loud for e in group) else ""

@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SPANLESS = frozenset({"task", "turn"})
-"""Kinds that only divide an agent's work; their children belong to the enclosing span."""
+"""Kinds of spans that only divide an agent's work; their children belong to the enclosing span."""
 
 _UNNAMED = RunConfig().workflow_name
-"""The SDK's name for a workflow that the program did not name; it is no part of a call's path."""
+"""The SDK's default workflow name; a workflow with it counts as unnamed."""
 
 _OPERATIONS = {"mcp_tools": "list_tools"}
-"""The conventions' names of operations that the SDK names differently."""
+"""Names of operations in the semantic conventions, by the SDK's different names."""
 
 
 def has_no_span(source: Any) -> bool:
-    """True for a span of the SDK that is not recorded."""
+    """Return true for a span of the SDK that is not recorded."""
     data = getattr(source, "span_data", None)
     return data is not None and (
         data.type in _SPANLESS or (data.type == "custom" and "sdk_span_type" in (data.data or {}))
@@ -29,7 +29,7 @@ def has_no_span(source: Any) -> bool:
 
 
 def open_from(source: Any, attempt: ActiveAttempt, parent: str | None) -> OpenSpan:
-    """Open a span for a span or trace of the SDK that starts now."""
+    """Open a span for a span or trace of the SDK that is starting now."""
     data = getattr(source, "span_data", None)
     is_own = data is not None and data.type == "custom"
     return open_span(
@@ -43,7 +43,7 @@ def open_from(source: Any, attempt: ActiveAttempt, parent: str | None) -> OpenSp
 
 
 def about(source: Any) -> dict[str, Any]:
-    """The subject of a span or trace, as far as the SDK knows it by now; nothing for a program's own spans."""
+    """Return the attributes of a span or trace that the SDK knows so far; empty for a program's custom spans."""
     data = getattr(source, "span_data", None)
     if data is None:
         group = getattr(source, "group_id", None)
@@ -65,18 +65,18 @@ def about(source: Any) -> dict[str, Any]:
 
 
 def class_name(model: Any) -> str:
-    """The class name of a model."""
+    """Return the class name of a model, with its module."""
     kind = cast("type[Any]", type(model))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_model_call(source: Any) -> bool:
-    """True for a span of the SDK that reports a model call."""
+    """Return true for a span of the SDK that reports a model call."""
     return getattr(getattr(source, "span_data", None), "type", "") in ("generation", "response")
 
 
 def about_error(source: Any, raised: BaseException | None) -> dict[str, Any]:
-    """A span's error as arguments of ``close``; a hand-off is not an error."""
+    """Return a span's error as arguments of ``close``; empty without one, and for a hand-off, which is not an error."""
     if raised is not None:
         return {"error": raised}
     error = cast("Mapping[str, Any] | None", getattr(source, "error", None))
@@ -89,7 +89,7 @@ def about_error(source: Any, raised: BaseException | None) -> dict[str, Any]:
 
 
 def _name(data: Any) -> str:
-    """The whole name of a span that has no subject to be named after, else ``""``."""
+    """Return the whole name of a span that is not named after its subject, else ``""``."""
     if data.type in ("agent", "function", "handoff", "generation", "response"):
         return ""
     name = str(getattr(data, "name", None) or "")
@@ -101,6 +101,6 @@ def _model_of(data: Any) -> str:
 
 
 def _server_of(data: Any) -> str:
-    """The URL of the model's server, ``""`` where the SDK does not say it."""
+    """Return the URL of the model's server; ``""`` if the SDK does not report it."""
     settings = cast("Mapping[str, Any]", getattr(data, "model_config", None) or {})
     return str(settings.get("base_url") or "")

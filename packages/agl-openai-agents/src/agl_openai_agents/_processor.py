@@ -1,7 +1,7 @@
-"""The trace processor: records the SDK's spans inside rollouts, and forwards them to other processors outside.
+"""The trace processor: records the SDK's spans inside rollouts, and forwards others to the program's own processors.
 
-The SDK's process-wide settings (its trace processors, the switch that disables tracing, the API of the default model)
-are changed for the tracer and restored. The SDK has setters for them and no getters, so private fields are read here.
+The tracer changes process-wide settings of the SDK (its trace processors, the switch that disables tracing, the API of
+the default model) and restores them. The SDK has only setters for these, so private fields are read here.
 """
 
 import logging
@@ -47,10 +47,11 @@ class _StartedSpan:
     """A span or a trace of the SDK that has started.
 
     Attributes:
-        span: The span that records it, ``None`` for one that is not recorded.
-        span_id: Id of the span that its calls belong to: its own, or the enclosing one.
-        raised: The exception that was already being handled when it started, and so is not its own.
-        trace_id: The id of a trace, which several may share; ``""`` for a span.
+        attempt: The attempt in which it started.
+        span: Our span for it; ``None`` if it is not recorded.
+        span_id: Id of the span to which calls inside belong: our span for it, or the enclosing one.
+        raised: The exception that was being handled at the start, and that is therefore not the span's own.
+        trace_id: The id of a trace, which several traces may share; ``""`` for a span.
     """
 
     attempt: ActiveAttempt
@@ -63,12 +64,12 @@ class _StartedSpan:
 class AgentsProcessor(TracingProcessor):
     """Records the spans that start inside a rollout; forwards all other spans to ``others``.
 
-    Its own failures are logged and never raised, because the SDK calls it inside the agent's own run.
+    The processor's own failures are logged and never raised, because the SDK calls it inside the agent's own run.
 
     Attributes:
         others: The processors that were installed before.
         is_on: Whether rollouts are observed.
-        is_forwarding: Whether the others get spans from outside rollouts; False where the program disabled tracing.
+        is_forwarding: Whether ``others`` get spans from outside of rollouts; false if the program disabled tracing.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class AgentsProcessor(TracingProcessor):
         self._open: dict[str, _StartedSpan] = {}
 
     def current_started(self) -> _StartedSpan | None:
-        """The innermost span of this context, or its trace, that belongs to the current attempt."""
+        """Return the innermost span of this context, or else its trace, if it belongs to the current attempt."""
         attempt = current()
         if attempt is None:
             return None
@@ -89,7 +90,7 @@ class AgentsProcessor(TracingProcessor):
         return opened if opened is not None and opened.attempt is attempt else None
 
     def on_trace_start(self, trace: Trace) -> None:
-        """A workflow began."""
+        """Note that a workflow started."""
         attempt = current()
         if attempt is None or not self.is_on:
             self._forward("on_trace_start", trace)
@@ -97,12 +98,12 @@ class AgentsProcessor(TracingProcessor):
             self._start(_key_of(trace), trace, attempt, trace_id=trace.trace_id)
 
     def on_trace_end(self, trace: Trace) -> None:
-        """A workflow ended."""
+        """Note that a workflow ended."""
         if not self._end(_key_of(trace), trace):
             self._forward("on_trace_end", trace)
 
     def on_span_start(self, span: Span[Any]) -> None:
-        """An agent, a model call, a tool, a hand-off or a part of one began."""
+        """Note that an agent, a model call, a tool, a hand-off or a part of one started."""
         attempt = current()
         if attempt is None or not self.is_on:
             self._forward("on_span_start", span)
@@ -110,16 +111,16 @@ class AgentsProcessor(TracingProcessor):
             self._start(span.span_id, span, attempt)
 
     def on_span_end(self, span: Span[Any]) -> None:
-        """An agent, a model call, a tool, a hand-off or a part of one ended."""
+        """Note that an agent, a model call, a tool, a hand-off or a part of one ended."""
         if not self._end(span.span_id, span):
             self._forward("on_span_end", span)
 
     def shutdown(self) -> None:
-        """Shut the others down."""
+        """Shut down the other processors."""
         self._forward("shutdown")
 
     def force_flush(self) -> None:
-        """Flush the others."""
+        """Flush the other processors."""
         self._forward("force_flush")
 
     def _forward(self, event: str, *values: Any) -> None:
@@ -149,7 +150,7 @@ class AgentsProcessor(TracingProcessor):
             _log.exception("The start of a span of the Agents SDK could not be observed.")
 
     def _parent_of(self, source: Any, attempt: ActiveAttempt) -> str | None:
-        """The SDK's parent; ``None`` where the context may know a nearer one, such as an operation."""
+        """Return the SDK's parent; ``None`` if the context may know a nearer span, such as an operation's."""
         above = getattr(source, "parent_id", None)
         parent = self._open.get(above) if above else None
         if not above and hasattr(source, "span_data"):
@@ -160,14 +161,14 @@ class AgentsProcessor(TracingProcessor):
         return parent.span_id
 
     def _trace_of(self, trace_id: str, attempt: ActiveAttempt) -> _StartedSpan | None:
-        """The trace of that id: the current one of this context, or else one of the attempt."""
+        """Return the trace with this id: this context's current trace, or else one of the attempt."""
         here = get_current_trace()
         found = self._open.get(_key_of(here)) if here is not None and here.trace_id == trace_id else None
         own = (each for each in self._open.values() if each.attempt is attempt and each.trace_id == trace_id)
         return found or next(own, None)
 
     def _end(self, key: str, source: Any) -> bool:
-        """Close the span; returns False if it did not start in a rollout."""
+        """Close the span; return false if it did not start in a rollout."""
         opened, raised = self._open.pop(key, None), sys.exception()
         if opened is None:
             return False
@@ -181,12 +182,12 @@ class AgentsProcessor(TracingProcessor):
 
 
 def _key_of(trace: Trace) -> str:
-    """A key of the object itself, as programs may give one id to several traces at once."""
+    """Return a key for the trace object, because a program may give one id to several traces at once."""
     return f"trace {id(trace)}"
 
 
 class SdkSettings:
-    """The SDK's settings while one processor observes it."""
+    """Changes the SDK's settings for one processor, and restores them."""
 
     def __init__(self, processor: AgentsProcessor) -> None:
         self._processor = processor
@@ -194,7 +195,7 @@ class SdkSettings:
         self._is_chat_forced = False
 
     def apply(self) -> None:
-        """Install the processor as the only one, in front of the others, and enable tracing; safe to repeat."""
+        """Make the processor the only one, with the others behind it, and enable tracing; safe to repeat."""
         there = _processors()
         if there != (self._processor,):
             added = [item for item in there if item is not self._processor]
@@ -210,14 +211,14 @@ class SdkSettings:
     def prefer_chat_completions(self) -> None:
         """Use chat completions for models without an explicit API.
 
-        The Responses API gives no log-probabilities for tool calls, so they could not be trained.
+        The Responses API returns no log-probabilities for tool calls, so these could not be trained.
         """
         if not self._is_chat_forced and _openai_shared.get_use_responses_by_default():
             self._is_chat_forced = True
             set_default_openai_api("chat_completions")
 
     def restore(self) -> None:
-        """Restore the SDK's settings; processors that the program added since stay."""
+        """Restore the SDK's settings; processors that the program has added since then stay installed."""
         added = [item for item in _processors() if item is not self._processor]
         self._processor.is_on = False
         set_trace_processors([*self._processor.others, *added])
@@ -233,7 +234,7 @@ def _processors() -> tuple[TracingProcessor, ...]:
 
 
 def _flag() -> bool | None:
-    """The program's own choice, True for disabled; ``None`` where it leaves that to the environment."""
+    """Return the program's own choice, true for disabled; ``None`` if the environment decides."""
     return getattr(get_trace_provider(), "_manual_disabled", None)
 
 
@@ -250,10 +251,10 @@ def _restore_tracing(flag: bool | None) -> None:
 
 
 def watch_models() -> Undo:
-    """Open spans for models that bypass the wire hook and that the SDK reports by no span of its own.
+    """Open spans for model calls that bypass the wire hook and for which the SDK makes no span.
 
-    Each call of the SDK's own models is in a span of kind ``generation`` or ``response``; a program's implementation
-    of ``Model`` need not make one. Every such class is watched, including those defined later. A call that the wire
+    Each call of the SDK's own models is in a span of kind ``generation`` or ``response``, but a program's own class of
+    ``Model`` need not make one. All such classes, including those defined later, are watched. A call that the wire
     hook saw, or that a span of the SDK reports, gets no span here. The returned function restores the originals.
     """
     watched = {"get_response": around_async(_open), "stream_response": _watched_stream}

@@ -8,7 +8,7 @@ from agl.contracts import TracerEntry
 
 @hookimpl
 def agl_tracers() -> Iterable[TracerEntry]:
-    """The tracer of the OpenAI Agents SDK."""
+    """Register the tracer of the OpenAI Agents SDK."""
     yield TracerEntry(
         name="openai-agents",
         factory="agl_openai_agents.tracer:OpenAIAgentsTracer",

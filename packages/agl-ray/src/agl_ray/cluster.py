@@ -1,8 +1,8 @@
 """The connection to a Ray cluster: attaches to one, or starts one on this machine that ends with the run.
 
-All calls that wait for Ray run in one thread of this object's own. A cluster that is started here consists of children
-of that thread and dies with it, so that neither an error nor `kill -9` of the experiment leaves a process behind.
-Ray's usage statistics and dashboard are off.
+All calls that wait for Ray run in one thread of the connection. The processes of a cluster that is started here are
+children of that thread and die with it, so that neither an error nor `kill -9` of the experiment leaves a process
+behind. Ray's usage statistics and dashboard are off.
 """
 
 import asyncio
@@ -24,25 +24,25 @@ from agl.schemas import Json, new_span_id
 T = TypeVar("T")
 
 STARTS = 6
-"""Attempts to start Ray, which gives its own processes 30 seconds: too few on a busy machine."""
+"""How often Ray is started at most: it gives its own processes 30 seconds, too few on a busy machine."""
 
 STORE_BYTES = 128 << 20
-"""Shared memory of a cluster that is started here, which carries no data."""
+"""Shared memory of a cluster that is started here, in bytes; the cluster carries no data."""
 
 KNOCK_S = 1.0
-"""Seconds between two knocks at the head's port, and for each of them."""
+"""Seconds between two connection attempts to the head's port, and time limit of each attempt in seconds."""
 
 REFUSALS = 2
-"""Refused knocks in turn after which a head has ended: nothing listens at its port any more."""
+"""After this many refused connections in a row, a head counts as ended: nothing listens at its port any more."""
 
 HELD = 3
-"""Connections that are held to the head's port: new ones each second, because Ray closes old ones that say nothing."""
+"""Connections that are held open to the head's port; they are renewed because Ray closes old silent ones."""
 
 SILENCE_S = 30.0
-"""Seconds without an answer after which a head counts as gone; Ray itself ends a process that waits for 60."""
+"""Seconds without an answer after which a head counts as gone; Ray itself ends a waiting process after 60."""
 
 SHUTDOWN_S = 20.0
-"""Seconds for leaving a cluster that is gone."""
+"""Time limit in seconds for leaving a cluster that is gone."""
 
 _OWN_CLUSTER: Mapping[str, Any] = {
     "object_store_memory": STORE_BYTES,
@@ -50,14 +50,14 @@ _OWN_CLUSTER: Mapping[str, Any] = {
 }
 """Arguments for a cluster that is started here.
 
-Its memory monitor is off, for it would kill workers for memory that other programs use.
+The cluster's memory monitor is off, because it would kill workers for memory that other programs use.
 """
 
 _LOG = logging.getLogger("agl_ray")
 
 
 def ray() -> Any:
-    """Return the module, which is imported when a cluster is needed."""
+    """Import Ray and return the module; this is done only once a cluster is needed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     return import_module("ray")
 
@@ -67,7 +67,10 @@ class Cluster:
 
     Args:
         address: ``auto``, ``local`` or ``HOST:PORT``.
-        started: Arguments of :func:`ray.init` for a cluster that is started here.
+        started: Arguments of :func:`ray.init`, used only for a cluster that is started here.
+
+    Attributes:
+        is_new: True if this connection started the cluster.
     """
 
     def __init__(self, address: str, *, started: Mapping[str, Json]) -> None:
@@ -82,7 +85,7 @@ class Cluster:
         self.is_new = False
 
     async def connect(self) -> None:
-        """Attach or start; where this process is connected already, such as for VERL, use that.
+        """Attach to the cluster or start one; a connection that this process already has, as for VERL, is used.
 
         Raises:
             ConfigError: The cluster does not exist, or cannot be started.
@@ -102,10 +105,10 @@ class Cluster:
                 return
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run what waits for Ray, in this object's thread.
+        """Run a function that waits for Ray in this object's thread, and return its result.
 
         Raises:
-            ClusterGoneError: The cluster is gone, and Ray would not return before it ends this process.
+            ClusterGoneError: The cluster is gone; Ray would not return from the call before it ends this process.
         """
         if self._thread is None:
             raise AglError("there is no connection to Ray; this is a defect of agl-ray")
@@ -114,7 +117,7 @@ class Cluster:
         return await self.unless_gone(asyncio.get_running_loop().run_in_executor(self._thread, work))
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
-        """Wait for something on the cluster; raises :class:`ClusterGoneError` once it is gone."""
+        """Return the result of work on the cluster; raises :class:`ClusterGoneError` if the cluster is gone first."""
         working, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone.wait())
         try:
             await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +129,7 @@ class Cluster:
             gone.cancel()
 
     async def until_gone(self) -> NoReturn:
-        """Wait until the cluster is gone; raises :class:`ClusterGoneError`."""
+        """Wait until the cluster is gone, and then raise :class:`ClusterGoneError`."""
         await self._gone.wait()
         self._raise_gone()
 
@@ -141,7 +144,7 @@ class Cluster:
         )
 
     async def disconnect(self) -> None:
-        """Leave the cluster; one that was started here ends. Idempotent."""
+        """Leave the cluster, which ends if it was started here. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -157,7 +160,7 @@ class Cluster:
         thread.shutdown(wait=False)
 
     async def machines(self) -> list[dict[str, float]]:
-        """Return what each machine of the cluster has."""
+        """Return the resources of each machine of the cluster, such as ``CPU``."""
         return [dict(node["Resources"]) for node in await self._nodes()]
 
     async def hosts(self) -> set[str]:
@@ -213,14 +216,14 @@ class Cluster:
 
 
 async def until_gone(head: str, *, silence_s: float = SILENCE_S) -> str:
-    """Knock at a head's port every second until it is gone; returns how it went.
+    """Connect to a head's port every second until the head is gone; return a description of what happened.
 
-    Ray's own calls wait for a head that is gone, then end the process without a word of the experiment; they end it at
-    once where a new cluster has taken the place of the old one.
+    Ray's own calls are no substitute: they wait for a head that is gone and then end the process without an error of
+    the experiment, or at once if a new cluster has replaced the old one.
 
     Args:
         head: ``HOST:PORT``.
-        silence_s: Seconds without an answer after which it counts as gone.
+        silence_s: Seconds without an answer after which the head counts as gone.
     """
     refusals, answered_at = 0, time.monotonic()
     held: deque[_Held] = deque()
@@ -246,7 +249,7 @@ async def until_gone(head: str, *, silence_s: float = SILENCE_S) -> str:
 
 
 async def _knock(address: str) -> "_Held":
-    """Open a connection to a port."""
+    """Open a connection to a port; raises if this takes longer than ``KNOCK_S``."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(KNOCK_S):
         _, held = await asyncio.get_running_loop().create_connection(_Held, host.strip("[]"), int(port))
@@ -254,7 +257,7 @@ async def _knock(address: str) -> "_Held":
 
 
 class _Held(asyncio.Protocol):
-    """A connection that ends with the process that listens, even where another one listens there at once."""
+    """A connection that shows the end of the listening process, even if another process takes its port at once."""
 
     def __init__(self) -> None:
         self.is_lost = False
@@ -272,15 +275,15 @@ class _Held(asyncio.Protocol):
 
 
 class _TooSlowError(Exception):
-    """Ray's processes did not start in the time that Ray gives them."""
+    """Ray's processes did not start within Ray's own time limit."""
 
 
 class _NoneThereError(Exception):
-    """No cluster answers at an address."""
+    """No cluster answers at the address."""
 
 
 def _addresses(wanted: str) -> Sequence[str]:
-    """Return the addresses to try in turn; ``auto`` is what Ray itself would find, or else a new cluster here."""
+    """Return the addresses to try in order; for ``auto`` those that Ray itself would find, then a new cluster here."""
     if wanted != "auto":
         return (wanted,)
     given = os.environ.get("RAY_ADDRESS", "")
@@ -295,12 +298,12 @@ def _addresses(wanted: str) -> Sequence[str]:
 
 
 def has_cluster(wanted: str) -> bool:
-    """Return true if an address leads to a cluster that someone started, as far as is known without asking it."""
+    """Return true if the address seems to belong to an existing cluster; the cluster is not asked."""
     return ray().is_initialized() or _addresses(wanted)[0] != "local"
 
 
 def this_machine(started: Mapping[str, Json]) -> dict[str, float]:
-    """Return what a cluster has that would be started here."""
+    """Return the resources of a cluster that would be started on this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found: dict[str, float] = {"CPU": float(os.cpu_count() or 1), "GPU": float(_gpus()), "memory": float(memory)}
     for key, name in (("num_cpus", "CPU"), ("num_gpus", "GPU"), ("memory", "memory")):
@@ -322,18 +325,18 @@ def _gpus() -> int:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error from another process, which names its cause, as a sentence."""
+    """Return the last line of an error from another process, which gives the cause, as a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines else type(error).__name__
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 async def answer_of(reference: Any) -> Any:
-    """Wait for an actor's answer; what it raised is raised here.
+    """Wait for an actor's answer and return it; an exception that the actor raised is raised here.
 
     Raises:
         ProcessGoneError: The actor's process is gone.
-        AglError: It answered or raised something that cannot be sent.
+        AglError: The actor's answer or exception cannot be sent or read.
     """
     exceptions = ray().exceptions
     try:
@@ -350,13 +353,13 @@ async def answer_of(reference: Any) -> Any:
 
 
 def _came_unreadable(error: Exception) -> bool:
-    """Return true for an answer, or an error of the actor's own, that arrived and could not be unpickled."""
+    """Return true if an answer, or an error of the actor itself, arrived but could not be unpickled."""
     is_error = type(error).__name__ == "UnserializableException"  # a name that older releases lack
     return is_error or isinstance(getattr(error, "client_exc", None), Exception)
 
 
 class ClusterGoneError(AglError):
-    """The head of the cluster ended or cannot be reached, and with it everything that Ray placed."""
+    """The cluster's head ended or cannot be reached, and everything that Ray placed is lost."""
 
 
 class ProcessGoneError(AglError):

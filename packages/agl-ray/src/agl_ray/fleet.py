@@ -1,7 +1,7 @@
-"""The runner ``ray``: workers and algorithms of an experiment on a Ray cluster.
+"""The runner ``ray``: places workers and algorithms of an experiment on a Ray cluster.
 
-Ray places processes and starts them again; rollouts travel through the experiment's store, as with ``agl worker``.
-Reservations come first, so that no worker takes a GPU that an algorithm is to have.
+Ray places processes and restarts them; rollouts are exchanged through the experiment's store, as with ``agl worker``.
+Algorithms' shares are reserved first, so that no worker takes a GPU that an algorithm needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,28 +18,29 @@ from agl_ray.reservation import Patience, Reservation
 from agl_run.fleets import LOOP_ROLLOUTS, FleetSetup
 
 WORKER_CPUS = 0.5
-"""CPUs that a worker asks for by default: it mostly waits for models."""
+"""Default CPUs of a worker, which mostly waits for models."""
 
 ALGORITHM_CPUS = 1.0
 
 IDLE_S = 45.0
-"""Default of ``idle_s``: with two looks and the time to stop it leaves a worker a minute after its last attempt."""
+"""Default of ``idle_s``: with two checks and the time to stop, a worker ends about a minute after its last attempt."""
 
 
 class RayFleet:
     """Runs an experiment's attempts in workers on a Ray cluster.
 
     Args:
-        placement: The part of a machine that each worker gets.
+        placement: The cluster share of each worker.
         concurrency: Attempts at once in each worker, at most 256.
-        address: ``auto`` for the cluster that ``RAY_ADDRESS`` names or that runs on this machine, or else a new one
-            here; ``local`` for a new one here; ``HOST:PORT`` of a cluster's head.
-        min_workers: Workers that stay without work.
-        max_workers: Workers at most.
-        idle_s: Seconds without an attempt after which a worker is stopped, for which it has ten.
-        wait_s: Seconds in which reservations and the first worker must have found room, all of them together.
-        runner: The runner that each worker runs attempts with, such as ``process``.
-        runner_params: Its arguments.
+        address: ``auto``, ``local``, or ``HOST:PORT`` of a cluster's head. ``local`` starts a new cluster on this
+            machine. ``auto`` uses the cluster that ``RAY_ADDRESS`` names or that runs on this machine, and otherwise
+            starts a new one here.
+        min_workers: Workers that are kept even without work.
+        max_workers: The most workers.
+        idle_s: Seconds without an attempt after which a worker is stopped; it has ten seconds to end.
+        wait_s: Seconds within which all reservations and the first worker together must find room.
+        runner: The runner with which each worker runs attempts, such as ``process``.
+        runner_params: Arguments of ``runner``.
         cluster: Arguments of ``ray.init`` for a cluster that is started here, such as ``{ num_cpus = 8 }``.
     """
 
@@ -85,15 +86,15 @@ class RayFleet:
 
     @property
     def most_attempts(self) -> int:
-        """Attempts at once in all workers, at most."""
+        """The most attempts that all workers together run at once."""
         return self._pool_settings.at_once * self._pool_settings.most
 
     def attempts(self) -> tuple[str, dict[str, Json]]:
-        """Return the runner of each worker, with its parameters."""
+        """Return the name and the parameters of the runner in each worker."""
         return self._attempts
 
     async def check(self, algorithms: Sequence[AlgorithmConfig]) -> list[str]:
-        """Add up what is asked for, against the cluster or the machine on which it would be started."""
+        """Compare the shares with the cluster, or with this machine before a start here; return the layout."""
         shares = _shares(algorithms)
         if not has_cluster(self._address):
             machines = [this_machine(self._started)]
@@ -108,7 +109,7 @@ class RayFleet:
             await cluster.disconnect()
 
     async def reserve(self, algorithms: Sequence[AlgorithmConfig]) -> None:
-        """Connect, and reserve what the algorithms ask for, then the room of a first worker."""
+        """Connect to the cluster, reserve the algorithms' shares, and then the share of a first worker."""
         self._cluster = cluster = Cluster(self._address, started=self._started)
         shares = _shares(algorithms)
         if not has_cluster(self._address):
@@ -136,14 +137,14 @@ class RayFleet:
             await pool.stop()
 
     def algorithm(self, config: AlgorithmConfig, setup: FleetSetup) -> Algorithm:
-        """Return an algorithm that runs in its reservation."""
+        """Return an algorithm that runs on its reserved share."""
         if self._reservation is None:
             raise ConfigError(f"nothing is reserved for the algorithm {config.name!r}")
         place = self._reservation.place_of(_name(config))
         return placed_algorithm(config, cluster=_started(self._cluster), place=place, order=setup.order)
 
     async def stop(self) -> None:
-        """Release everything and leave the cluster."""
+        """Stop the workers, release all reservations, and leave the cluster."""
         await self.recall()
         held, self._reservation, self._room = (self._reservation, self._room), None, None
         for reservation in held:
@@ -154,7 +155,7 @@ class RayFleet:
             await cluster.disconnect()
 
     def _layout(self, algorithms: Sequence[Share], machines: Sequence[Mapping[str, float]]) -> list[str]:
-        """Return the shares as lines; raises :class:`ConfigError` for what has no room."""
+        """Return the shares as lines of text; raises :class:`ConfigError` if a share does not fit."""
         room = Room(machines)
         missing = room.place(algorithms)
         if missing:
@@ -194,7 +195,7 @@ def _check_address(address: str, cluster: Mapping[str, Json]) -> None:
 
 
 def _check_reach(store_url: str, hosts: set[str]) -> None:
-    """Refuse workers on several machines whose store only this one reaches."""
+    """Refuse workers on several machines if only this machine reaches their store."""
     is_here = store_url.startswith(("sqlite:", "http://127.", "http://localhost", "http://[::1]"))
     if len(hosts) > 1 and is_here:
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""The actor in which an algorithm takes its steps, and what it has there of its context.
+"""The actor in which an algorithm takes its steps, and the algorithm's context there.
 
-The store is opened here. What belongs to the experiment's own process, such as collecting rollouts and publishing
-versions, is asked of it and answered; what an algorithm reads at any time comes with every answer.
+The actor opens the store itself. For functions that belong to the experiment's own process, such as collecting rollouts
+and publishing versions, it asks that process and waits for the answer. Values that an algorithm may read at any time
+are sent along with every call and answer.
 """
 
 import asyncio
@@ -21,10 +22,10 @@ from agl.schemas import LLM, Episode, Json, ResourceVersion
 from agl_run.fleets import WorkerOrder
 
 RECEIVE_S = 5.0
-"""Longest wait of one question for messages."""
+"""Longest time in seconds that one call of ``receive`` waits for messages."""
 
 ASKED = ("collect", "recorded", "publish", "propose")
-"""Functions of the context that the experiment's own process answers."""
+"""Functions of the context that are executed in the experiment's own process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The parts of a context that change, as they are now; ``validated`` is ``None`` where it has not changed."""
+    """The parts of a context that change, at one moment; ``validated`` is ``None`` if it is the same as before."""
 
     live: Mapping[str, str]
     current: Mapping[str, ResourceVersion]
@@ -54,7 +55,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A question or a notice of an algorithm; ``number`` is the question's, 0 for a notice."""
+    """A question or a notice of an algorithm; ``number`` identifies a question and is 0 for a notice."""
 
     number: int
     name: str
@@ -63,11 +64,11 @@ class Message:
 
 
 class ElsewhereError(ConfigError, AttributeError):
-    """An algorithm asked for an object of the experiment's own process; ``getattr`` with a default goes on."""
+    """An algorithm used an object of the experiment's own process; also an ``AttributeError``, for ``getattr``."""
 
 
 class _NoPolicy:
-    """A policy that another process runs."""
+    """Stands for a policy that runs in another process; any use raises :class:`ElsewhereError`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -80,7 +81,7 @@ class _NoPolicy:
 
 
 class _Link:
-    """What an algorithm asks of the experiment's own process, and the answers; used on the algorithm's event loop."""
+    """Sends an algorithm's questions to the experiment's own process, and receives the answers; for one event loop."""
 
     def __init__(self) -> None:
         self.out: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -115,7 +116,7 @@ class _Link:
 class AlgorithmHost:
     """Builds an algorithm, and runs its methods on an event loop of its own.
 
-    No method is a coroutine, because Ray would then run all of them on one event loop.
+    The methods are not coroutines, because Ray would then run all of them on one event loop.
 
     Args:
         order: The experiment.
@@ -135,7 +136,7 @@ class AlgorithmHost:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...], named: Mapping[str, Any], now: Snapshot) -> tuple[Any, Any]:
-        """Run a method of the algorithm to its end; returns its result, and the algorithm's state after it."""
+        """Run a method of the algorithm to its end; return its result and the algorithm's state afterwards."""
         self._note(now)
         if method == "setup":
             args = (self._context(args[0]),)
@@ -145,11 +146,11 @@ class AlgorithmHost:
         return result, {} if method in ("setup", "close") else dict(self._algorithm.state())
 
     def cancel(self) -> None:
-        """Cancel the method that runs."""
+        """Cancel the running method."""
         self._cancel()
 
     def receive(self) -> list[Message]:
-        """Wait for questions and notices of the algorithm; returns after five seconds without any."""
+        """Return the algorithm's new questions and notices; an empty list after five seconds without any."""
         out = self._link.out
         try:
             found = [out.get(timeout=RECEIVE_S)]
@@ -160,7 +161,7 @@ class AlgorithmHost:
         return found
 
     def answer(self, number: int, value: Any, error: Exception | None, now: Snapshot) -> None:
-        """Take the answer to a question."""
+        """Pass the answer to a question on to the algorithm."""
         self._note(now)
         self._loop.call_soon_threadsafe(self._link.settle, number, value, error)
 
@@ -211,7 +212,7 @@ class AlgorithmHost:
 
 
 def _nothing() -> None:
-    """Cancel nothing."""
+    """Do nothing; used while no method runs."""
 
 
 def _policy(served: LLM, name: str) -> Any:

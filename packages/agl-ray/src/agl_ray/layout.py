@@ -1,6 +1,7 @@
-"""Adds up what an experiment asks of a cluster, and finds what no machine has room for.
+"""Adds up the shares that an experiment asks of a cluster, and finds those for which no machine has room.
 
-Only totals are compared here, because they name the culprit at once. Ray decides with what is free at the moment.
+Only the machines' totals are compared here, which shows at once which share cannot fit. Ray itself decides with the
+resources that are free at the moment.
 """
 
 import re
@@ -13,7 +14,7 @@ from agl.errors import ConfigError
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 _POWERS = {"K": 10, "M": 20, "G": 30, "T": 40}
 _SLACK = 1e-6
-"""Ray counts in steps of a ten-thousandth; sums of floats differ by less."""
+"""Tolerance for sums of floats; Ray itself counts in steps of a ten-thousandth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,9 @@ class Share:
 
     Attributes:
         name: Name of the process for messages, such as ``algorithm 'grpo'``.
-        amounts: Amounts by Ray's names: ``CPU``, ``GPU``, ``memory`` in bytes, and the cluster's own; none is 0.
-        strategy: How shares with the same strategy stand to each other.
+        amounts: Amounts by Ray's names: ``CPU``, ``GPU``, ``memory`` in bytes, and custom resources; all above 0.
+        strategy: Ray's placement strategy for all shares that name it: ``PACK``, ``SPREAD``, ``STRICT_PACK`` or
+            ``STRICT_SPREAD``.
     """
 
     name: str
@@ -32,10 +34,10 @@ class Share:
 
 
 def share_of(name: str, placement: PlacementConfig | None, *, cpus: float) -> Share:
-    """Return the share that a table asks for; ``cpus`` where it does not say.
+    """Return the share that a table asks for; ``cpus`` is used if the table does not give ``num_cpus``.
 
     Raises:
-        ConfigError: An amount is negative or no size, or Ray knows a custom resource by another key.
+        ConfigError: An amount is negative or invalid, all are 0, or a custom resource has a key of its own.
     """
     given = placement or PlacementConfig()
     amounts = {
@@ -67,17 +69,17 @@ def _bytes(size: str, name: str) -> int:
 
 
 class Room:
-    """What is left of the machines of a cluster while shares are placed.
+    """The resources that are left on the machines of a cluster while shares are placed.
 
     Args:
-        machines: Amounts by name, for each machine.
+        machines: For each machine, amounts by name.
     """
 
     def __init__(self, machines: Sequence[Mapping[str, float]]) -> None:
         self._left = [dict(machine) for machine in machines]
 
     def place(self, shares: Sequence[Share]) -> list[Share]:
-        """Take room for the shares, those of one strategy together; returns the shares without room."""
+        """Take room for the shares, together for each strategy; return the shares that found no room."""
         missing: list[Share] = []
         for strategy in dict.fromkeys(share.strategy for share in shares):
             group = [share for share in shares if share.strategy == strategy]
@@ -111,7 +113,7 @@ class Room:
         return missing
 
     def count(self, share: Share, *, most: int) -> int:
-        """Take room for up to ``most`` of a share; returns for how many there was."""
+        """Take room for a share up to ``most`` times; return how many times there was room."""
         found = 0
         while found < most and not self.place([share]):
             found += 1
@@ -137,12 +139,12 @@ def amounts_text(amounts: Mapping[str, float]) -> str:
 
 
 def total(machines: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
-    """Return the sums of some amounts over all machines."""
+    """Return the sums of the named amounts over all machines."""
     return {name: sum(machine.get(name, 0.0) for machine in machines) for name in names}
 
 
 def no_room(share: Share, machines: Sequence[Mapping[str, float]]) -> str:
-    """Explain that a share has no room: on no machine at all, or not with the other shares."""
+    """Explain why a share has no room: it fits on no machine, or not together with the other shares."""
     asked = amounts_text(share.amounts)
     if not any(_fits(share.amounts, machine) for machine in machines):
         best = {name: max((machine.get(name, 0.0) for machine in machines), default=0.0) for name in share.amounts}

@@ -1,7 +1,7 @@
-"""An algorithm as the experiment sees it whose steps run in an actor, in the room that was reserved for it.
+"""Stands for an algorithm whose steps run in an actor, on the share that was reserved for it.
 
-The driver's calls go to the actor, and the actor's questions are answered from the context that the driver gave. An
-actor that dies ends the run; the step in flight is repeated by ``--resume``.
+The driver's calls go to the actor, and the actor's questions are answered from the context that the driver gave. If
+the actor dies, the run ends; ``--resume`` repeats the step in flight.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ T = TypeVar("T")
 _LOG = logging.getLogger("agl_ray")
 
 _THREADS = 8
-"""Calls that the actor answers at once: a step, and questions and answers meanwhile."""
+"""Calls that the actor answers at the same time: a step, and questions and answers during the step."""
 
 CLOSE_S = 30.0
-"""Seconds that an algorithm may take to close before its process is ended."""
+"""Seconds that an algorithm may take to close before its process is killed."""
 
 
 def placed_algorithm(config: AlgorithmConfig, *, cluster: Cluster, place: Place, order: WorkerOrder) -> Algorithm:
-    """Return the algorithm; it can go back to earlier states if the one that it stands for can."""
+    """Return an algorithm that runs in an actor; it can go back to earlier states if the real algorithm can."""
     from agl import PluginManager
 
     manager = PluginManager.from_environment(environ=order.plugins)
@@ -41,7 +41,7 @@ def placed_algorithm(config: AlgorithmConfig, *, cluster: Cluster, place: Place,
 
 
 class _Placed:
-    """Takes steps elsewhere; see the module."""
+    """Takes an algorithm's steps in an actor; see the module."""
 
     def __init__(self, config: AlgorithmConfig, *, cluster: Cluster, place: Place, order: WorkerOrder) -> None:
         self._config = config
@@ -57,7 +57,7 @@ class _Placed:
         self._answering: dict[int, asyncio.Task[None]] = {}
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Start the actor, and set the algorithm up there."""
+        """Start the actor, and set up the algorithm in it."""
         self._context = context
         self._actor = await self._cluster.run(self._start)
         self._broken = asyncio.get_running_loop().create_future()
@@ -75,15 +75,15 @@ class _Placed:
         await self._call("setup", facts)
 
     async def step(self) -> StepReport:
-        """Take a step there; cancelling this cancels it."""
+        """Take a step in the actor; if this is cancelled, the step is cancelled too."""
         return await self._call("step")
 
     def state(self) -> Mapping[str, Json]:
-        """Return the state after the last call."""
+        """Return the algorithm's state after the last call."""
         return self._state
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a state there."""
+        """Let the algorithm continue from a state."""
         await self._call("restore", dict(state))
 
     async def close(self) -> None:
@@ -131,7 +131,7 @@ class _Placed:
         return result
 
     async def _unless_broken(self, answer: Coroutine[Any, Any, T]) -> T:
-        """Wait for the answer to a call; raises the problem that keeps the algorithm's questions from an answer."""
+        """Return the answer to a call; raises a problem that prevents answers to the algorithm's own questions."""
         assert self._broken is not None  # noqa: S101  # made with the actor
         answering = asyncio.ensure_future(answer)
         try:
@@ -144,7 +144,7 @@ class _Placed:
             answering.cancel()
 
     def _break(self, error: Exception) -> None:
-        """Fail the running call, and those to come."""
+        """Fail the running call and all later ones."""
         if self._broken is not None and not self._broken.done():
             name = self._config.name
             problem = AglError(f"algorithm {name!r} cannot be heard or answered on the Ray cluster: {error}")
@@ -225,8 +225,8 @@ class _Placed:
 
 
 class _ReversiblePlaced(_Placed):
-    """One that can continue from an earlier state."""
+    """A placed algorithm that can continue from an earlier state."""
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Continue from an earlier state there, with smaller steps."""
+        """Let the algorithm continue from an earlier state with smaller steps."""
         await self._call("go_back", dict(state), rate=rate)

@@ -1,12 +1,11 @@
-"""Keeps as many workers as the queue needs, between two bounds.
+"""Maintains as many workers as the queue needs, between two bounds.
 
-Ray starts a worker again whose process died; this starts and stops them for other reasons. A worker stops after it held
-no attempt for a while that the others could not run as well.
+Ray restarts a worker whose process died; all other starts and stops are decided here. A worker is stopped when it is
+not needed for the queue and has held no attempt for a while.
 
 In each worker's process an actor runs the loop of ``agl worker`` in a thread and an event loop of its own. Ray's calls
-to the actor are answered in other threads, so that an agent that blocks its event loop does not keep the actor from
-being asked or stopped. No method of the actor is a coroutine, because Ray would then run all of them on one event
-loop.
+to the actor run in other threads, so that the actor can be asked and stopped even while an agent blocks the event loop.
+The actor's methods are not coroutines, because Ray would then run all of them on one event loop.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ class WorkerActor:
     """Runs attempts of an experiment in a process that Ray placed.
 
     Args:
-        order: The experiment.
+        order: The experiment to work for.
     """
 
     def __init__(self, order: WorkerOrder) -> None:
@@ -43,7 +42,7 @@ class WorkerActor:
         self._task: asyncio.Task[dict[str, int]] | None = None
 
     def run(self) -> dict[str, int]:
-        """Run attempts until the experiment is finished or the actor is stopped; returns counts by status."""
+        """Run attempts until the experiment is finished or the actor stopped; return the rollouts' count by status."""
 
         async def until_stopped() -> dict[str, int]:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.ensure_future(self._worker.run())
@@ -57,11 +56,11 @@ class WorkerActor:
             return asyncio.run(until_stopped())
 
     def held(self) -> int:
-        """Return the number of attempts that it holds."""
+        """Return the number of attempts that the worker holds."""
         return self._worker.held
 
     def stop(self) -> None:
-        """Give running attempts back, and return once that is done."""
+        """Give running attempts back; return when that is done."""
         self._is_stopped = True
         if self._loop is not None and self._task is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed
@@ -71,34 +70,34 @@ class WorkerActor:
 
 
 def _tell(event: str, text: str, **values: Any) -> None:
-    """Write an event to the actor's log, which Ray keeps."""
+    """Write an event to the actor's log, which Ray stores."""
     _LOG.info("%s: %s %s", event, text, values or "")
 
 
 LOOK_S = 1.0
-"""Seconds between two looks at the queue."""
+"""Seconds between two reads of the queue."""
 
 STOP_S = 10.0
 """Seconds that a worker may take to give its attempts back before it is killed."""
 
 SLOW_S = 60.0
-"""Seconds after which a worker that has not started is mentioned."""
+"""Seconds after which a worker that has not started is reported."""
 
 _ANSWERS = 4
-"""Calls that an actor answers at once: the loop itself, and questions meanwhile."""
+"""Calls that an actor answers at the same time: the worker's loop, and questions while it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """The bounds of a pool and the share of each worker.
+    """The bounds of a pool, and the share of each worker.
 
     Attributes:
-        share: The part of a machine that each worker gets.
+        share: The cluster share of each worker.
         at_once: Attempts at once in each worker.
-        fewest: Workers that stay without work.
-        most: Workers at most.
+        fewest: Workers that are kept even without work.
+        most: The most workers.
         idle_s: Seconds without an attempt after which a worker is stopped.
-        wait_s: Seconds for which each try to find room for a worker waits.
+        wait_s: Seconds that each try to reserve room for a worker may take.
     """
 
     share: Share
@@ -127,13 +126,13 @@ class _Placed:
 
 
 class Pool:
-    """Starts and stops workers of one experiment.
+    """Starts and stops the workers of one experiment.
 
     Args:
-        cluster: The connection.
-        settings: The bounds.
+        cluster: The connection to the cluster.
+        settings: The bounds of the pool.
         setup: The experiment.
-        room: The room that is reserved for the first worker.
+        room: The reservation for the first worker; ``None`` to make one when it is needed.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Pool:
         self._is_crowded = False
 
     def start(self) -> None:
-        """Begin to look at the queue and for the cluster."""
+        """Begin to watch the queue and the cluster."""
         self._keeper = asyncio.create_task(self._keep())
         self._watch = asyncio.create_task(self._look_for_cluster())
 
@@ -204,7 +203,7 @@ class Pool:
             self._setup.say(f"{count} worker{'' if count == 1 else 's'} on the Ray cluster")
 
     def _remove_ended(self) -> None:
-        """Dismiss workers whose loop has ended; what it raised ends the experiment."""
+        """Dismiss workers whose loop has ended; an error of the loop ends the experiment."""
         for worker in [one for one in self._workers if one.run.done()]:
             self._dismiss(worker)
             error = worker.run.exception()
@@ -214,13 +213,13 @@ class Pool:
                 raise error
 
     async def _add_first(self) -> None:
-        """Add a worker with a reservation, which shows if a cluster has no room or is slow."""
+        """Add a worker with a reservation, which reveals a cluster without room or a slow one."""
         room, self._room = self._room or await self._find_room(), None
         if room is not None:
             await self._add(room)
 
     async def _find_room(self) -> Reservation | None:
-        """Reserve room for a worker; returns ``None`` while others hold it, and says so once."""
+        """Reserve room for a worker; return ``None`` while there is no room, which is reported once."""
         room = Reservation(self._cluster, Patience(self._settings.wait_s))
         try:
             await room.make([self._settings.share])
@@ -265,7 +264,7 @@ class Pool:
         ).remote(self._setup.order.for_worker())
 
     async def _dismiss_idle(self, *, beyond: int) -> None:
-        """Stop workers that held nothing for a while, as many as are not needed; one that never started holds none."""
+        """Stop surplus workers that held no attempt for a while; one that has not started holds none."""
         surplus = len(self._workers) - beyond
         workers = self._workers[::-1]
         held = [True] * len(workers) if surplus <= 0 else await asyncio.gather(*(self._holds(one) for one in workers))
@@ -292,7 +291,7 @@ class Pool:
         task.add_done_callback(self._leaving.discard)
 
     async def _end(self, worker: _Placed) -> None:
-        """Let a worker give its attempts back, then end its process; one that does not answer is killed."""
+        """Let a worker give its attempts back, and then end its process, even if it does not answer."""
         if worker.is_ready:
             with contextlib.suppress(TimeoutError, AglError):
                 async with asyncio.timeout(STOP_S):
@@ -313,7 +312,7 @@ class Pool:
 
 
 def _why_gone(error: ProcessGoneError) -> str:
-    """Explain why Ray did not start a worker again."""
+    """Explain why Ray could not restart a worker."""
     if "its owner has died" in str(error):
         return (
             f"this machine is no longer a node of the Ray cluster, which therefore ended the workers: {error} Every "

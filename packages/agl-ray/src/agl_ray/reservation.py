@@ -1,4 +1,4 @@
-"""Reserves room in the cluster: one placement group for all shares that name the same strategy."""
+"""Reserves room in the cluster: one placement group for all shares with the same strategy."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from agl_ray.cluster import Cluster, ray
 from agl_ray.layout import Share, amounts_text
 
 LOOK_S = 0.1
-"""Seconds between two looks at a placement group; Ray's own wait counts in whole seconds, and finds nothing in 0."""
+"""Seconds between two checks of a placement group; Ray's own wait has whole seconds, and with 0 never succeeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Place:
     Attributes:
         group: The placement group.
         bundle: The bundle's index.
-        amounts: What it holds.
+        amounts: The amounts that the bundle reserves, by name.
     """
 
     group: Any
@@ -31,7 +31,7 @@ class Place:
     amounts: Mapping[str, float]
 
     def strategy(self) -> Any:
-        """Return Ray's strategy that schedules an actor here."""
+        """Return the scheduling strategy with which Ray places an actor in this bundle."""
         strategies: Any = import_module("ray.util.scheduling_strategies")
         return strategies.PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=self.bundle
@@ -39,10 +39,10 @@ class Place:
 
 
 class Patience:
-    """A time to wait in all, however many waits there are; it begins with the first one.
+    """A time limit for several waits together; the time begins with the first wait.
 
     Args:
-        wait_s: The time in seconds.
+        wait_s: The time limit in seconds.
     """
 
     def __init__(self, wait_s: float) -> None:
@@ -50,7 +50,7 @@ class Patience:
         self._until: float | None = None
 
     def left_s(self) -> float:
-        """Return the seconds that are left."""
+        """Return the seconds that are left; the first call starts the time."""
         if self._until is None:
             self._until = time.monotonic() + self.wait_s
         return max(0.0, self._until - time.monotonic())
@@ -60,8 +60,8 @@ class Reservation:
     """Holds room for shares until it is released.
 
     Args:
-        cluster: The connection.
-        patience: The time in which there must be room; several reservations may share it.
+        cluster: The connection to the cluster.
+        patience: The time within which the cluster must have room; several reservations may share it.
     """
 
     def __init__(self, cluster: Cluster, patience: Patience) -> None:
@@ -71,7 +71,7 @@ class Reservation:
         self._places: dict[str, Place] = {}
 
     async def make(self, shares: Sequence[Share]) -> None:
-        """Reserve the shares; raises :class:`ConfigError` where others hold their room."""
+        """Reserve the shares; raises :class:`ConfigError` if the cluster does not have room in time."""
         groups: dict[str, list[Share]] = {}
         for share in shares:
             groups.setdefault(share.strategy, []).append(share)
@@ -101,11 +101,11 @@ class Reservation:
             self._places[share.name] = Place(group=group, bundle=number, amounts=share.amounts)
 
     def place_of(self, name: str) -> Place:
-        """Return the place of a share by its name."""
+        """Return the place of a share by the share's name."""
         return self._places[name]
 
     async def release(self) -> None:
-        """Give the room back; idempotent."""
+        """Release the reserved room; idempotent."""
         groups, self._groups = self._groups, []
         for group in groups:
             with contextlib.suppress(Exception):  # the cluster may be gone
@@ -122,7 +122,7 @@ def _free() -> dict[str, float]:
 
 
 def options_of(amounts: Mapping[str, float]) -> dict[str, Any]:
-    """Return amounts as Ray's options of an actor."""
+    """Return amounts in the form of Ray's actor options."""
     custom = {name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU", "memory")}
     return {
         "num_cpus": amounts.get("CPU", 0),

@@ -24,7 +24,7 @@ from agl_run import Messages
 from agl_run.engine import Plan, open_store, reached, value_for_agent
 
 TextResource = PromptTemplate | JsonResource
-"""A resource that has a text; models and weights have none."""
+"""A resource that has a text, unlike models and weights."""
 
 _KINDS: dict[type, str] = {
     dict: "an object",
@@ -48,8 +48,8 @@ def with_text(resource: TextResource, text: str) -> TextResource:
     """Return the resource with another text.
 
     Raises:
-        ConfigError: The text is empty, is no JSON where the resource is a value, is of another kind, or has broken
-            placeholders or other ones than the resource has; names them.
+        ConfigError: The text is empty or not UTF-8; or the resource is a value, and the text is not JSON of the same
+            type; or placeholders are broken, or those of the resource are missing. The message names them.
     """
     if not text.strip():
         raise ConfigError("it is empty; write the whole text of the resource")
@@ -73,10 +73,10 @@ def with_text(resource: TextResource, text: str) -> TextResource:
 
 
 def placeholders(resource: Resource) -> frozenset[str]:
-    """Return the placeholders of a prompt as they are written; none for any other value.
+    """Return the placeholders of a prompt as they are written, such as ``{name}``; empty for any other value.
 
     Raises:
-        ConfigError: The template cannot be parsed, or is one of jinja, which is not installed.
+        ConfigError: The template cannot be parsed, or it is a jinja template and jinja2 is not installed.
     """
     if isinstance(resource, PromptTemplate) and resource.engine == "jinja":
         return frozenset(f"{{{{ {name} }}}}" for name in _jinja_names(resource.template))
@@ -84,12 +84,12 @@ def placeholders(resource: Resource) -> frozenset[str]:
 
 
 def unknown_placeholders(new: TextResource, old: TextResource, *, keys: Collection[str]) -> list[str]:
-    """Return the placeholders that a new text has beyond the old one, and that no key of the tasks is called."""
+    """Return the placeholders that ``new`` has and ``old`` lacks, except those that are ``keys`` of the tasks."""
     return sorted(each for each in placeholders(new) - _kept(old) if each.strip("{} ") not in keys)
 
 
 def _kept(old: TextResource) -> frozenset[str]:
-    """Return the placeholders of the text before, none if it is broken, so that an edit can mend it."""
+    """Return the placeholders of the old text; empty if that text is broken, so that an edit can repair it."""
     try:
         return placeholders(old)
     except ConfigError:
@@ -97,7 +97,7 @@ def _kept(old: TextResource) -> frozenset[str]:
 
 
 def _value(old: Json, text: str) -> Json:
-    """Return a value from its text; a string is its own text."""
+    """Parse the text of a value as JSON; if the old value is a string, the text is the new value."""
     if isinstance(old, str):
         return text
     try:
@@ -146,7 +146,7 @@ def _jinja_names(template: str) -> set[str]:
 
 
 MOST = 26
-"""Candidates at most: each has a letter."""
+"""Largest number of candidates, because each has a letter."""
 
 _STANDARD_INPUT = "-"
 
@@ -160,7 +160,7 @@ class Given:
 
     @property
     def words(self) -> str:
-        """The option with its value, unless that is the text itself."""
+        """The option with its value; the value is left out if it is the text itself."""
         return f"--{self.option} {self.value}" if self.option in ("version", "text-file") else f"--{self.option}"
 
 
@@ -169,9 +169,9 @@ class Contender:
     """A candidate that can run.
 
     Attributes:
-        version: Its version, which need not be stored yet; ``None`` for the value in the experiment's file.
-        resource: The value.
-        words: A description of its origin.
+        version: The candidate's version, which need not be stored yet; ``None`` for the value in the experiment's file.
+        resource: The candidate's prompt or value.
+        words: A description of the candidate's origin.
     """
 
     version: ResourceVersion | None
@@ -180,7 +180,7 @@ class Contender:
 
 
 def resource_of(plan: Plan, name: str | None, given: Sequence[Given]) -> str:
-    """Return the resource to try: the one that is named, here or in ``--version NAME@V``, or else the only one.
+    """Return the resource to try: ``name``, or the one in ``--version NAME@V``, or else the experiment's only one.
 
     Raises:
         ConfigError: The resource does not exist, or there are several and the command names no resource.
@@ -206,7 +206,9 @@ def resource_of(plan: Plan, name: str | None, given: Sequence[Given]) -> str:
 
 
 def contenders(plan: Plan, name: str, given: Sequence[Given]) -> tuple[Contender, list[Contender]]:
-    """Return the live version, and the candidates in their order; a single one is compared with the live version.
+    """Return the live version, and the list of candidates to compare, the baseline first.
+
+    The baseline is the first of the given candidates, or the live version if only one candidate is given.
 
     Raises:
         ConfigError: A text cannot be used, there are too many candidates, or two have the same text.
@@ -239,7 +241,7 @@ def contenders(plan: Plan, name: str, given: Sequence[Given]) -> tuple[Contender
 
 
 def new_placeholders(plan: Plan, present: Contender, found: Sequence[Contender]) -> list[str]:
-    """Return a line for each candidate whose text has placeholders that nothing fills in."""
+    """Return a warning for each candidate whose text has placeholders that neither the live text nor the tasks have."""
     objects = [cast("dict[str, Json]", task) for task in (*plan.train, *plan.val) if isinstance(task, dict)]
     known = {key for task in objects for key in task}
     lines: list[str] = []
@@ -280,7 +282,7 @@ def _read_known(plan: Plan, name: str, given: Sequence[Given]) -> _Known:
 
 
 async def _present(store: Store, plan: Plan, name: str, versions: Sequence[ResourceVersion]) -> Contender:
-    """Return the version from which a run would go on or start today."""
+    """Return the version from which a run would now continue or start."""
     record, label = await reached(store, plan), plan.label(name)
     if record is not None and name in record.live:
         return _of_version(await store.resource(name, record.live[name]), f"live in {plan.name}")
@@ -302,7 +304,7 @@ def _text_resource(name: str, resource: Resource) -> TextResource:
 
 
 def _of_text(plan: Plan, name: str, given: Given, base: Contender, versions: Sequence[ResourceVersion]) -> Contender:
-    """Make the candidate of a text; one that a version has already is that version."""
+    """Make the candidate of a text; if a version already has the text, the candidate is that version."""
     text = _text_of(given, text_of(base.resource))
     try:
         resource = with_text(base.resource, text)
@@ -324,7 +326,7 @@ def _of_text(plan: Plan, name: str, given: Given, base: Contender, versions: Seq
 
 
 def _text_of(given: Given, present: str) -> str:
-    """Return the given text; a last line break, which editors add, counts only where the present text has one."""
+    """Return the given text; a final line break, which editors add, is removed unless ``present`` ends with one."""
     if given.option == "text":
         return given.value
     text = _edited(present) if given.option == "edit" else _read(given.value)

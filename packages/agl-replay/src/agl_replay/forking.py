@@ -18,12 +18,12 @@ from agl_run.engine import Plan, cancel_unfinished, read_finished, trial
 
 @dataclass(kw_only=True)
 class Forked:
-    """The progress of a request for forks, which is filled while they run, so that an interrupted one can be reported.
+    """The progress of forks, filled in while they run, so that interrupted ones can be reported too.
 
     Attributes:
         rollouts: The forks, in the order in which they are queued.
-        episodes: Those that ended, in the same order.
-        is_complete: True once all have ended.
+        episodes: The episodes of the forks that have ended.
+        is_complete: True once all forks have ended.
     """
 
     rollouts: list[Rollout] = field(default_factory=list[Rollout])
@@ -34,12 +34,13 @@ class Forked:
 async def fork_rollout(
     plan: Plan, recorded: Rollout, fork: ForkPlan, *, n: int, progress: Progress, found: Forked
 ) -> None:
-    """Run the forks as the experiment ``NAME-fork``, and fill ``found``, also if it is cancelled.
+    """Run the forks as the experiment ``NAME-fork``, and fill in ``found``, even if the call is cancelled.
 
-    The prompts are those of the recorded rollout, because its calls must come again; the policies are the live ones.
+    Forks use the prompts of the recorded rollout, because the agent must repeat its recorded calls; the policies are
+    the live ones.
 
     Raises:
-        NotFoundError: A prompt that the recorded rollout ran with is no longer in the store.
+        NotFoundError: A prompt of the recorded rollout is no longer in the store.
     """
     prompts = {name: version for name, version in recorded.resources.items() if name in plan.resources}
     async with trial(plan, record_as=f"{plan.name}{FORKS}", progress=progress, live=prompts) as driver:
@@ -55,7 +56,7 @@ async def fork_rollout(
 
 
 async def read_ended(store: Store, rollouts: Sequence[Rollout]) -> list[Recording]:
-    """Read those of the rollouts that ended by themselves; none if they were never queued."""
+    """Read those of the rollouts that succeeded or failed; empty if they were never queued."""
     ids = tuple(rollout.rollout_id for rollout in rollouts)
     try:
         known = await store.rollouts(RolloutQuery(ids=ids, limit=max(1, len(ids))))
@@ -68,13 +69,14 @@ CONFIDENCE = 0.95
 
 
 class ForkedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A fork.
+    """The result of one fork.
 
     Attributes:
-        reward: ``None`` for a fork that failed or got none.
-        model_calls: Calls that a model answered; ``replayed_calls`` those that the recording answered.
-        is_diverged: The fork failed because its calls were not those of the recording.
-        error: The error of a fork that failed.
+        reward: The fork's reward; ``None`` if the fork failed or got no reward.
+        model_calls: Number of calls that a model answered.
+        replayed_calls: Number of calls that the recording answered.
+        is_diverged: True if the fork failed because the agent did not repeat the recorded calls.
+        error: The error of a failed fork.
     """
 
     rollout_id: str
@@ -91,14 +93,16 @@ class ForkReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         rollout_id: The recorded rollout.
-        call: Number of the call among those of the recorded rollout, from 1; ``calls`` says how many there are.
-        span_id: The call's span.
+        call: Number of the call among those of the recorded rollout, from 1.
+        calls: Number of calls of the recorded rollout.
+        span_id: The id of the call's span.
         agent: The agent that made the call.
         reward: The recorded reward.
-        mean: Mean reward of the forks that have one; ``low`` and ``high`` are the ends of its 95 % interval (Student),
-            ``None`` for fewer than two.
+        mean: Mean of the forks' rewards; ``None`` if no fork has a reward.
+        low: Lower end of Student's 95 % interval of ``mean``; ``None`` for fewer than two rewards.
+        high: Upper end of the same interval.
         verdict: The comparison as a sentence.
-        is_complete: False if the forks were stopped before all had ended.
+        is_complete: False if the forks were stopped before all of them had ended.
     """
 
     rollout_id: str
@@ -116,7 +120,7 @@ class ForkReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def describe_fork(episode: Episode) -> ForkedRollout:
-    """Return one fork's part of a report."""
+    """Return the result of one fork, for a report."""
     rollout, error = episode.rollout, episode.attempt.error if episode.attempt else None
     counts = answer_counts(call.model_version for call in episode.transitions)
     return ForkedRollout(
@@ -131,7 +135,7 @@ def describe_fork(episode: Episode) -> ForkedRollout:
 
 
 def judged(report: ForkReport) -> ForkReport:
-    """Return the report with the mean of its forks and the verdict."""
+    """Return the report with the mean reward of its forks, the interval and the verdict filled in."""
     rewards = [fork.reward for fork in report.forks if fork.reward is not None]
     low, high = interval(rewards, confidence=CONFIDENCE) if rewards else (-math.inf, math.inf)
     is_known = math.isfinite(low)

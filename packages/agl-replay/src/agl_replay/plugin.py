@@ -8,7 +8,7 @@ from agl.contracts import CommandEntry
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """Register replays with their modes, and trials of versions."""
+    """Register ``agl replay``, which has modes for forks and scores, and ``agl resources try``."""
     yield CommandEntry(
         name="replay", factory="agl_replay.cli.replay:replay", summary="run, fork or score a recorded rollout again"
     )

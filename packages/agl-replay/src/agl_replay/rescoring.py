@@ -1,8 +1,8 @@
 """Scores recorded rollouts again with an experiment's rewards, as its worker would, without running the agent.
 
-Nothing is written. An emitter gets what the worker gave to those of the time: the rollout with its hidden task fields,
-and the spans of the attempt until its end, without the rewards that evaluators added. Rewards of the agent and of
-people stay, and still count.
+Nothing is written. An emitter gets the same input as in a worker: the rollout with the hidden keys of its task, and the
+spans of the attempt until its end, without the rewards that evaluators added. Rewards of the agent and of people stay,
+and still count.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from agl_run.engine import (
 )
 
 _ENDPOINT = "openai"
-"""The policy that only names an endpoint, so that nothing has to be started to call its model."""
+"""The kind of policy that only names an endpoint, so that its model can be called without starting anything."""
 
 
 class EmitterError(Record, frozen=True, kw_only=True):
@@ -46,14 +46,15 @@ class Rescored(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A rollout that was scored again.
 
     Attributes:
-        group: The rollouts that are compared with each other in training have the same one.
-        before: The reward that trained, ``None`` without one; ``after`` the reward that would train now.
-        recorded: The rewards of the record that evaluators gave; the new ones replace them.
-        kept: Its other rewards, which still count.
+        group: Key of the rollout's group: rollouts that training compares with each other have the same key.
+        before: The reward that trained, ``None`` without one.
+        after: The reward that would train now, ``None`` without one.
+        recorded: The recorded rewards that evaluators gave, which the new rewards replace.
+        kept: The other recorded rewards, which still count.
         rewards: The new rewards.
-        errors: Emitters that raised; a worker would have failed the rollout, so ``after`` is ``None``.
+        errors: The errors of emitters. A worker would have failed the rollout, so with an error ``after`` is ``None``.
         rule: The rule that selects the reward that trains, or the reason why there is no such reward.
-        skipped: The reason why it was not scored, ``""`` if it was.
+        skipped: The reason why the rollout was not scored, ``""`` if it was scored.
     """
 
     rollout_id: str
@@ -74,7 +75,8 @@ class Rescorer:
 
     Args:
         emitters: The reward emitters by name.
-        before: Selects the recorded rewards that count; ``after`` selects among the new ones.
+        before: The rules by which recorded rewards count.
+        after: The rules by which new rewards count.
     """
 
     def __init__(
@@ -84,7 +86,10 @@ class Rescorer:
         self._before, self._after = before, after
 
     async def run(self, recordings: AsyncIterator[Recording], *, concurrency: int) -> AsyncIterator[Rescored]:
-        """Score recordings in their order, up to ``concurrency`` of them at once; no more are held in memory."""
+        """Score up to ``concurrency`` recordings at once, and yield the results in order.
+
+        At most ``concurrency`` recordings are in memory.
+        """
         waiting: deque[asyncio.Task[Rescored]] = deque()
         try:
             async for recording in recordings:
@@ -99,7 +104,7 @@ class Rescorer:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def rescore(self, recording: Recording) -> Rescored:
-        """Score one recording, which has all spans of its deciding attempt."""
+        """Score one recording, which must have all spans of its deciding attempt."""
         rollout = recording.rollout
         own = [span for span in recording.spans if span.attempt_id == rollout.attempt_id]
         kept = [span for span in own if not _is_of_evaluator(span)]
@@ -123,8 +128,8 @@ class Rescorer:
         return msgspec.structs.replace(found, after=after, rule=now.note, rewards=rewards, errors=errors)
 
     async def _judge(self, rollout: Rollout, spans: Sequence[Span]) -> tuple[list[Reward], list[EmitterError]]:
-        """Call the emitters one after the other; one that raises does not keep the others from being called."""
-        judged = msgspec.structs.replace(rollout, status="running", finished_at=0.0)  # as a worker has it
+        """Call the emitters one after the other; if one raises, the others are still called."""
+        judged = msgspec.structs.replace(rollout, status="running", finished_at=0.0)  # as in a worker
         rewards: list[Reward] = []
         errors: list[EmitterError] = []
         for name, emitter in self._emitters:
@@ -137,12 +142,12 @@ class Rescorer:
 
 
 async def make_rescorer(plan: Plan, *, before: ScoreOptions) -> Rescorer:
-    """Build an experiment's rewards; ``before`` selects the recorded rewards that counted.
+    """Make a rescorer with the rewards of an experiment; ``before`` are the rules by which recorded rewards count.
 
-    A reward may ask for a policy that is an endpoint. Others are not started.
+    Rewards can call the policies that are endpoints; policies that would have to be started are not available.
 
     Raises:
-        ConfigError: There is no reward, or one cannot be built.
+        ConfigError: The experiment has no reward, or one cannot be built.
         PluginError: A component is unknown or broken.
     """
     if not plan.config.reward:
@@ -162,7 +167,7 @@ async def make_rescorer(plan: Plan, *, before: ScoreOptions) -> Rescorer:
 
 
 def rewards_plan(config: ExperimentConfig, *, folder: Path, manager: PluginManager) -> Plan:
-    """Return a plan that suffices to build rewards: it has no tasks, and its agent is not imported."""
+    """Return a plan that suffices for building rewards: it has no tasks, and its agent is not imported."""
     return Plan(
         config=config,
         folder=folder,
@@ -177,7 +182,7 @@ def rewards_plan(config: ExperimentConfig, *, folder: Path, manager: PluginManag
 
 
 async def _endpoints(plan: Plan) -> tuple[list[Upstream], dict[str, str]]:
-    """Return the policies that are endpoints, and why a reward cannot have the others."""
+    """Return the policies that are endpoints, and, for each other policy, the reason why a reward cannot call it."""
     upstreams: list[Upstream] = []
     unreachable: dict[str, str] = {}
     for name, config in plan.config.policy.items():
@@ -190,7 +195,7 @@ async def _endpoints(plan: Plan) -> tuple[list[Upstream], dict[str, str]]:
         try:
             policy: Policy = plan.manager.build(plan.manager.policy(_ENDPOINT), name=name, **policy_params(plan, name))
             served = await policy.start()
-        except AglError as error:  # which matters only to a reward that asks for it
+        except AglError as error:  # the error matters only if a reward calls this policy
             unreachable[name] = str(error)
             continue
         key = served.api_key_env
@@ -199,7 +204,7 @@ async def _endpoints(plan: Plan) -> tuple[list[Upstream], dict[str, str]]:
 
 
 def _group_of(rollout: Rollout) -> str:
-    """Return what the rollouts of one task in one step of a run share; a rollout without a group is alone."""
+    """Return a key that is equal for the rollouts of one task in one step; without a group id, the key is unique."""
     if not rollout.group_id:
         return rollout.rollout_id
     algorithm, step = rollout.metadata.get("algorithm", ""), rollout.metadata.get("step", "")
@@ -207,7 +212,7 @@ def _group_of(rollout: Rollout) -> str:
 
 
 def _is_unjudged(recording: Recording) -> bool:
-    """Return true if the agent succeeded, and a reward broke."""
+    """Return true if the rollout failed because a reward emitter raised an error, and not because of the agent."""
     deciding = [each for each in recording.attempts if each.attempt_id == recording.rollout.attempt_id]
     return bool(deciding) and broke_in_reward(deciding[0])
 

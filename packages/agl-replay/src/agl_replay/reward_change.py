@@ -1,7 +1,8 @@
-"""Sums up the effect of a changed reward on recorded rollouts: their mean, their order within groups, and every part.
+"""Sums up the effect of a changed reward on recorded rollouts: on the mean, the order within groups, and every part.
 
-An algorithm that compares the rollouts of a group, such as GRPO, learns nothing from a group of equal rewards, and the
-same from rewards that only grow or shift together. So what counts is who is above whom, and how many groups are silent.
+An algorithm that compares the rollouts of a group, such as GRPO, learns nothing from a group of equal rewards, and
+learns the same if all rewards of a group are scaled or shifted together. So the summary counts the groups whose
+rollouts change their order, and the silent groups.
 """
 
 import math
@@ -14,21 +15,23 @@ from agl_inspect.statistics import Comparison, compare_tasks
 from agl_replay.rescoring import Rescored
 
 _EQUAL = 1e-9
-"""Rewards that are no further apart are equal; sums of the same parts in another order differ by less."""
+"""Largest difference of rewards that count as equal; sums of the same parts in another order differ by less."""
 
 
 _NAMELESS = "(no name)"
-"""Stands for a part that is called ``""``, which here stands for the reward itself."""
+"""Stands for a part whose name is ``""``, because here ``""`` stands for the reward itself."""
 
 
 class GroupChange(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The groups of at least two rollouts that have a reward before and after.
 
     Attributes:
-        groups: Their number; ``rollouts`` how many rollouts they have.
-        silent_before: Groups of equal recorded rewards; ``silent_after`` of equal new ones.
-        reordered: Groups in which rollouts changed their order, or became equal, or stopped being so.
-        turned: Rollouts that were above the mean of their group and are not now, or below it and are not now, or at it.
+        groups: Number of these groups.
+        rollouts: Number of rollouts in these groups.
+        silent_before: Number of groups whose recorded rewards are all equal.
+        silent_after: Number of groups whose new rewards are all equal.
+        reordered: Number of groups in which rollouts changed their order, became equal, or stopped being equal.
+        turned: Number of rollouts that were above, at or below their group's mean, and no longer are on that side.
     """
 
     groups: int
@@ -40,11 +43,14 @@ class GroupChange(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class PartChange(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A reward, or one of its parts: its recorded and new values; ``None`` where it is missing.
+    """The recorded and the new values of a reward, or of one of its parts.
 
     Attributes:
+        name: The reward's name.
         part: The part's name, ``""`` for the reward itself.
-        scope: The scope of the reward.
+        scope: The reward's scope.
+        before: The recorded values, ``None`` if there are none.
+        after: The new values, ``None`` if there are none.
     """
 
     name: str
@@ -55,12 +61,14 @@ class PartChange(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Values(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Numbers of one kind.
+    """The distribution of the values of a reward or of one of its parts.
 
     Attributes:
-        n: How many there are; ``missing`` how many more rewards have none.
-        spread: Standard deviation.
-        at_least: Share of values that equal the least one; ``at_greatest`` the share that equal the greatest one.
+        n: Number of values.
+        missing: Number of rewards without a value.
+        spread: Standard deviation of the values.
+        at_least: Share of the values that equal the least one.
+        at_greatest: Share of the values that equal the greatest one.
     """
 
     n: int
@@ -74,16 +82,21 @@ class Values(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class RewardChange(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The whole.
+    """The whole effect of a changed reward on recorded rollouts.
 
     Attributes:
-        scored: Rollouts that were scored; ``failed`` those of them in which an emitter raised.
-        skipped: Rollouts that were not scored.
-        lost: Rollouts with a recorded reward and no new one; ``gained`` the reverse.
-        before: Mean of the recorded rewards over tasks, of rollouts that have both; ``after`` of the new ones.
-        tasks: Number of the tasks.
-        difference: Comparison by task, or by rollout if there is one task only; ``None`` for a single rollout.
-        errors: Exceptions of emitters by their text, with the number of rollouts, the most frequent first.
+        scored: Number of rollouts that were scored again.
+        failed: Number of scored rollouts in which an emitter raised an error.
+        skipped: Number of rollouts that were not scored.
+        lost: Number of rollouts with a recorded reward and no new one.
+        gained: Number of rollouts with a new reward and no recorded one.
+        before: Mean over tasks of the recorded rewards, of the rollouts that have both rewards.
+        after: Mean over tasks of the new rewards, of the same rollouts.
+        tasks: Number of tasks of these rollouts.
+        difference: Comparison by task, or by rollout if there is only one task; ``None`` for a single rollout.
+        groups: The changes within groups.
+        parts: The changes of each reward and of its parts.
+        errors: Number of errors of emitters by their text, the most frequent first.
     """
 
     scored: int
@@ -163,7 +176,7 @@ def _is_silent(values: Sequence[float]) -> bool:
 
 
 def _ranks(values: Sequence[float]) -> list[int]:
-    """Return the place of each value in their order, equal values having the same one."""
+    """Return the rank of each value; equal values have the same rank."""
     ranks = [0] * len(values)
     place, last = 0, -math.inf
     for index in sorted(range(len(values)), key=values.__getitem__):

@@ -1,6 +1,6 @@
-"""Reports a trial of several versions: task by task, and each version against the first, paired by task.
+"""Runs a trial of several versions, and reports it: task by task, and each version against the first, paired by task.
 
-A failed rollout counts 0, as in ``agl resources compare``; one without a reward is left out.
+A failed rollout counts 0, as in ``agl resources compare``; a successful rollout without a reward is left out.
 """
 
 import math
@@ -36,7 +36,8 @@ class Contest:
 
     Attributes:
         name: The resource.
-        present: Its version that is live or labelled, ``""`` if no version holds the value in the experiment's file.
+        present: The live or labelled version of the resource; ``""`` if there is only the value in the experiment's
+            file, and no version holds this value.
         versions: The versions to compare, the baseline first; ``None`` is the value in the experiment's file.
         tasks: The tasks.
         samples: Rollouts of each task with each version.
@@ -50,7 +51,7 @@ class Contest:
 
 
 class Ran(NamedTuple):
-    """A rollout of a trial that ended, with its deciding attempt's spans."""
+    """A finished rollout of a trial, with the spans of its deciding attempt."""
 
     episode: Episode
     spans: Sequence[Span]
@@ -58,13 +59,13 @@ class Ran(NamedTuple):
 
 @dataclass(kw_only=True)
 class Contested:
-    """The progress of a trial, which is filled while it runs, so that an interrupted one can be reported.
+    """The progress of a trial, filled in while the trial runs, so that an interrupted trial can be reported.
 
     Attributes:
-        versions: The versions, published, in the order of the contest.
+        versions: The published versions, in the order of the contest.
         rollouts: All rollouts, in the order in which they are queued.
-        ran: Those that ended, by id.
-        is_complete: True once all have ended.
+        ran: The rollouts that have ended, by id.
+        is_complete: True once all rollouts have ended.
     """
 
     versions: list[ResourceVersion] = field(default_factory=list[ResourceVersion])
@@ -74,9 +75,9 @@ class Contested:
 
 
 async def try_versions(plan: Plan, contest: Contest, *, progress: Progress, found: Contested) -> None:
-    """Run the contest as the experiment ``NAME-try``, and fill ``found``, also if it is cancelled.
+    """Run the contest as the experiment ``NAME-try``, and fill in ``found``, even if the call is cancelled.
 
-    Versions that are new are published; nothing else of the experiment changes.
+    New versions are published; nothing else in the experiment changes.
     """
     live = {contest.name: contest.present} if contest.present else {}
     async with trial(plan, record_as=f"{plan.name}{PROMPT_TRIAL}", progress=progress, live=live) as driver:
@@ -103,20 +104,20 @@ async def _published(driver: Driver, name: str, version: ResourceVersion | None)
 
 
 LISTED = 20
-"""Tasks that the table has, unless all are asked for."""
+"""Largest number of tasks in the table without ``--full``."""
 
 _POWER = 0.8
-"""Probability that the proposed number of tasks shows a difference of the size that was seen."""
+"""Probability that the proposed number of tasks shows a difference as large as the observed one."""
 
 
 class TriedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A rollout of a trial that ended.
+    """A finished rollout of a trial.
 
     Attributes:
-        tokens: Prompt and response tokens of its model calls, as far as they are known.
+        tokens: Number of prompt and response tokens in its model calls, as far as they are known.
         seconds: Wall time of its deciding attempt.
-        answer: The agent's output, or else the text of its last model call.
-        error: Type and first line of the error, ``""`` for a rollout that succeeded.
+        answer: The agent's output, or else the answer of its last model call.
+        error: Type and first line of the error, ``""`` if the rollout succeeded.
     """
 
     rollout_id: str
@@ -129,7 +130,7 @@ class TriedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def score(self) -> float | None:
-        """The reward that counts: 0 for a failure."""
+        """The reward that counts: 0 if the rollout failed."""
         return self.reward if self.status == "succeeded" else 0.0
 
 
@@ -145,11 +146,11 @@ class TriedTask(Record, frozen=True, kw_only=True, omit_defaults=False):
         return [each.score for each in self.rollouts[mark] if each.score is not None]
 
     def mean(self, mark: str) -> float | None:
-        """Return the mean of a candidate's rewards, ``None`` without any."""
+        """Return the mean of a candidate's rewards, ``None`` without rewards."""
         return fmean(scores) if (scores := self.scores(mark)) else None
 
     def difference(self, mark: str, baseline: str) -> float | None:
-        """Return a candidate's mean minus the baseline's, ``None`` where one of them is missing."""
+        """Return a candidate's mean minus the baseline's, ``None`` if either is missing."""
         new, old = self.mean(mark), self.mean(baseline)
         return None if new is None or old is None else new - old
 
@@ -158,11 +159,11 @@ class TriedCandidate(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A candidate of a trial.
 
     Attributes:
-        mark: Its letter; ``A`` is the baseline.
-        origin: A description of its origin.
-        mean: Mean reward of its rollouts, ``None`` without any.
-        tokens: Mean tokens of a rollout, 0 where no counts are known; ``seconds`` likewise; ``None`` without a
-            rollout.
+        mark: The candidate's letter; ``A`` is the baseline.
+        origin: A description of the candidate's origin.
+        mean: Mean reward of the candidate's rollouts, ``None`` without rewards.
+        tokens: Mean number of tokens of a rollout, 0 if no counts are known; ``None`` without rollouts.
+        seconds: Mean wall time of a rollout; ``None`` without rollouts.
     """
 
     mark: str
@@ -180,9 +181,10 @@ class TriedPair(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A candidate against the baseline.
 
     Attributes:
-        comparison: The paired comparison, ``None`` for fewer than two tasks with both.
+        comparison: The paired comparison, ``None`` if fewer than two tasks have rewards of both.
         verdict: ``better`` or ``worse`` if the 95 % interval of the difference excludes 0, else ``unclear``.
-        needed_tasks: About how many tasks would show a difference of this size, ``None`` where that is no question.
+        needed_tasks: Estimated number of tasks that would show a difference of this size; ``None`` if the difference is
+            clear or 0.
         words: The outcome in a sentence.
     """
 
@@ -195,9 +197,9 @@ class TriedPair(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class TrialReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A trial of ``agl resources try``; ``is_complete`` is false for one that was stopped.
+    """A trial of ``agl resources try``; ``is_complete`` is false if the trial was stopped.
 
-    ``tasks`` are in their order, and ``source`` says how many they are and where from.
+    ``tasks`` are in the order of the trial; ``source`` describes them, such as ``3 of 9 validation tasks``.
     """
 
     experiment: str
@@ -213,7 +215,7 @@ class TrialReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 def report_of(
     resource: str, contenders: Sequence[Contender], tasks: Sequence[tuple[int, Json]], found: Contested, *, source: str
 ) -> TrialReport:
-    """Make the report of the rollouts that ended."""
+    """Make the report of a trial from the rollouts that have ended."""
     marks = string.ascii_uppercase[: len(contenders)]
     arms = {version.version: mark for mark, version in zip(marks, found.versions, strict=True)}
     samples = len(found.rollouts) // (len(tasks) * len(contenders))
@@ -239,7 +241,7 @@ def report_of(
 
 
 def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str) -> TriedPair:
-    """Compare a candidate with the baseline over the tasks that both have rewards of."""
+    """Compare a candidate with the baseline over the tasks on which both have rewards."""
     differences = [each for task in tasks if (each := task.difference(mark, baseline)) is not None]
     pair = TriedPair(mark=mark, baseline=baseline, comparison=None, verdict="unclear", needed_tasks=None, words="")
     head = f"{mark} against {baseline}"
@@ -256,7 +258,7 @@ def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str) -> TriedP
 
 
 def scores_of(report: TrialReport) -> list[TrialScore]:
-    """Return the versions of a trial with their means and intervals over tasks, and against the first one."""
+    """Return the scores of a trial's versions: means with intervals over tasks, and differences from the baseline."""
     pairs = {pair.mark: pair for pair in report.pairs}
     found: list[TrialScore] = []
     for each in report.candidates:
@@ -285,14 +287,14 @@ def _against(comparison: Comparison | None) -> dict[str, Any]:
 
 
 def best_of(report: TrialReport) -> TriedCandidate | None:
-    """Return the candidate that is shown to be better than the baseline, by most; ``None`` if none is."""
+    """Return the candidate with the largest clear gain over the baseline; ``None`` if none is clearly better."""
     better = [pair for pair in report.pairs if pair.verdict == "better" and pair.comparison is not None]
     best = max(better, key=lambda pair: pair.comparison.difference if pair.comparison else 0.0, default=None)
     return None if best is None else next(each for each in report.candidates if each.mark == best.mark)
 
 
 def print_report(report: TrialReport, *, is_full: bool) -> None:
-    """Print the tasks, the ones that differ most first, then the candidates, and each against the baseline."""
+    """Print the tasks (largest differences first), then the candidates, and each candidate against the baseline."""
     begun = [task for task in report.tasks if any(task.rollouts.values())]
     ordered = sorted(begun, key=lambda task: -_spread(task, report))
     shown = ordered if is_full else ordered[:LISTED]
@@ -363,7 +365,7 @@ def _candidate(mark: str, version: str, origin: str, tasks: Sequence[TriedTask])
 def _verdict(
     comparison: Comparison, differences: Sequence[float]
 ) -> tuple[Literal["better", "worse", "unclear"], int | None]:
-    """Return the verdict, and the number of tasks that a difference of this size needs if it is not clear."""
+    """Return the verdict and, if it is unclear, the number of tasks that would show a difference of this size."""
     spread, difference = variance(differences), comparison.difference
     if spread == 0:
         is_clear = difference != 0 and len(differences) >= FEWEST_ALIKE
@@ -422,7 +424,7 @@ def _cell(task: TriedTask, mark: str) -> str:
 
 
 def _failures(report: TrialReport) -> Iterator[str]:
-    """Describe the failed rollouts of each candidate by their errors; errors that differ only in numbers are one."""
+    """Describe each candidate's failed rollouts by error; errors that differ only in numbers count as one."""
     for mark in (each.mark for each in report.candidates):
         failed = [each for task in report.tasks for each in task.rollouts[mark] if each.error]
         kinds = Counter(kind_of(each.error) for each in failed)

@@ -1,6 +1,6 @@
-"""Sums other rewards with weights, so that one place says what the number means.
+"""A weighted sum of other rewards, so that a single number says what counts.
 
-The parts are built by the experiment's plugins. Choosing which reward trains is left to the experiment.
+The parts are built from the experiment's plugins. The experiment decides which reward trains.
 """
 
 import inspect
@@ -19,7 +19,7 @@ class CompositePart(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         use: A reward emitter's name, or ``module:attribute``.
-        weight: Its share of the sum; 0 keeps the part as a dimension without training on it.
+        weight: The factor of the part in the sum; with 0 the part is recorded as a dimension but does not count.
         params: The emitter's own parameters.
     """
 
@@ -29,18 +29,18 @@ class CompositePart(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Composite:
-    """The weighted sum of its parts; every part is kept as a dimension under its own name.
+    """The weighted sum of its parts; each part is also recorded as a dimension under its own name.
 
-    A weighted part without a value leaves the sum without one: a missing reward is never taken for 0. Rewards that
-    the parts give to turns and spans are passed on and do not enter the sum. Parts run one after the other.
+    If a part with a weight has no value, the sum has none either: a missing reward is never counted as 0. Rewards that
+    the parts give to turns and spans are passed on and are not in the sum. Parts run one after the other.
 
     Args:
-        parts: By name: ``{ use = "...", weight = 0.3, params = { ... } }``.
-        name: The reward's name; the unnamed reward is the one that trains.
-        setup: The experiment.
+        parts: The parts by name: ``{ use = "...", weight = 0.3, params = { ... } }``.
+        name: The reward's name; by default it is the unnamed reward, which trains.
+        setup: The experiment, whose plugins build the parts.
 
     Raises:
-        ConfigError: There are no parts, a weight is not finite, or there is no experiment to build them.
+        ConfigError: There are no parts, a weight is not finite, or ``setup`` is missing.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Composite:
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-        """Return the sum, and the parts' rewards for turns and spans."""
+        """Return the sum, and the rewards of the parts for turns and spans."""
         found = {label: await rewards_of(emitter, rollout, spans) for label, (_, emitter) in self._parts.items()}
         _check_finite(found)
         return [self._sum(found), *_about_calls(found)]
@@ -81,7 +81,7 @@ class Composite:
 
 
 async def rewards_of(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    """Call an emitter and return its rewards; a coroutine is awaited, and a plain number is an unnamed reward."""
+    """Call an emitter, await its result if necessary, and return its rewards; a number becomes an unnamed reward."""
     given: Any = emitter(rollout, spans)
     if inspect.isawaitable(given):
         given = await given
@@ -92,7 +92,7 @@ async def rewards_of(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[S
 
 
 def _check_finite(found: Mapping[str, Sequence[Reward]]) -> None:
-    """Raise :class:`RunError` for a part whose reward is NaN or infinite; the sum would not name the part."""
+    """Raise :class:`RunError` if a part's reward is NaN or infinite, because an error of the sum would not name it."""
     for label, rewards in found.items():
         for reward in rewards:
             if reward.fault:
@@ -103,7 +103,7 @@ def _check_finite(found: Mapping[str, Sequence[Reward]]) -> None:
 
 
 def _inner(found: Mapping[str, Sequence[Reward]]) -> dict[str, float | None]:
-    """Return the dimensions of the parts themselves, as ``part.dimension``."""
+    """Return the dimensions of the parts' own rewards, as ``part.dimension``."""
     return {
         f"{label}.{key}": value
         for label, rewards in found.items()

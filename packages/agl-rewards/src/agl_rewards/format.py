@@ -1,4 +1,4 @@
-"""Rewards a text for having the declared form: a pattern, tags, JSON of a shape, a length."""
+"""Rewards a text for its form: a pattern, tags, the structure of JSON, a length."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from agl.schemas import Json, Reward, Rollout, Span
 from agl_rewards.source import text_source, unfenced
 
 Check = Callable[[str], str]
-"""Takes a text and returns a description of its fault, ``""`` without one."""
+"""A function from a text to a description of its fault; ``""`` if it has none."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -27,22 +27,22 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Format:
-    """1.0 when the text passes every declared check, else 0.0; each check is a dimension.
+    """Gives 1.0 if the text passes every declared check, else 0.0; each check is also a dimension.
 
     Args:
-        source: Where the text comes from, see :mod:`agl_rewards.source`.
+        source: Where the text comes from; see :mod:`agl_rewards.source`.
         pattern: Regular expression that must match somewhere; ``.`` matches line breaks too.
-        tags: Names of tags, such as ``think``: each must be opened and closed exactly once, in this order, one after
-            the other.
+        tags: Names of tags, such as ``think``. Each must be opened and closed exactly once, in this order and without
+            nesting.
         json: Keys that the text, or the fenced block of JSON in it, must have as an object, and their types:
             string, number, integer, boolean, array, object, null, any.
-        max_length: Characters at most; 0 for no limit.
-        min_length: Characters at least, for every check; 1 by default, because an empty text has no form.
-        partial: Makes the value the share of the checks that passed.
+        max_length: The most characters; 0 for no limit.
+        min_length: The least characters; a shorter text fails every check. 1 by default, so that an empty text fails.
+        partial: Whether the value is the share of checks that passed.
         name: The reward's name.
 
     Raises:
-        ConfigError: No check is declared, or a regular expression or a type is wrong.
+        ConfigError: No check is declared, or a regular expression, a type or a length is wrong.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""Rewards a text with the score of a judge model: a template asks it, and a strict pattern reads its answer.
+"""Rewards a text with the score of a judge model, which is asked with a template and whose answer must have a set form.
 
-A judge that does not answer as asked gives a missing reward with the reason, never a 0: an agent is not punished for
-somebody else's failure. The experiment's policy for missing rewards decides what follows.
+If the judge gives no valid score, the reward is missing, with the reason, and never 0: an agent is not punished for the
+failure of another model. The experiment's setting for missing rewards decides what follows.
 
-The judge is asked over the standard library's HTTP client, from threads of their own and outside any rollout, through a
-client that the wire hook does not wrap: its calls are never recorded as an agent's. Redirects are refused, because they
-would carry the key elsewhere.
+The judge is called with the standard library's HTTP client, in threads of its own and outside of any rollout. The wire
+hook does not wrap this client, so the calls are never recorded as an agent's. Redirects are refused, because they would
+send the key to another address.
 
-Limit: the judged text comes from the agent and may try to talk the judge into a good score.
+Limit: the judged text comes from the agent and may try to persuade the judge to give a good score.
 """
 
 import asyncio
@@ -46,26 +46,26 @@ Then write, on a line of its own and only there:
 Score: NUMBER"""
 
 MAX_ANSWER_BYTES = 4_000_000
-"""Size of the longest answer that is read; a longer one is an error."""
+"""The most bytes of an answer that are read; a longer answer is an error."""
 
 SCORE = r"^[ \t]*(?:\*\*)?Score:(?:\*\*)?[ \t]*(-?\d+(?:\.\d+)?)(?:\*\*)?[ \t]*$"
-"""Matches a score that stands alone in its line."""
+"""Matches a score that is alone on its line."""
 
 MAX_FEEDBACK = 2000
-"""Characters of the judge's answer that are kept as feedback."""
+"""The most characters of the judge's answer that are kept as feedback."""
 
 
 BACKOFF_S = 0.5
-"""Seconds before the second try, doubled each time."""
+"""Seconds before the second try; each further pause is twice the previous one."""
 
 
 class Endpoint(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model behind an OpenAI-compatible API.
 
     Attributes:
-        base_url: The API's address, with its ``/v1``.
-        model: The model's name there.
-        api_key_env: Environment variable with the key; it is read for every call and never stored.
+        base_url: The API's base URL, with its ``/v1``.
+        model: The model's name at this API.
+        api_key_env: Environment variable with the key, which is read for every call and never stored.
     """
 
     base_url: str
@@ -74,21 +74,21 @@ class Endpoint(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Judge:
-    """The score that a model gives, scaled from its range to 0 .. 1; missing when it gives none.
+    """Gives the score of a judge model, scaled to 0 .. 1; the reward is missing if the judge gives no valid score.
 
     Args:
         model: The name of a policy of the experiment, or an :class:`Endpoint`.
-        template: The question. ``{text}`` is the judged text, ``{task}`` the whole task as JSON, hidden keys
-            included, ``{low}`` and ``{high}`` the range; other names in braces are fields of the task.
-        source: Source of the judged text, see :mod:`agl_rewards.source`.
+        template: The question. ``{text}`` is the judged text, ``{task}`` the whole task as JSON including its hidden
+            keys, ``{low}`` and ``{high}`` are the range of scores; other names in braces are keys of the task.
+        source: Where the judged text comes from; see :mod:`agl_rewards.source`.
         score: Regular expression with one group around the number; it must match exactly once.
-        scale: The scores that mean 0 and 1; a score outside of them does not count.
+        scale: The lowest and highest score, which become 0 and 1; a score outside of this range is not valid.
         request: Fields of the request besides model and messages.
-        retries: Further tries when there is no answer, or an answer without a score.
+        retries: The number of further tries if there is no answer, or an answer without a valid score.
         timeout_s: Seconds that one try may take.
-        concurrency: Calls of the judge at once.
+        concurrency: The most calls of the judge at once.
         name: The reward's name.
-        setup: The experiment.
+        setup: The experiment, whose policies ``model`` may name.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Judge:
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """Return the reward of one attempt; raises :class:`ConfigError` when the task lacks a field of the template."""
+        """Return the reward of one attempt; raises :class:`ConfigError` if the task lacks a key of the template."""
         prompt = self._prompt(rollout, self._text(spans))
         one_try = partial(ask, self._llm, prompt, request=self._request, timeout_s=self._timeout_s)
         return await self._judge(one_try)
@@ -133,7 +133,7 @@ class Judge:
         return self._template.format(**{**task_fields(rollout.task), **own})
 
     async def _judge(self, one_try: Callable[[], str]) -> Reward:
-        """Try until a score was read, with growing pauses; errors that would repeat end the tries at once."""
+        """Ask until there is a valid score, with growing pauses; stop at once at errors that would repeat."""
         problem = ""
         for wait_s in self._waits:
             await asyncio.sleep(wait_s)
@@ -155,7 +155,7 @@ class Judge:
 
 
 class _ScoreReader:
-    """Reads the score in an answer."""
+    """Reads the score from an answer."""
 
     def __init__(self, score: str, low: float, high: float) -> None:
         try:
@@ -171,7 +171,7 @@ class _ScoreReader:
         self.low, self.high = low, high
 
     def value(self, answer: str) -> float | None:
-        """Return the score from 0 to 1; ``None`` without a score, with several, and for one outside of the range."""
+        """Return the score scaled to 0 .. 1; ``None`` if there is no score, more than one, or one out of range."""
         found = self._regex.findall(answer)
         try:
             number = float(found[0]) if len(found) == 1 else None  # two scores: nobody knows which one is meant
@@ -219,7 +219,7 @@ def _template(text: str) -> PromptTemplate:
 
 
 class EndpointError(AglError):
-    """The endpoint gave no answer; with ``is_passing`` asking again may help."""
+    """The endpoint gave no answer; ``is_passing`` says that another try may succeed."""
 
     def __init__(self, message: str, *, is_passing: bool) -> None:
         super().__init__(message)
@@ -232,10 +232,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def ask(llm: LLM, prompt: str, *, request: Mapping[str, Json], timeout_s: float) -> str:
-    """Return the text of the answer; raises :class:`EndpointError`.
+    """Return the text of the model's answer; raises :class:`EndpointError` if there is none.
 
-    The key is read from the environment variable that ``llm`` names, if any. Blocks for up to ``timeout_s`` seconds
-    per read.
+    The key is read from the environment variable that ``llm`` names, if any. Blocks; connecting and each read may take
+    ``timeout_s`` seconds.
     """
     body = msgspec.json.encode({"model": llm.model, "messages": [{"role": "user", "content": prompt}], **request})
     sent = urllib.request.Request(f"{llm.endpoint.rstrip('/')}/chat/completions", data=body, headers=_headers(llm))

@@ -1,7 +1,7 @@
-"""Finds numbers in texts, and rewards the right one.
+"""Finds numbers in texts, and rewards the right number.
 
-A number is written in digits with thousands separators, decimals, an exponent, or as a fraction ``3/4``. Digits that
-are part of a word (``x2``, ``H2O``) are not numbers. All arithmetic is exact: 0.50 equals 0.5, and 0.1 is a tenth.
+A number may have thousands separators, decimals, an exponent, or the form of a fraction ``3/4``. Digits inside a word
+(``x2``, ``H2O``) are not numbers. All arithmetic is exact: 0.50 equals 0.5, and 0.1 is exactly a tenth.
 """
 
 import re
@@ -15,10 +15,10 @@ from agl.schemas import Json, Reward, Rollout, Span
 from agl_rewards.source import as_text, task_fields, text_source
 
 _GROUPS = "\u00a0\u2009\u202f_'"
-"""Thousands separators in every notation: spaces that do not break, underscores, apostrophes."""
+"""Thousands separators that are always accepted: non-breaking spaces, underscores, apostrophes."""
 
 MAX_DIGITS = 300
-"""Longer runs of digits, and exponents of more than three digits, are not numbers: exact ones would fill the memory."""
+"""Longer runs of digits, and exponents of more than three digits, are ignored: exact values would fill the memory."""
 
 
 class NumberFinder:
@@ -27,7 +27,7 @@ class NumberFinder:
     Args:
         decimal: The decimal separator, ``.`` or ``,``; the other one separates thousands.
         units: Factors by the unit that directly follows a number, such as ``{"km": 1000, "%": 0.01}``; other units
-            are ignored. The longest unit that fits counts; case matters.
+            are ignored. The longest matching unit counts, and case matters.
     """
 
     def __init__(self, *, decimal: Literal[".", ","] = ".", units: Mapping[str, float] | None = None) -> None:
@@ -40,7 +40,7 @@ class NumberFinder:
         self._regex = _regex(decimal, sorted(self._units, key=len, reverse=True))
 
     def find(self, text: str) -> list[Fraction]:
-        """Return all numbers of a text, in order."""
+        """Return all numbers in a text, in order."""
         return [self._value(match) for match in self._regex.finditer(text) if _is_short(match[0])]
 
     def _value(self, match: re.Match[str]) -> Fraction:
@@ -54,18 +54,17 @@ class NumberFinder:
 
 
 class NumericMatch:
-    """1.0 when the number in the text is the task's, else 0.0; a text without a number gets 0.0.
+    """Gives 1.0 if the number in the text equals the task's number, else 0.0; also 0.0 for a text without a number.
 
     Args:
-        answer: Key of the task that holds the number, or a text with it, in which the number is looked for in the same
-            way.
-        source: Source of the text, see :mod:`agl_rewards.source`.
-        which: The number that counts: the ``last``, the ``first``, or ``any`` of them.
-        after: Marker such as ``####``: only numbers after its last occurrence count, and a text without it has none.
-        tolerance: Distance that still counts as equal.
-        relative: The same as a share of the task's number; the larger of the two holds.
-        decimal: The decimal separator, see :class:`NumberFinder`.
-        units: Factors by unit, see :class:`NumberFinder`.
+        answer: The task's key that holds the number, or a text in which the number is found in the same way.
+        source: Where the text comes from; see :mod:`agl_rewards.source`.
+        which: The number that counts if the text has several: the ``last``, the ``first``, or ``any`` of them.
+        after: Marker such as ``####``: only numbers after its last occurrence count; without the marker there are none.
+        tolerance: The largest difference at which numbers count as equal.
+        relative: The same as a fraction of the task's number; the larger of the two limits holds.
+        decimal: The decimal separator; see :class:`NumberFinder`.
+        units: Factors by unit; see :class:`NumberFinder`.
         name: The reward's name.
     """
 
@@ -94,7 +93,7 @@ class NumericMatch:
         self._name = name
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """Return the reward of one attempt; raises :class:`ConfigError` when the task has no such number."""
+        """Return the reward of one attempt; raises :class:`ConfigError` if the task has no number under the key."""
         expected = self._expected(rollout)
         found = self._found(self._text(spans))
         # |x - expected| <= max(tolerance, relative * |expected|), in fractions, so the bound itself still counts
@@ -126,7 +125,7 @@ class NumericMatch:
 
 
 def _regex(decimal: str, units: Sequence[str]) -> re.Pattern[str]:
-    """Return the pattern of one number; possessive ``++`` keeps it linear in the length of the text."""
+    """Return the pattern of one number; possessive ``++`` keeps matching linear in the length of the text."""
     marks = ["," if decimal == "." else r"\.", *_GROUPS]
     # 1,234,567: one separator throughout, and groups of exactly three digits after the first
     grouped = "|".join(rf"[0-9]{{1,3}}(?:{mark}[0-9]{{3}})++(?![0-9])" for mark in marks)
@@ -148,7 +147,7 @@ def _is_short(text: str) -> bool:
 
 
 def _exact(value: Any, what: str, *, least: float | None = None) -> Fraction:
-    """Return a number as it is written: 0.1 is a tenth, and not the nearest binary fraction to it."""
+    """Return the exact decimal value of a number as written: 0.1 is a tenth, not the nearest binary fraction."""
     if not isfinite(value) or (least is not None and value < least):
         raise ConfigError(f"{what} is {value}; use a finite number{'' if least is None else f' of at least {least:g}'}")
     return Fraction(str(value))
@@ -164,7 +163,7 @@ def _shown(number: Fraction) -> str:
 
 
 def _shortened(number: int) -> str:
-    """Return a number in digits, of a long one its first twelve and how many it has."""
+    """Return a number in digits; of a long number, its first twelve digits and their count."""
     digits, sign = str(abs(number)), "-" if number < 0 else ""
     return sign + (digits if len(digits) <= 24 else f"{digits[:12]}...({len(digits)} digits)")
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def agl_rewards() -> Iterable[RewardEntry]:
-    """Rewards from answers, databases, spans and judge models, and their weighted sum."""
+    """Register rewards from answers, databases, spans and judge models, and their weighted sum."""
     yield RewardEntry(
         name="numeric-match", factory="agl_rewards.numeric:NumericMatch", summary="1.0 when the number is the answer"
     )
@@ -57,7 +57,7 @@ def agl_rewards() -> Iterable[RewardEntry]:
 
 @hookimpl
 def agl_credits() -> Iterable[CreditEntry]:
-    """Credits per turn and role, among equal states, and by replaying rollouts without an agent."""
+    """Register credits per turn and role, among equal states, and by replays and forks of rollouts."""
     yield CreditEntry(name="turn", factory="agl_rewards.credit.turn:TurnCredit", summary="discounted rewards per turn")
     yield CreditEntry(
         name="role", factory="agl_rewards.credit.role:RoleCredit", summary="rewards, baselines and discount per agent"

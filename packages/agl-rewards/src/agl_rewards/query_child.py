@@ -1,10 +1,10 @@
-"""The program of a child process that runs queries which somebody else wrote, for :mod:`agl_rewards.sandbox`.
+"""The program of a child process that runs untrusted queries for :mod:`agl_rewards.sandbox`.
 
-It reads :class:`Query` from standard input and writes :class:`Answer` to standard output, each as msgpack behind four
-bytes that tell its length, until its input ends. The database is opened read-only, and an authorizer lets statements do
-nothing but read: ``ATTACH``, ``PRAGMA``, writes, transactions and extensions are refused. A progress handler ends
-queries that take too long; the operating system ends the process where one call of a function does. The file imports
-nothing of this project, so that a child starts quickly.
+Until its input ends, it reads a :class:`Query` from standard input and writes an :class:`Answer` to standard output,
+each as msgpack after four bytes with the length. The database is opened read-only, and an authorizer permits only
+reading: ``ATTACH``, ``PRAGMA``, writes, transactions and extensions are refused. A progress handler interrupts queries
+that take too long; if a single function call takes too long, the operating system ends the process. The file imports
+nothing from this project, so that a child starts quickly.
 """
 
 import sqlite3
@@ -22,19 +22,19 @@ except ModuleNotFoundError:  # a system without limits for processes: the parent
     resource = None
 
 MAX_BYTES = 10_000_000
-"""Largest size of one value or row."""
+"""Largest size of one value or row in bytes."""
 
 MAX_LIKE_BYTES = 200
-"""Longest ``LIKE`` or ``GLOB`` pattern; the time that it takes can grow exponentially with its length."""
+"""Longest ``LIKE`` or ``GLOB`` pattern in bytes; matching can take exponential time in the pattern's length."""
 
 MAX_ANSWER_BYTES = 64 << 20
-"""Largest size of all rows of an answer."""
+"""Largest size of all rows of an answer in bytes."""
 
 MEMORY_BYTES = 512 << 20
-"""Most address space of a child."""
+"""Largest address space of a child in bytes."""
 
 STEPS = 1000
-"""Virtual machine instructions between two looks at the clock: well below a millisecond."""
+"""Virtual machine instructions between two checks of the clock, which take well below a millisecond."""
 
 READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 FORBIDDEN = frozenset({"load_extension", "fts3_tokenizer"})
@@ -44,7 +44,7 @@ R = TypeVar("R")
 
 
 class Query(msgspec.Struct, frozen=True):
-    """A query on the database at a ``file:`` URI, with the seconds that it may take and the rows that it may give."""
+    """A query on the database at a ``file:`` URI, with its limits of seconds and rows."""
 
     uri: str
     sql: str
@@ -53,12 +53,13 @@ class Query(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The rows, at most one more than allowed, or what went wrong.
+    """The rows of a query, at most one more than allowed, or its error.
 
     Attributes:
-        error: The message of the error; ``""`` if there is none.
-        kind: The error's type.
-        code: SQLite's name for it.
+        rows: The rows; empty after an error.
+        error: The error's message; ``""`` if there is none.
+        kind: The name of the error's type.
+        code: SQLite's name of the error.
     """
 
     rows: list[Row] = []
@@ -68,7 +69,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Say that it is ready by an empty answer, then answer queries until the input ends."""
+    """Send an empty answer as a sign of readiness, and then answer queries until the input ends."""
     if resource is not None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def receive(stream: BinaryIO, type: type[R]) -> R | None:
-    """Read one frame; ``None`` at the end of the stream."""
+    """Read one frame (the length and the data); ``None`` at the end of the stream."""
     head = stream.read(4)
     if len(head) < 4:
         return None
@@ -89,13 +90,13 @@ def receive(stream: BinaryIO, type: type[R]) -> R | None:
 
 
 def send(stream: BinaryIO, data: bytes) -> None:
-    """Write one frame."""
+    """Write one frame (the length and the data)."""
     stream.write(len(data).to_bytes(4, "little") + data)
     stream.flush()
 
 
 def _limit_processor_time(time_s: float) -> None:
-    """Let the operating system end this process some seconds after the time that a query may take."""
+    """Let the operating system end this process a few seconds after the query's time limit."""
     if resource is not None:
         most = int(time.process_time() + time_s) + 3
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -111,13 +112,13 @@ def _answer(query: Query) -> Answer:
 
 
 def failure(error: Exception) -> Answer:
-    """Return the answer for an error."""
+    """Return the answer that reports an error."""
     kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
     return Answer(error=str(error) or kind, kind=kind, code=str(getattr(error, "sqlite_errorname", "")))
 
 
 def _rows(connection: sqlite3.Connection, query: Query) -> list[Row]:
-    """Return the query's rows, one more than allowed at most."""
+    """Return the query's rows, at most one more than allowed."""
     rows: list[Row] = []
     size = 0
     for row in connection.execute(query.sql):
@@ -138,7 +139,7 @@ def _database(uri: str, time_s: float) -> Generator[sqlite3.Connection]:
 
 
 def restrict(connection: sqlite3.Connection, time_s: float) -> None:
-    """Let a connection do nothing but read, for as long as given."""
+    """Permit a connection only to read, and only for ``time_s`` seconds."""
     connection.text_factory = _text
     # Three safeguards: the file is opened read-only, the connection is read-only, and the authorizer refuses the rest.
     connection.execute("PRAGMA query_only = 1")
@@ -157,7 +158,7 @@ def restrict(connection: sqlite3.Connection, time_s: float) -> None:
 
 
 def _connect_virtual_tables(connection: sqlite3.Connection) -> None:
-    """Connect full-text and other virtual tables while all is allowed: declaring them takes more than reading."""
+    """Connect full-text and other virtual tables before reading is all that is allowed: declaring them needs more."""
     tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage = 0"
     for (name,) in connection.execute(tables).fetchall():
         with suppress(sqlite3.Error):  # its module is not installed here: a query of that table fails later
@@ -170,7 +171,7 @@ def _text(data: bytes) -> str:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allow reading, and the one pragma by which the full-text index asks for the version of its data."""
+    """Allow reading, and the one pragma with which the full-text index asks for its data's version."""
     is_allowed = action in READING and (action != sqlite3.SQLITE_FUNCTION or second not in FORBIDDEN)
     is_internal = action == sqlite3.SQLITE_PRAGMA and first == "data_version" and second is None
     return sqlite3.SQLITE_OK if is_allowed or is_internal else sqlite3.SQLITE_DENY

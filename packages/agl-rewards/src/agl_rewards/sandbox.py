@@ -1,7 +1,7 @@
-"""Runs one query that somebody else wrote on a SQLite database: read-only, with limits of time, rows and memory.
+"""Runs one untrusted query on a SQLite database: read-only, and with limits of time, rows and memory.
 
-Queries run in child processes, see :mod:`agl_rewards.query_child`, which are kept for the next ones. A query that does
-not end in time is interrupted there; one that cannot be interrupted ends with its child.
+Queries run in child processes (see :mod:`agl_rewards.query_child`), which are reused. A query that does not end in time
+is interrupted; if it cannot be interrupted, its child is killed.
 """
 
 import os
@@ -23,19 +23,19 @@ from agl_rewards import query_child
 from agl_rewards.query_child import MEMORY_BYTES, Answer, Query, Row
 
 Fault = Literal["none", "refused", "syntax", "execution"]
-"""The fault of a query: there is none, it does more than read, SQLite cannot parse it, or it does not run."""
+"""Why a query fails: it is missing, it does more than read, SQLite cannot parse it, or it cannot be executed."""
 
 MAX_SQL = 100_000
-"""Most characters of one query."""
+"""The most characters of one query."""
 
 GRACE_S = 1.0
-"""Seconds after its time at which a query that SQLite did not interrupt ends with its child."""
+"""Seconds after a query's time limit at which its child is killed if SQLite did not interrupt the query."""
 
 ENDED = "ended"
-"""Kind of the answer of a child that ended."""
+"""``Answer.kind`` for a child that ended."""
 
 INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-"""Environment variables that a child gets: no keys."""
+"""Environment variables that a child inherits; no keys are among them."""
 
 _UNPARSED = re.compile(r"syntax error|incomplete input|unrecognized token|parser stack overflow")
 _TOKEN = re.compile(
@@ -48,7 +48,7 @@ _WRITES = re.compile(r"(?:^| )(?:insert|update|delete|replace into)(?: |$)")
 
 
 class QueryError(AglError):
-    """A query gave no rows; ``fault`` is the kind of reason."""
+    """A query gave no rows; ``fault`` says why."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
@@ -56,14 +56,14 @@ class QueryError(AglError):
 
 
 class QueryLimits(NamedTuple):
-    """The seconds that a query may take and the rows that it may give."""
+    """The limits of a query: its seconds and its number of rows."""
 
     time_s: float = 5.0
     rows: int = 10_000
 
 
 class QueryRunner:
-    """Runs queries, as many at once as there are processors; the others wait.
+    """Runs queries, at most as many at once as there are processors (but at least two); further queries wait.
 
     Args:
         limits: The limits of each query.
@@ -80,7 +80,7 @@ class QueryRunner:
 
         Raises:
             QueryError: The query is refused, wrong, too slow or too large.
-            ConfigError: The file is not a SQLite database.
+            ConfigError: The file cannot be read as a SQLite database.
         """
         check_query(sql)
         limits = self._limits
@@ -93,7 +93,7 @@ class QueryRunner:
         return answer.rows
 
     def _ask(self, query: Query) -> Answer:
-        """Return the answer of a child, which is kept unless it ended or used up its memory."""
+        """Return the answer of a child; the child is reused unless it ended or ran out of memory."""
         try:
             data = msgspec.msgpack.encode(query)
         except UnicodeEncodeError as error:
@@ -108,7 +108,7 @@ class QueryRunner:
             return answer
 
     def _child(self) -> "_Child":
-        """Return a child that lives, a new one if none is idle."""
+        """Return an idle child that is alive, or else a new one."""
         while self._idle:
             child = self._idle.pop()
             if child.is_alive:
@@ -131,7 +131,7 @@ class _Child:
         self._receive()  # an empty answer says that it is ready; its start is not the first query's time
 
     def ask(self, data: bytes, *, limit_s: float) -> Answer:
-        """Send a query and return its answer; kills the process if that takes too long."""
+        """Send a query and return its answer; the process is killed if this takes longer than ``limit_s`` seconds."""
         stopped = threading.Event()
         timer = threading.Timer(limit_s, self._end, (stopped,))
         timer.start()
@@ -153,11 +153,11 @@ class _Child:
 
     @property
     def is_alive(self) -> bool:
-        """True if the process runs."""
+        """True if the process is running."""
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process.kill()
         with suppress(BrokenPipeError), self._process:  # closes its pipes and waits for it
             pass
@@ -169,7 +169,7 @@ def _stop(children: list[_Child]) -> None:
 
 
 def check_syntax(sql: str) -> None:
-    """Raise :class:`QueryError` unless SQLite can parse the text as one query; names need not exist."""
+    """Raise :class:`QueryError` unless SQLite can parse the text as one query; tables and columns need not exist."""
     check_query(sql)
     limits = QueryLimits()
     try:
@@ -183,7 +183,7 @@ def check_syntax(sql: str) -> None:
 
 
 def check_query(sql: str) -> None:
-    """Raise :class:`QueryError` for an empty text and for a statement that is not a query."""
+    """Raise :class:`QueryError` if the text is empty, is too long, or is not a query."""
     if len(sql) > MAX_SQL:
         raise QueryError("refused", f"the query is too large: {len(sql)} characters, more than {MAX_SQL}")
     words = outline(sql)
@@ -194,12 +194,12 @@ def check_query(sql: str) -> None:
 
 
 def is_ordered(sql: str) -> bool:
-    """Return true when the query as a whole orders its rows, and not only a subquery or window in it."""
+    """Return true if the whole query orders its rows; an order in a subquery or window does not count."""
     return " order by " in f" {outline(sql)} "
 
 
 def outline(sql: str) -> str:
-    """Return the words and marks outside of parentheses, in lower case with one space between; quotes become ``''``."""
+    """Return the tokens outside of parentheses, lower-cased and joined by single spaces; quoted ones become ``''``."""
     depth, words = 0, list[str]()
     for token in _TOKEN.finditer(sql):
         if token["mark"] in ("(", ")"):
@@ -213,7 +213,7 @@ def outline(sql: str) -> str:
 
 @contextmanager
 def _translated_errors(limits: QueryLimits) -> Generator[None]:
-    """Turn SQLite's errors into the ones of :func:`_translated`."""
+    """Convert SQLite's errors within the block to the errors of :func:`_translated`."""
     try:
         yield
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
@@ -221,7 +221,7 @@ def _translated_errors(limits: QueryLimits) -> Generator[None]:
 
 
 def _translated(answer: Answer, limits: QueryLimits) -> AglError:
-    """Return SQLite's error as :class:`QueryError`, or as :class:`ConfigError` for a broken file."""
+    """Return SQLite's error as a :class:`QueryError`, or as a :class:`ConfigError` if the database file is broken."""
     message = answer.error
     if answer.code in ("SQLITE_NOTADB", "SQLITE_CORRUPT"):
         return ConfigError(f"a reward's database cannot be read: {message}; make it again, or name another")

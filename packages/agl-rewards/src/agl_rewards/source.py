@@ -1,14 +1,14 @@
 """Finds the text to judge in an attempt: an answer, the agent's output, an emitted object or a tool call.
 
-Every emitter of this package that reads a text takes one of these as ``source``:
+Every emitter of this package that reads a text has an argument ``source`` with one of these forms:
 
 - ``answer``: the last complete model answer that has text;
-- ``answer:AGENT``: the same, of agents, nodes or roles whose whole name the regular expression matches;
+- ``answer:AGENT``: the last such answer of an agent, node or role whose whole name the regular expression matches;
 - ``output`` or ``output:KEY``: the agent's return value, or one key of it;
 - ``object:NAME`` or ``object:NAME:KEY``: the last ``agl.emit_object(value, name=NAME)``, or one key of it;
 - ``tool:NAME:ARGUMENT``: an argument of the last call of a tool.
 
-A source that a run lacks gives an empty text, which scores nothing. A value that is not text is written as JSON.
+If an attempt does not have the source, the text is empty. A value that is not text is converted to JSON.
 """
 
 import re
@@ -24,13 +24,13 @@ from agl.errors import ConfigError
 from agl.schemas import Json, Span
 
 TextOf = Callable[[Sequence[Span]], str]
-"""Finds the text in an attempt's spans."""
+"""A function that finds the text in an attempt's spans."""
 
 _FORMS = "answer, answer:AGENT, output, output:KEY, object:NAME, object:NAME:KEY or tool:NAME:ARGUMENT"
 
 
 def text_source(source: str) -> TextOf:
-    """Return the function that finds the text; raises :class:`ConfigError` for a source of another form."""
+    """Return the function that finds the text; raises :class:`ConfigError` if ``source`` has none of the forms."""
     match source.split(":"):
         case ["answer"]:
             return final_text
@@ -51,19 +51,19 @@ def text_source(source: str) -> TextOf:
 
 
 def unfenced(text: str, *languages: str) -> str:
-    """Return the last fenced block that names one of ``languages`` or none, or else the whole text; stripped."""
+    """Return the last fenced block without a language or with one of ``languages``, else the whole text; stripped."""
     blocks = re.findall(r"```[ \t]*(\w*)[ \t]*\r?\n(.*?)```", text, re.DOTALL)
     fitting = [body for language, body in blocks if language.lower() in ("", *languages)]
     return (fitting[-1] if fitting else text).strip()
 
 
 def task_fields(task: Json) -> dict[str, Json]:
-    """Return the top-level fields of a task; an empty dict when the task is not an object."""
+    """Return the top-level keys of a task with their values; an empty dict if the task is not an object."""
     return cast("dict[str, Json]", task) if isinstance(task, dict) else {}
 
 
 def as_text(value: Json) -> str:
-    """Return text as it is, ``None`` as the empty text, and every other value as JSON."""
+    """Return text unchanged, ``None`` as an empty text, and any other value as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
@@ -97,7 +97,7 @@ def _object(spans: Sequence[Span], name: str) -> Json:
 
 
 def _arguments(spans: Sequence[Span], tool: str) -> Iterator[Json]:
-    """Yield the arguments of a tool's calls, latest first: those that models asked for, then those that ran."""
+    """Yield the arguments of a tool's calls, latest first: first those that models requested, then those that ran."""
     ordered = [span for span in reversed(chronological(spans).spans) if not span.is_late]
     for span in ordered:
         if span.call is None or not is_answered(span.call) or span.call.dialect == "embeddings":
@@ -123,6 +123,6 @@ def _decoded(arguments: Any) -> Json:
 
 
 def _member(value: Json, key: str) -> Json:
-    """Return a key of an object, also of one that was returned as JSON text; ``None`` without it."""
+    """Return the value of an object's key, which may be given as JSON text; ``None`` if there is no such key."""
     found = _decoded(value)
     return cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None

@@ -1,16 +1,16 @@
-"""Gives intermediate rewards automatically: tools, steps and exceptions show how single turns went.
+"""Gives intermediate rewards for events: tools, steps and exceptions show how single turns went.
 
 The events, each with its weight:
 
-- ``tool_ok`` and ``tool_error``: a tool ran, or failed;
-- ``step_ok`` and ``step_error``: the same for operations, nodes and agents that ``steps`` names;
-- ``exception``: an exception that was reported, or that ended another operation, node or agent; where it passes
-  through several, the innermost counts, and for a failed model call the span around it;
+- ``tool_ok`` and ``tool_error``: a tool succeeded, or failed;
+- ``step_ok`` and ``step_error``: an operation, node or agent that ``steps`` names succeeded, or failed;
+- ``exception``: an exception that was reported, or that ended another operation, node or agent. If it passes through
+  several of these, only the innermost counts; for a failed model call, only the span around the call;
 - ``retry``: a model call that the client had to repeat;
 - ``repeat``: a tool called again with exactly the same arguments.
 
-Hand-offs and interrupts are not failures: tracers report them under their own names.
-Turns are found by the core's rule for rewards about spans; adding the rewards up is left to credit.
+Hand-offs and interrupts are not failures: tracers report them under their own names. The turn of an event is found with
+the core's rule for rewards about spans. Credits add the rewards up.
 """
 
 import re
@@ -25,13 +25,13 @@ from agl.schemas import Reward, Rollout, Span
 from agl.tracing import make_reward_span
 
 WEIGHTS: Mapping[str, float] = {"tool_ok": 0.1, "tool_error": -0.1, "exception": -0.1}
-"""The weights that hold when none are declared."""
+"""The default weights."""
 
 EVENTS = ("tool_ok", "tool_error", "step_ok", "step_error", "exception", "retry", "repeat")
 
 
 class RewardedEvent(NamedTuple):
-    """The kind of an event, which earns its weight, and the span where it happened."""
+    """An event: its kind, which determines the weight, and the span in which it happened."""
 
     kind: str
     span: Span
@@ -41,15 +41,16 @@ class SpanRewards:
     """Rewards for events during a run, which the credits ``turn`` and ``role`` add to the final reward.
 
     Args:
-        weights: Reward by event, see above; events that are not named earn nothing.
-        steps: Regular expression that matches the whole name of the operations, nodes and agents that are steps.
-        scope: ``turn`` gives one reward per model call for the events that it caused, ``span`` one per event for the
-            event's own span, ``rollout`` one for the whole run.
-        name: The rewards' name. With scope ``span`` a number follows it, because of several rewards with one name
-            only the last would count.
+        weights: Reward by event; see the module. Events without a weight earn nothing.
+        steps: Regular expression that must match the whole name of an operation, node or agent to make it a step.
+        scope: ``turn`` gives one reward per model call, for the events that the call caused; ``span`` gives one per
+            event, for the event's own span; ``rollout`` gives one for the whole run.
+        name: The rewards' name. With the scope ``span`` a number is appended, because only the last of several
+            rewards with the same name would count.
 
     Raises:
-        ConfigError: An event is unknown, the regular expression is wrong, or steps have a weight and no name.
+        ConfigError: An event is unknown, the regular expression is invalid, or steps have a weight but ``steps`` is
+            empty.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class SpanRewards:
         self._name = name
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-        """Return the rewards of one attempt; for scope ``rollout`` exactly one."""
+        """Return the rewards of one attempt; with the scope ``rollout`` exactly one."""
         timeline = chronological([span for span in spans if not span.is_late])
         events = [event for event in find_events(timeline.spans, steps=self._steps) if event.kind in self._weights]
         return self._make(timeline, events)
@@ -92,7 +93,7 @@ class SpanRewards:
         ]
 
     def _by_turn(self, timeline: Timeline, events: Sequence[RewardedEvent]) -> list[Reward]:
-        """Return one reward per call with events, attributed by the core's rule for rewards about spans."""
+        """Return one reward per model call with events, assigned by the core's rule for rewards about spans."""
         calls = [span for span in timeline.spans if span.call is not None and is_answered(span.call)]
         enclosing = Enclosing(timeline.spans)
         found: dict[str, dict[str, float | None]] = {call.span_id: {} for call in calls}
@@ -125,7 +126,7 @@ class SpanRewards:
 
 
 def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) -> list[RewardedEvent]:
-    """Return every event of an attempt, in order of time; ``steps`` matches the operations that are steps."""
+    """Return all events of an attempt, in order of time; ``steps`` matches the names of steps."""
     timeline = chronological([span for span in spans if not span.is_late])
     failed_inside = _failed_inside(timeline)
     seen: set[tuple[str, str]] = set()
@@ -137,10 +138,11 @@ def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) 
 
 
 def _failed_inside(timeline: Timeline) -> set[str]:
-    """Return the spans whose own failure is that of a child, which counts alone.
+    """Return the failed spans whose failure came from a failed child, so that only the child counts.
 
-    A failed model call is no event: the failure is left to the span around it. The failure is a child's when the
-    span reports the child's error too; where one of them has no words, when no model was called in the span afterwards.
+    Failed model calls are not children in this sense: their failure is counted for the span around them. The failure
+    is the child's if the span reports the child's error too. If one of the two reports no text, it is the child's if no
+    model was called in the span after the child ended.
     """
     failed = {span.span_id: span for span in timeline.spans if span.status == "error"}
     newest = _newest_calls(timeline.spans)
@@ -158,7 +160,7 @@ def _failed_inside(timeline: Timeline) -> set[str]:
 
 
 def _newest_calls(spans: Sequence[Span]) -> dict[str, Span]:
-    """Return by span the newest model call inside it, at any depth."""
+    """Return, for each span, the newest model call inside it, at any depth."""
     around = {span.span_id: span.parent_id for span in spans}
     newest: dict[str, Span] = {}
     for call in reversed(spans):
@@ -174,7 +176,7 @@ def _newest_calls(spans: Sequence[Span]) -> dict[str, Span]:
 
 
 def _error_texts(span: Span) -> list[str]:
-    """Return every text in which a span reports its error, with the traceback, which names the causes too."""
+    """Return all texts in which a span reports its error; a traceback among them also contains the causes."""
     texts = [value for event in span.events if event.name == "exception" for value in event.attributes.values()]
     return [text for text in (span.status_message, *texts) if isinstance(text, str) and text]
 
@@ -182,7 +184,7 @@ def _error_texts(span: Span) -> list[str]:
 def _kinds(
     span: Span, *, steps: re.Pattern[str] | None, failed_inside: set[str], seen: set[tuple[str, str]]
 ) -> Iterator[str]:
-    """Yield the kinds of event that a span is; ``seen`` collects the tool calls so far."""
+    """Yield the kinds of events that a span represents; ``seen`` collects the tool calls so far."""
     has_failed = span.status == "error"
     if span.call is not None:
         if span.call.retry_count and is_answered(span.call):
@@ -200,7 +202,7 @@ def _kinds(
 
 
 def _names(span: Span) -> list[str]:
-    """Return the names by which a span can be a step; none for rewards and for the run itself."""
+    """Return the names by which a span can be a step; empty for rewards and for the run's root span."""
     if span.reward is not None or span.name == semconv.ROOT_SPAN_NAME:
         return []
     named = [_text(span, key) for key in (semconv.AGENT_NAME, semconv.NODE, semconv.ROLE)]
@@ -222,7 +224,7 @@ def _described(kind: str, span: Span) -> str:
 
 
 def _step_pattern(weights: Mapping[str, float], steps: str) -> re.Pattern[str] | None:
-    """Return the pattern of steps, ``None`` without steps; raises :class:`ConfigError` for what does not fit."""
+    """Return the pattern of steps, or ``None`` without steps; raises :class:`ConfigError` for invalid settings."""
     unknown = sorted(set(weights) - set(EVENTS))
     if unknown:
         hint = did_you_mean(unknown[0], EVENTS, otherwise=f"use {', '.join(EVENTS)}")

@@ -1,8 +1,8 @@
-"""Rewards SQL that parses, that runs, and that gives the rows of the task's own query.
+"""Rewards SQL that can be parsed, that can be executed, and that gives the same rows as the task's own query.
 
-:class:`SqlMatch` runs both queries on a SQLite database and keeps all three results as the dimensions ``syntax``,
+:class:`SqlMatch` runs both queries on a SQLite database and records all three results as the dimensions ``syntax``,
 ``execution`` and ``goal``, so that ``[experiment] reward_weights`` can weight them without running a query twice.
-Running untrusted queries safely is left to `sandbox`.
+`sandbox` runs the untrusted queries safely.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ Order = Literal["query", "always", "never"]
 
 
 class SqlSyntax:
-    """1.0 when the text is one query that SQLite can parse, else 0.0; no table needs to exist.
+    """Gives 1.0 if the text is one query that SQLite can parse, else 0.0; tables need not exist.
 
-    A fenced block of SQL within the text stands for the text. Statements that are not queries get 0.0.
+    If the text contains a fenced block of SQL, only the block counts. Statements that are not queries get 0.0.
 
     Args:
-        source: Source of the text, see :mod:`agl_rewards.source`.
+        source: Where the text comes from; see :mod:`agl_rewards.source`.
         name: The reward's name.
     """
 
@@ -43,15 +43,15 @@ class SqlSyntax:
 
 
 class SqlExecutes:
-    """1.0 when the query runs on the database within its limits, whatever rows it gives, else 0.0.
+    """Gives 1.0 if the query runs on the database within its limits, whatever its rows are, else 0.0.
 
     Args:
-        database: Path of the SQLite database, see :class:`SqlMatch`.
-        source: Source of the text, see :mod:`agl_rewards.source`.
+        database: Path of the SQLite database; see :class:`SqlMatch`.
+        source: Where the text comes from; see :mod:`agl_rewards.source`.
         time_s: Seconds that a query may take.
-        max_rows: Rows that it may give.
+        max_rows: The most rows that a query may give.
         name: The reward's name.
-        setup: The experiment.
+        setup: The experiment, to whose folder ``database`` is relative.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SqlExecutes:
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """Return the reward of one attempt; raises :class:`ConfigError` when its database does not exist."""
+        """Return the reward of one attempt; raises :class:`ConfigError` if the database does not exist."""
         path = self._database.of(rollout)
         try:
             await asyncio.to_thread(self._queries.run, path, query_in(self._text(spans)))
@@ -80,7 +80,7 @@ class SqlExecutes:
 
 
 class QueryVerdict(Record, frozen=True, kw_only=True):
-    """The checks that a query passed, and the fault of the first one that it failed."""
+    """Which checks a query passed, and feedback on the first one that it failed."""
 
     syntax: bool = False
     execution: bool = False
@@ -89,23 +89,23 @@ class QueryVerdict(Record, frozen=True, kw_only=True):
 
 
 class SqlMatch:
-    """1.0 when the query gives the rows of the task's query, else 0.0.
+    """Gives 1.0 if the query gives the same rows as the task's query, else 0.0.
 
-    Rows are compared as multisets, and in their order when the task's query orders them. Columns are compared by
-    position; their names do not matter. Rows that are equal in the query's order must come in the order in which SQLite
-    gives them to the task's query.
-    Both queries run with the same limits and can only read; an error scores 0 with its feedback.
+    Rows are compared as multisets, or in order if the task's query orders them; rows that are equal in that order must
+    then be in the order in which SQLite returns them for the task's query. Columns are compared by position, and their
+    names do not matter. Both queries run with the same limits and can only read; a query with an error scores 0, with
+    the error as feedback.
 
     Args:
-        database: Path of the SQLite database, relative to the experiment file; ``{key}`` is a field of the task.
-        answer: Key of the task that holds the right query, or a list of right ones.
-        source: Source of the text, see :mod:`agl_rewards.source`.
-        order: The order of the rows counts when the task's ``query`` orders them, ``always``, or ``never``.
-        digits: Significant digits to which floating-point numbers are compared, see :func:`same_rows`.
+        database: Path of the SQLite database, relative to the experiment file; ``{key}`` stands for a key of the task.
+        answer: The task's key that holds the right query, or a list of right queries.
+        source: Where the text comes from; see :mod:`agl_rewards.source`.
+        order: When the order of rows counts: if the task's ``query`` orders them, ``always``, or ``never``.
+        digits: Significant digits to which floating-point numbers are compared; see :func:`same_rows`.
         time_s: Seconds that a query may take.
-        max_rows: Rows that it may give.
+        max_rows: The most rows that a query may give.
         name: The reward's name.
-        setup: The experiment.
+        setup: The experiment, to whose folder ``database`` is relative.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SqlMatch:
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """Return the reward of one attempt; raises :class:`ConfigError` when database or right query are unusable."""
+        """Return the reward of one attempt; raises :class:`ConfigError` if the database or a right query fails."""
         path, right = self._database.of(rollout), self._right(rollout)
         judged = await asyncio.to_thread(self._judge, path, right, query_in(self._text(spans)), rollout.rollout_id)
         dimensions: dict[str, float | None] = {
@@ -186,15 +186,15 @@ class SqlMatch:
 
 
 def query_in(text: str) -> str:
-    """Return the SQL in a text: its last fenced block of SQL, or else all of it."""
+    """Return the SQL in a text: its last fenced block of SQL, or else the whole text."""
     return unfenced(text, "sql", "sqlite")
 
 
 def same_rows(wanted: Sequence[Row], rows: Sequence[Row], *, ordered: bool, digits: int = 9) -> bool:
-    """Return true when two results are equal: as sequences when ``ordered``, else as multisets of rows.
+    """Return true if two results are equal: as sequences if ``ordered``, else as multisets of rows.
 
-    Types stay apart as in SQLite: ``1`` and ``'1'`` differ, ``1`` and ``1.0`` do not. Floats are compared to ``digits``
-    significant digits, and in a column that has integers too, to all digits before the point at least.
+    Values of different types differ as in SQLite: ``1`` differs from ``'1'`` but equals ``1.0``. Floats are compared to
+    ``digits`` significant digits; in a column that also has integers, all digits before the decimal point count.
     """
     both = (*wanted, *rows)
     whole = {column for row in both for column, value in enumerate(row) if isinstance(value, int)}
@@ -206,7 +206,7 @@ def same_rows(wanted: Sequence[Row], rows: Sequence[Row], *, ordered: bool, digi
 
 
 def _plain(value: Any, digits: int, *, keeps_whole: bool) -> Any:
-    """Return a value to compare: a float rounded to ``digits``, with ``keeps_whole`` never above the units."""
+    """Return a value for comparison: a float is rounded to ``digits``, but with ``keeps_whole`` at most to units."""
     if not isinstance(value, float):
         return value
     if keeps_whole and isfinite(value) and (value.is_integer() or abs(value) >= 10**digits):

@@ -30,7 +30,7 @@ class TestShapleyConformance(CreditConformance):
 
 
 class World:
-    """Replays of an additive team; remembers the plans of every request."""
+    """Replays of a team whose members' contributions add up; remembers the plans of every request."""
 
     def __init__(self, *, fails=()):
         self.requests, self.fails = [], set(fails)
@@ -95,7 +95,7 @@ def test_shares_can_be_returns_that_are_compared_within_the_role(make):
 
 @pytest.mark.parametrize("make", BOTH)
 def test_failure_of_the_only_agent_that_matters_gets_less_than_its_success(make):
-    """Silence earns nothing and so does the failure, so by itself its share of 0 says nothing against it."""
+    """Silence and the failure both earn nothing, so the failure's share is 0, which alone is no evidence against it."""
 
     class Silence(World):
         def _replayed(self, plan):
@@ -226,7 +226,7 @@ def test_episodes_without_calls_get_nothing(make):
 
 
 def test_shapley_credits_work_that_another_agent_spoilt():
-    """The hero earns 1 and the saboteur takes it all away: leave-one-out gives the hero nothing."""
+    """The hero earns 1 and the saboteur takes it all away, so leave-one-out gives the hero nothing."""
 
     class Spoilt(World):
         def _replayed(self, plan):

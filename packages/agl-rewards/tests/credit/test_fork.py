@@ -30,7 +30,7 @@ def reward_of(words):
 
 
 def transitions(name, words, *, is_chained=False, versions=("", "", ""), chance=0.5):
-    """The calls of a run: each role reads its name, and in chained runs what was said before."""
+    """Return the calls of a run: each role reads its name, and in chained runs also the answers before."""
     heard, calls = [], []
     for place, (role, word) in enumerate(zip(ROLES, words, strict=True)):
         calls.append(
@@ -63,7 +63,7 @@ def words_of(each):
 
 
 class World:
-    """Runs forks of a team; a model says ``said``, and the requests are remembered."""
+    """Runs forks of a team in which a model answers ``said``, and remembers the requests."""
 
     def __init__(self, episodes, *, is_chained=False, said=9, diverges=lambda plan: False, fails=lambda plan: False):
         self.known = {each.rollout.rollout_id: each for each in episodes}
@@ -107,7 +107,7 @@ class World:
 
 
 class Unanswered(World):
-    """Runs forks whose calls all fail before they are recorded."""
+    """Runs forks in which every call fails before it is recorded."""
 
     def _fork(self, plan):
         return msgspec.structs.replace(super()._fork(plan), transitions=())
@@ -119,7 +119,7 @@ def prepare(episodes, world=None, *, step=1, **params):
 
 
 def advantages(prepared, **params):
-    """The advantage of every call by role, for each episode."""
+    """Return the advantage of every call by role, for each episode."""
     rows = ForkCredit(**params).assign(prepared)
     roles = {call.span_id: call.agent for each in prepared for call in each.transitions}
     return [{roles[given.span_id]: given.value for given in row} for row in rows]

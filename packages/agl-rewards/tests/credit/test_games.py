@@ -16,7 +16,7 @@ SMALL = settings(max_examples=60)
 
 
 class Table:
-    """A game whose every coalition has a worth of its own, by who is replaced; counts what is asked."""
+    """A game with a given worth for every coalition, by replaced players; counts the requests."""
 
     def __init__(self, players, worths):
         self.players, self.worths, self.asked = players, worths, []

@@ -1,4 +1,4 @@
-"""Hierarchical credit: the paper's formula on numbers that can be checked by hand."""
+"""Hierarchical credit: the paper's formula with numbers that can be checked by hand."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_choices_of_one_request_are_one_step_where_one_of_them_is_rejected():
 
 
 def episode(name, reward, states, *, agent="walker", rewards=None):
-    """An episode that is in one state per turn."""
+    """Return an episode with one state per turn."""
     calls = tuple(
         Transition(
             rollout_id=name,

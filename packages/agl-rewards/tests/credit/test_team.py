@@ -1,4 +1,4 @@
-"""Counterfactual credit over the whole way: agent, client, capture, store, replays, algorithm."""
+"""Counterfactual credit from end to end: agent, client, capture, store, replays, algorithm."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ COUNTERFACTUAL = component("leave-one-out", baseline="counterfactual")
 
 
 class Stopping(TeamGradient):
-    """Stops in the middle of a step, after everything was paid for."""
+    """Stops in the middle of a step, after all its rollouts were paid for."""
 
     is_on = False
 
@@ -44,7 +44,7 @@ class Stopping(TeamGradient):
 
 
 class Team:
-    """An experiment with the toy team, and what it left in its store."""
+    """An experiment with the toy team, and the contents of its store."""
 
     def __init__(self, folder: Path) -> None:
         self.store, self.folder = MemoryStore("memory://"), folder
@@ -77,7 +77,7 @@ class Team:
         return asyncio.run(self.store.rollouts(RolloutQuery(experiment="experiment", limit=10_000, **query)))
 
     def versions(self, rollout: Any) -> dict[str, str]:
-        """The model version behind every role's call of a rollout."""
+        """Return the model version of every role's call in a rollout."""
         spans = asyncio.run(self.store.spans(rollout.rollout_id))
         enclosing = Enclosing(spans)
         return {enclosing.who(span).agent: span.call.model_version for span in spans if span.call is not None}
@@ -155,7 +155,7 @@ def test_a_runner_that_cannot_replay_is_refused_before_the_first_rollout(team: T
 
 
 async def past_the_hook(task: Any, team: Any) -> float:
-    """Calls the gateway over a connection of its own, and says so much that the gateway knows the agent."""
+    """Call the gateway over a separate connection, with a header that names the agent."""
     address = urlsplit(team.base_url)
     body = json.dumps({"model": team.model, "messages": [{"role": "user", "content": f"hero/{task['room']}"}]})
     with agl.operation("hero") as hero:

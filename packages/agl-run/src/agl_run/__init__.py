@@ -1,6 +1,7 @@
-"""agl_run: run an agent on tasks, record it, and let algorithms learn from it.
+"""agl_run: run an agent on tasks, record its rollouts, and let algorithms learn from them.
 
-The trainer, the configuration that it is built from, and the base of runners. Each name is imported on first use.
+The package exports the trainer, the configuration from which a trainer is built, and the base class of runners.
+Each name is imported on first use.
 """
 
 from importlib import import_module

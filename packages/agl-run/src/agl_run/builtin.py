@@ -11,14 +11,14 @@ from agl.schemas import LLM, Json, Resource, ResourceVersion, Reward, Rollout, S
 
 
 class ExactMatch:
-    """1.0 when the final text equals the task's answer, else 0.0.
+    """Gives 1.0 if the final text equals the task's answer, else 0.0.
 
-    White space is normalised to single spaces before the comparison, and case is ignored unless ``case``.
-    A task without the answer is an error, because its reward would be silently 0; an attempt that ended without any
+    White space is normalised to single spaces before the comparison, and case is ignored unless ``case`` is true.
+    A task without an answer is an error, because its reward would silently be 0; an attempt that ends without any
     text gets 0.0.
 
     Args:
-        answer: Key of the task that holds the answer, or a list of accepted ones; usually a hidden field.
+        answer: The task's key that holds the answer, or a list of accepted answers; usually a hidden key.
         case: Whether upper and lower case differ.
         name: The reward's name.
     """
@@ -29,7 +29,7 @@ class ExactMatch:
         self._name = name
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """The reward of one attempt; raises :class:`ConfigError` when the task has no such answer."""
+        """Return the reward of one attempt; raises :class:`ConfigError` if the task has no answer."""
         accepted = self._accepted(rollout)
         text = final_text(spans)
         is_right = self._normal(text) in {self._normal(answer) for answer in accepted}
@@ -53,7 +53,7 @@ class ExactMatch:
 
 
 class OpenAIPolicy:
-    """Attaches to any running OpenAI-compatible endpoint, whose weights are not trained.
+    """A policy that uses a running OpenAI-compatible endpoint, whose weights are not trained.
 
     Args:
         name: The policy's name.
@@ -100,7 +100,7 @@ class OpenAIPolicy:
         """Do nothing."""
 
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """Serve the endpoint's own model; raises for weights, which cannot be loaded into it."""
+        """Return the endpoint's own model; raises :class:`PolicyError` for weights, which it cannot load."""
         if not isinstance(version.resource, LLM):
             raise PolicyError(
                 f"policy {self._name!r} is an endpoint that runs elsewhere and cannot load {version.version!r}; "

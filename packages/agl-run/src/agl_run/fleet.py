@@ -1,7 +1,7 @@
-"""The contract of a fleet: a runner that places workers on other machines, and never carries an attempt itself.
+"""The contract of a fleet: a runner that places workers on other machines, and never runs an attempt itself.
 
-A fleet stands in ``[runner] use`` like any runner. Its workers claim rollouts from the experiment's store, as those of
-``agl worker`` do; the experiment's own process claims none.
+A fleet is named in ``[runner] use`` like any runner. Its workers claim rollouts from the experiment's store as
+``agl worker`` does; the experiment's own process claims none.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from agl_run.worker.order import WorkerOrder
 
 LOOP_ROLLOUTS = 256
-"""Rollouts that one event loop should hold at most; beyond that their calls wait for each other."""
+"""The most rollouts that one event loop should run at once; with more, their calls wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSetup:
-    """The parts of a running experiment that a fleet works for.
+    """The parts of a running experiment that its fleet uses.
 
     Attributes:
-        order: The order of what runs elsewhere, with the keys: algorithms get it as it is, and workers
-            ``order.for_worker()``; see :class:`agl_run.fleets.OrderedWorker`.
+        order: The description of the experiment for other machines, with its keys. Algorithms get it unchanged, and
+            workers get ``order.for_worker()``; see :class:`agl_run.fleets.OrderedWorker`.
         open_rollouts: Returns the number of rollouts that are queued or running.
-        fail: Ends the experiment with an error; only the first one counts.
+        fail: Ends the experiment with an error; calls after the first one have no effect.
         say: Shows the user one line.
     """
 
@@ -39,43 +39,43 @@ class FleetSetup:
 
 @runtime_checkable
 class Fleet(Protocol):
-    """Places an experiment's workers, and those algorithms that have ``resources``.
+    """Places an experiment's workers, and those of its algorithms that set ``resources``.
 
-    The factory is called with ``placement``, the table ``[runner.resources]`` or ``None``, with ``concurrency`` and
-    with the runner's own parameters. It starts nothing. ``reserve`` comes before ``deploy`` and ``algorithm``, and
-    ``stop`` last; afterwards ``reserve`` may begin again.
+    The factory is called with ``placement`` (the table ``[runner.resources]``, or ``None``), with ``concurrency`` and
+    with the runner's own parameters, and starts nothing. ``reserve`` is called before ``deploy`` and ``algorithm``,
+    and ``stop`` last; after that, ``reserve`` may be called again.
     """
 
     @property
     def most_attempts(self) -> int:
-        """The attempts that all workers together run at once, at most."""
+        """The most attempts that all workers together run at once."""
         ...
 
     def attempts(self) -> tuple[str, dict[str, Json]]:
-        """Return the name and the parameters of the runner that each worker runs attempts with."""
+        """Return the name and the parameters of the runner with which each worker runs attempts."""
         ...
 
     async def check(self, algorithms: Sequence[AlgorithmConfig]) -> list[str]:
-        """Compare what the experiment asks for with the cluster; returns the layout as lines of text.
+        """Compare the requested cluster shares with the cluster; return the layout as lines of text.
 
         Args:
-            algorithms: Those that have ``resources``.
+            algorithms: The algorithms that set ``resources``.
 
         Raises:
-            ConfigError: Something cannot be placed; names it.
+            ConfigError: A share cannot be placed; the message names it.
         """
         ...
 
     async def reserve(self, algorithms: Sequence[AlgorithmConfig]) -> None:
-        """Connect to the cluster, and reserve what the algorithms ask for.
+        """Connect to the cluster, and reserve the algorithms' shares.
 
         Raises:
-            ConfigError: The cluster cannot be reached, or something cannot be placed; names it.
+            ConfigError: The cluster cannot be reached, or a share cannot be placed; the message names it.
         """
         ...
 
     async def deploy(self, setup: FleetSetup) -> None:
-        """Begin to start and stop workers as the store's queue asks for; returns at once."""
+        """Begin to start and stop workers according to the store's queue; returns at once."""
         ...
 
     async def recall(self) -> None:
@@ -83,7 +83,7 @@ class Fleet(Protocol):
         ...
 
     def algorithm(self, config: AlgorithmConfig, setup: FleetSetup) -> Algorithm:
-        """Return an algorithm whose steps run in a process of their own, in its reservation."""
+        """Return an algorithm whose steps run in a process of their own, on the share reserved for it."""
         ...
 
     async def stop(self) -> None:

@@ -1,7 +1,7 @@
-"""Prompts of several messages, as agents get them: a list that OpenAI's clients take, with placeholders to fill.
+"""Prompts of several messages as agents get them: a list for OpenAI's clients, with placeholders to fill.
 
 The resource is plain JSON, ``[{"role": "system", "content": "..."}, {"role": "user", "content": "{question}"}]``.
-Optimisers that tune one keep its roles and placeholders; filling it in is all that is left to do here.
+Algorithms that tune such a prompt preserve its roles and placeholders; this module only fills the placeholders.
 """
 
 from typing import Any, cast
@@ -14,13 +14,14 @@ _ROLES = frozenset({"system", "developer", "user", "assistant"})
 class Messages(list[dict[str, str]]):
     """The messages of a prompt, each with its ``role`` and ``content``.
 
-    It is a list of dictionaries like any other, and where a resource's value is one, agents get it as this class.
+    This is an ordinary list of dictionaries with the method :meth:`format`. Agents get it in place of any JSON
+    resource that has this form.
     """
 
     def format(self, **values: object) -> "Messages":
-        """Fill the placeholders ``{name}`` of all messages; raises :class:`ConfigError` naming those without a value.
+        """Fill the placeholders ``{name}`` of all messages; raises :class:`ConfigError` if one has no value.
 
-        Literal braces are written as ``{{`` and ``}}``. A value may be used in any message, in several, or in none.
+        Literal braces are written as ``{{`` and ``}}``. Values that no message uses are ignored.
         """
         return Messages(
             {"role": one["role"], "content": PromptTemplate(template=one["content"]).format(**values)} for one in self
@@ -28,14 +29,14 @@ class Messages(list[dict[str, str]]):
 
 
 def value_for_agent(resource: Resource) -> Any:
-    """Return a resource as agents get it: JSON as its value, messages with a way to fill them."""
+    """Return a resource as agents get it: a JSON resource as its value, and a list of messages as ``Messages``."""
     if not isinstance(resource, JsonResource):
         return resource
     return Messages(cast("list[dict[str, str]]", resource.value)) if _is_messages(resource.value) else resource.value
 
 
 def resource_for_child(value: Any) -> Resource:
-    """Return the resource of which :func:`value_for_agent` makes this value, to send it to another process."""
+    """Return a resource that :func:`value_for_agent` turns back into this value; used to send it to a child process."""
     return value if isinstance(value, Resource) else JsonResource(value=value)
 
 

@@ -26,21 +26,21 @@ VALIDATION = "validate"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An experiment with everything that its configuration names.
+    """An experiment with all objects that its configuration names.
 
     Attributes:
         config: The configuration.
         folder: Base of relative paths.
-        manager: Finds components by name.
+        manager: The plugin manager, which finds components by name.
         agent: The agent.
         train: Training tasks.
         val: Validation tasks.
         resources: Initial resources that are not policies.
-        store: The store object that was passed, ``None`` to open the URL in the configuration.
-        workdir: Where checkpoints and metrics go.
+        store: The store object that was passed; ``None`` to open the URL in the configuration.
+        workdir: Folder for checkpoints and metrics.
         rewards: Functions, instances and classes that were passed as rewards, by name.
-        fleet: Places workers and algorithms on other machines; ``None`` where the runner of the configuration runs
-            here. With it that runner is the one of each worker.
+        fleet: Places workers and algorithms on other machines, in which case ``config.runner`` describes the runner
+            of each worker; ``None`` if the runner runs on this machine.
     """
 
     config: ExperimentConfig
@@ -61,9 +61,9 @@ class Plan:
         return self.config.experiment.name
 
     def renamed(self, name: str) -> "Plan":
-        """Copy the plan under another name, with its own work directory, for a dry run.
+        """Copy the plan under another name, with a work directory of its own, for a dry run.
 
-        The copy runs its attempts itself, because remote workers look for the original name.
+        The copy runs its attempts in this process, because workers elsewhere look for the original name.
         """
         # Workers elsewhere look for the original name, so the copy runs its attempts itself.
         concurrency = self.config.runner.concurrency or RunnerConfig().concurrency
@@ -73,7 +73,7 @@ class Plan:
         return replace(self, config=config, workdir=self.workdir / name, fleet=None)
 
     def entry(self, algorithm: AlgorithmConfig) -> AlgorithmEntry:
-        """Return the registered record of an algorithm."""
+        """Return the entry by which an algorithm is registered."""
         return self.manager.algorithm(algorithm.use)
 
     def needs_token_ids(self) -> bool:
@@ -81,7 +81,7 @@ class Plan:
         return any(self.entry(algorithm).needs_token_ids for algorithm in self.config.algorithm)
 
     def label(self, name: str) -> str:
-        """Return the label of the version that a resource starts from, ``""`` for the experiment's own value."""
+        """Return the label of the version that a resource starts from; ``""`` for the experiment's own value."""
         given = self.config.policy.get(name) or self.config.resource.get(name)
         return given.label if given is not None else ""
 
@@ -91,7 +91,7 @@ class Plan:
 
 
 def placeholder_keys() -> AbstractContextManager[None]:
-    """Set placeholders for API keys that are not set, for clients that a module makes when it is imported."""
+    """Set placeholders for missing API keys, for modules that create a client when they are imported."""
     # Clients are often made at import and refuse to be without a key; the attempt's own replaces it
     # in every call.
     missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
@@ -99,7 +99,7 @@ def placeholder_keys() -> AbstractContextManager[None]:
 
 
 def load_agent(spec: AgentSpec) -> LoadedAgent:
-    """Import the agent, with placeholders for API keys that are not set; raises :class:`ConfigError`."""
+    """Import the agent, with placeholders for missing API keys; raises :class:`ConfigError` if it cannot be used."""
     try:
         with placeholder_keys():
             return spec.load()

@@ -18,7 +18,7 @@ from agl.schemas import to_json
 
 @hookimpl
 def agl_tracers() -> Iterable[TracerEntry]:
-    """Register what is always on: the watch on HTTP clients other than httpx, and the spans of frameworks' own."""
+    """Register the tracers that are always on: unrecorded calls of HTTP clients, and frameworks' own spans."""
     yield TracerEntry(
         name="unrecorded",
         factory="agl_run.tracers.unrecorded:UnrecordedCalls",
@@ -33,7 +33,7 @@ def agl_tracers() -> Iterable[TracerEntry]:
 
 @hookimpl
 def agl_rewards() -> Iterable[RewardEntry]:
-    """Register the simplest reward there is."""
+    """Register the reward that compares an agent's final text with the answer."""
     yield RewardEntry(
         name="exact-match",
         factory="agl_run.builtin:ExactMatch",
@@ -43,7 +43,7 @@ def agl_rewards() -> Iterable[RewardEntry]:
 
 @hookimpl
 def agl_runners() -> Iterable[RunnerEntry]:
-    """Register the runners on this machine."""
+    """Register the runners that run attempts on this machine."""
     yield RunnerEntry(
         name="async",
         factory="agl_run.runners.local:AsyncRunner",
@@ -73,7 +73,7 @@ def agl_policies() -> Iterable[PolicyEntry]:
 
 @hookimpl
 def agl_step_finished(run: int, algorithm: str, report: StepReport, experiment_step: int, workdir: Path) -> None:
-    """Append every number of the step to ``metrics.jsonl`` in the work directory, one JSON object per line."""
+    """Append every metric of the step to ``metrics.jsonl`` in the work directory, one JSON object per line."""
     place = {"time": time.time(), "run": run, "algorithm": algorithm, "step": report.step}
     place |= {"experiment_step": experiment_step}
     lines = [to_json({**place, "name": name, "value": value}) + b"\n" for name, value in report.metrics.items()]
@@ -85,7 +85,7 @@ def agl_step_finished(run: int, algorithm: str, report: StepReport, experiment_s
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """Register the commands that run something."""
+    """Register the commands that write, check and run experiments or programs."""
     yield CommandEntry(name="init", factory="agl_run.cli.init:init", summary="write a small experiment that runs")
     yield CommandEntry(
         name="check", factory="agl_run.cli.check:check", summary="check or forecast an experiment before it runs"

@@ -1,6 +1,7 @@
-"""Parts of runners that start programs, or that bring agents with them.
+"""Parts for runners that start programs or bring their own agents.
 
-Processes that end with their descendants, bounded output; agents and tasks that belong to a runner.
+The module exports processes that end with their descendants, bounded program output, and the contract of runners that
+have agents and tasks of their own.
 """
 
 from agl_run.agents.agent import AgentSource as AgentSource

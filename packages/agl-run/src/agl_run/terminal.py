@@ -1,4 +1,4 @@
-"""Shared parts of commands that take an experiment file: reads it, overrides keys, makes the trainer."""
+"""Shared parts of commands that take an experiment file: read it, override its keys, create the trainer."""
 
 import tomllib
 from collections.abc import Callable
@@ -24,7 +24,7 @@ __all__ = ["experiment_argument", "make_trainer", "ray_option", "read_experiment
 F = TypeVar("F", bound=Callable[..., Any])
 
 _KEYS = {"algorithm": AlgorithmConfig.__struct_fields__, "reward": ComponentConfig.__struct_fields__}
-"""The sections that are lists of tables, with the keys of each table."""
+"""The sections that are lists of tables, with the keys that each table may have."""
 
 
 def experiment_argument(function: F) -> F:
@@ -41,7 +41,7 @@ ray_option = click.option(
     metavar="auto|ADDRESS",
     help="Run the agents on a Ray cluster: auto for this machine's or a new one here, or HOST:PORT.",
 )
-"""``--ray``, which puts the workers of an experiment on a Ray cluster."""
+"""The option ``--ray``, which places an experiment's workers on a Ray cluster."""
 
 
 def make_trainer(
@@ -52,7 +52,7 @@ def make_trainer(
     progress: Progress | None = None,
     ray_address: str | None = None,
 ) -> Trainer:
-    """Make the trainer that the file describes; raises :class:`ConfigError`."""
+    """Create the trainer that the file describes; raises :class:`ConfigError` if the file is wrong."""
     config, plugins = read_experiment(file, settings, manager=manager)
     if ray_address is not None:
         config = on_ray(config, ray_address)
@@ -62,7 +62,7 @@ def make_trainer(
 def read_experiment(
     file: Path, settings: tuple[str, ...], *, manager: PluginManager
 ) -> tuple[ExperimentConfig, PluginManager]:
-    """Read the file with ``--set`` applied, and load its plugins; raises :class:`ConfigError`."""
+    """Read the file, apply ``--set``, and load the plugins; raises :class:`ConfigError` if anything is wrong."""
     config = load_config(file)
     if settings:
         data = load_data(file)
@@ -76,10 +76,10 @@ def read_experiment(
 
 
 def store_of(config: ExperimentConfig, file: Path) -> str:
-    """Return the URL of the experiment's own store; a relative SQLite file is taken from the folder of ``file``.
+    """Return the URL of the experiment's store; a relative SQLite path is joined to the folder of ``file``.
 
     Raises:
-        ConfigError: There is no such SQLite file.
+        ConfigError: The SQLite file does not exist.
     """
     return resolve_url(located(config.experiment.store, file.absolute().parent))
 
@@ -99,14 +99,14 @@ def _override(data: dict[str, Any], setting: str) -> None:
 
 
 def _enter(table: Any, name: str, path: str) -> Any:
-    """Return what ``name`` is called in a table, or in a list of tables; makes an absent table."""
+    """Return the value under ``name`` in a table or a list of tables; a missing table or list is created."""
     if isinstance(table, list) and name not in _KEYS.get(path, ()):
         return _entry(_tables(cast("list[Any]", table), path), name)
     return _table_with(table, name, path).setdefault(name, [] if not path and name in _KEYS else {})
 
 
 def _table_with(table: Any, key: str, path: str) -> dict[str, Any]:
-    """Return the table that ``key`` is set in: the given one, or the only one of a list."""
+    """Return the table in which to set ``key``: the given one, or the only one of a list."""
     if isinstance(table, dict):
         return cast("dict[str, Any]", table)
     if not isinstance(table, list):

@@ -1,1 +1,1 @@
-"""agl_sinks: shows runs of agl in other systems."""
+"""agl_sinks: sends runs to W&B, MLflow, TensorBoard, webhooks and tracing backends."""

@@ -1,4 +1,4 @@
-"""The sink that writes a run of MLflow: to a tracking server, a database, or a SQLite file in the work directory."""
+"""The sink that writes a run to MLflow: to a tracking server, a database, or a SQLite file in the work directory."""
 
 import json
 import logging
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 MOST = 1000
-"""Numbers that MLflow takes in one request."""
+"""Largest number of metric values that MLflow accepts in one request."""
 
 MOST_PARAMS = 100
-"""Parameters that MLflow takes in one request."""
+"""Largest number of parameters that MLflow accepts in one request."""
 
 LONGEST_PARAM = 6000
 LONGEST_TAG = 5000
@@ -32,12 +32,13 @@ STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 class MlflowSink:
-    """Writes a run through ``MlflowClient``, with the step of its algorithm for each number.
+    """Writes a run through ``MlflowClient``; a metric's step in MLflow is the step of its algorithm.
 
     Args:
-        tracking_uri: The server or store; by default ``$MLFLOW_TRACKING_URI``, or else ``mlflow.db`` in the
+        tracking_uri: URI of the server or store; by default ``$MLFLOW_TRACKING_URI``, or else ``mlflow.db`` in the
             experiment's work directory.
-        experiment: The experiment in MLflow; by default ``$MLFLOW_EXPERIMENT_NAME``, or else the experiment's name.
+        experiment: Name of the experiment in MLflow; by default ``$MLFLOW_EXPERIMENT_NAME``, or else the experiment's
+            own name.
         tags: Tags of the run.
     """
 
@@ -54,16 +55,16 @@ class MlflowSink:
 
     @property
     def destination(self) -> str:
-        """The tracking URI without a password, and the run."""
+        """The tracking URI without a password, and the run's id once it exists."""
         return f"{shown_url(self._uri) or 'MLflow'}{f' as run {self._run_id}' if self._run_id else ''}"
 
     def begin(self, run: SinkRun) -> None:
-        """Make the run, or find the one that a process before this made; write its configuration."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it reports its own use otherwise
+        """Create the run, or find the run that an earlier process created, and write its configuration."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # otherwise MLflow reports its use
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # every new database is announced
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # MLflow logs every new database
         artifacts = None
         if not self._uri:
             folder = Path(run.folder).absolute()
@@ -84,7 +85,7 @@ class MlflowSink:
         client.log_text(self._run_id, json.dumps(run.config, indent=2, ensure_ascii=False), "config.json")
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Write the numbers that the run does not have."""
+        """Write the numbers that the run does not have yet."""
         client = self._begun()
         new: list[Metric] = []
         for row in rows:
@@ -97,7 +98,7 @@ class MlflowSink:
                 self._known[metric.key].add(metric.step)
 
     def show(self, tables: list[SinkTable]) -> None:
-        """Write each table as a file in the form that MLflow shows as a table."""
+        """Write each table as a JSON artifact in the form that MLflow displays as a table."""
         client = self._begun()
         for table in tables:
             data = {"columns": list(table.columns), "data": [list(row) for row in table.rows]}
@@ -107,7 +108,7 @@ class MlflowSink:
         client.set_tag(self._run_id, "mlflow.loggedArtifacts", json.dumps(listed))
 
     def end(self, end: SinkOutcome) -> None:
-        """Write the numbers of the summary as metrics, its texts as tags, and end the run."""
+        """Write the summary's numbers as metrics and its texts as tags, and end the run."""
         from mlflow.entities import Metric, RunTag
 
         client = self._begun()
@@ -131,7 +132,7 @@ class MlflowSink:
         return client.create_run(experiment_id, run_name=run.name, tags=tags)
 
     def _steps_of(self, name: str) -> set[int]:
-        """Return the steps at which the run has a number."""
+        """Return the steps at which the run has a value of the metric."""
         if name not in self._known:
             history = self._begun().get_metric_history(self._run_id, name) if name in self._names else ()
             self._known[name] = {metric.step for metric in history}

@@ -1,4 +1,4 @@
-"""Registers the sinks, the exporter to tracing backends, and its command."""
+"""Registers the sinks, the exporter ``otlp``, the command ``agl data otlp``, and the export format ``otlp``."""
 
 from collections.abc import Iterable
 
@@ -26,7 +26,7 @@ _COMMANDS = {
 
 @hookimpl
 def agl_exporters() -> Iterable[ExporterEntry]:
-    """Register everything that ``[[exporter]]`` may name."""
+    """Register the sinks and the exporter ``otlp`` for ``[[exporter]]``."""
     for name, (factory, summary) in _EXPORTERS.items():
         yield ExporterEntry(name=name, factory=f"agl_sinks.{factory}", summary=summary)
 

@@ -1,6 +1,6 @@
-"""Posts bodies to web addresses: one request, whose refusal says whether the same may be taken later.
+"""Sends POST requests to web addresses; the error for a refused request tells whether repeating it may succeed.
 
-Redirects are errors, because following one would carry the body and its keys elsewhere.
+Redirects are errors, because following one would send the body and the keys to another address.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 AGENT = f"agl-sinks/{agl.__version__}"
 _SHOWN = 200
-"""Characters of a refusal that are shown."""
+"""Largest number of characters of a refusal's text that an error shows."""
 
 
 def post(
@@ -32,17 +32,17 @@ def post(
     advice: Mapping[int, str],
     is_secret: bool = False,
 ) -> httpx.Response:
-    """Post a body and return the answer, which was read.
+    """Post a body, and return the response after reading it completely.
 
     Args:
         url: The address, which may be a secret.
-        body: The body.
-        shown: The address for messages.
-        headers: The request's headers.
-        timeout_s: Seconds for each part of the exchange.
+        body: The body of the request.
+        shown: The address to show in messages.
+        headers: The headers of the request.
+        timeout_s: Timeout in seconds, for each network operation of the exchange.
         passing: Statuses after which the request may be repeated.
-        advice: The next step, by status.
-        is_secret: Whether messages leave out the other side's text, which may repeat the address.
+        advice: The next step for the user, by status.
+        is_secret: Leave the text of the response out of messages, because it may repeat the secret address.
 
     Raises:
         ExportError: The address does not answer, or refuses the body.
@@ -55,7 +55,7 @@ def post(
                 response.read()
                 return response
             text = ""
-            with suppress(httpx.HTTPError):  # a refusal whose text breaks off: the status says enough
+            with suppress(httpx.HTTPError):  # the text of the refusal broke off, and the status suffices
                 text = response.read().decode("utf-8", "replace")
             advised = _elsewhere(response, is_secret=is_secret) or advice.get(response.status_code, "")
             raise _refusal(response, shown, "" if is_secret else text, advised, passing=passing)
@@ -85,10 +85,10 @@ def _refusal(response: httpx.Response, shown: str, text: str, advice: str, *, pa
 
 
 async def in_background(work: Callable[[], T]) -> T:
-    """Return the result of blocking work, done in a thread that nothing waits for.
+    """Run blocking work in a daemon thread, and return its result.
 
-    A backend that is stuck therefore holds no program up at its end. A caller that is cancelled leaves the thread to
-    itself.
+    A stuck backend therefore does not keep a program from exiting. If the caller is cancelled, the thread runs on, and
+    its result is dropped.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -106,9 +106,9 @@ async def in_background(work: Callable[[], T]) -> T:
         failure: BaseException | None = None
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001  # raised again where it is awaited
+        except BaseException as error:  # noqa: BLE001  # raised again where the future is awaited
             failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits for the result
             loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=run, name="agl-sinks", daemon=True).start()

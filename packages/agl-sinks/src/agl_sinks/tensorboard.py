@@ -1,6 +1,6 @@
-"""The sink that writes event files: a folder for each run, a tag for each number, and everything else as text.
+"""The sink that writes TensorBoard's event files: a folder per run, a tag per metric, and everything else as text.
 
-The library's own writer is left out, because it loses the errors of its thread.
+tensorboardX's ``SummaryWriter`` is not used, because it loses errors of its thread.
 """
 
 import json
@@ -19,11 +19,10 @@ _writers: Any = import_module("tensorboardX.event_file_writer")
 
 
 class TensorBoardSink:
-    """Writes a run into ``LOG_DIR/RUN``; a process that resumes it writes everything anew, over the earlier files.
+    """Writes a run into ``LOG_DIR/RUN``. A process that resumes the run writes a new file, which replaces earlier ones.
 
     Args:
-        log_dir: The folder that ``tensorboard --logdir`` is given; by default ``tensorboard`` in the experiment's work
-            directory.
+        log_dir: The folder for ``tensorboard --logdir``; by default ``tensorboard`` in the experiment's work directory.
     """
 
     def __init__(self, *, log_dir: str = "") -> None:
@@ -34,16 +33,16 @@ class TensorBoardSink:
 
     @property
     def destination(self) -> str:
-        """The folder of the run, or that of all runs before it begins."""
+        """The folder of the run; before the run begins, the folder of all runs."""
         return str(self._folder or self._log_dir or "tensorboard")
 
     def begin(self, run: SinkRun) -> None:
-        """Begin an event file with the configuration."""
+        """Create an event file, and write the configuration into it."""
         self._folder = Path(self._log_dir or Path(run.folder) / "tensorboard") / run.id
         self._folder.mkdir(parents=True, exist_ok=True)
-        suffix = f".{time.time_ns()}"  # the library's name has the second only, and two files may share that
+        suffix = f".{time.time_ns()}"  # the library names files by the second, which two files may share
         self._writer = _writers.EventsWriter(str(self._folder / "events"), suffix)
-        # The start of a session makes readers take this file in place of earlier ones.
+        # The start of a session makes readers replace the data of earlier files by this file's.
         self._write(session_log=_event.SessionLog(status=_event.SessionLog.START))
         self._text("config", f"```json\n{json.dumps(run.config, indent=2, ensure_ascii=False)}\n```")
 
@@ -62,7 +61,7 @@ class TensorBoardSink:
             self._text(table.name, _markdown(table))
 
     def end(self, end: SinkOutcome) -> None:
-        """Write the end as a table, and close the file."""
+        """Write the status and the summary as a table, and close the file."""
         rows = tuple((name, str(value)) for name, value in {"status": end.status, **end.summary}.items())
         self._text("result", _markdown(SinkTable(name="result", columns=("name", "value"), rows=rows)))
         self._begun().close()
@@ -72,7 +71,7 @@ class TensorBoardSink:
         self._begun().flush()
 
     def _write(self, *, step: int = 0, wall_time: float | None = None, **content: Any) -> None:
-        """Write an event; ``wall_time`` is in Unix seconds, by default now."""
+        """Write an event; ``wall_time`` is in Unix seconds, by default the present time."""
         at = time.time() if wall_time is None else wall_time
         self._begun().write_event(_event.Event(step=step, wall_time=at, **content))
 

@@ -1,4 +1,4 @@
-"""The sink that writes a run of Weights & Biases, online or offline; a resumed experiment continues the same run."""
+"""The sink that writes a run to Weights & Biases, online or offline; a resumed experiment continues the same run."""
 
 import os
 from contextlib import suppress
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 130}
 
 PLACE = "agl_place"
-"""The number in the run's summary that says up to which place of the rows the server has them."""
+"""The number in the run's summary with the greatest place among the rows that the server has."""
 
 FLUSH_S = 2.0
-"""Seconds after which the library writes its buffer to its file."""
+"""Seconds after which the library ``wandb`` writes its buffer to its file."""
 
 
 class WandbSink:
@@ -27,13 +27,13 @@ class WandbSink:
 
     Args:
         project: The project; by default ``$WANDB_PROJECT``, or else the experiment's name.
-        entity: The user or team; by default the library's.
-        group: Groups runs; by default the experiment's name.
+        entity: The user or team; by default the library's default.
+        group: The group of the run; by default the experiment's name.
         mode: ``online``, ``offline`` or ``disabled``; by default ``$WANDB_MODE``, or else ``online``.
-        dir: The folder in which the library makes its folder ``wandb``; by default the experiment's work directory.
+        dir: The folder in which the library creates its folder ``wandb``; by default the experiment's work directory.
         tags: Tags of the run.
-        settings: Further settings of ``wandb.Settings`` by name, such as ``{ init_timeout = 30 }``; by default
-            nothing of the machine, of the program and of its output is sent.
+        settings: Fields of ``wandb.Settings`` by name, such as ``{ init_timeout = 30 }``. They override this sink's
+            settings, with which no data about the machine, the program and its output is sent.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class WandbSink:
 
     @property
     def destination(self) -> str:
-        """The address of the run, or the folder of an offline one."""
+        """The address of the run; in the mode ``offline``, its folder."""
         return self._destination
 
     def begin(self, run: SinkRun) -> None:
-        """Make the run, or continue the one with this id; an offline one continues in a folder of its own."""
+        """Create the run, or continue the run with the same id; an offline run continues in a new folder."""
         import wandb
 
         if self._run is not None:
@@ -74,7 +74,7 @@ class WandbSink:
             )
         folder = self._dir or run.folder
         os.makedirs(folder, exist_ok=True)
-        if not os.access(folder, os.W_OK):  # the library would write to a temporary folder
+        if not os.access(folder, os.W_OK):  # the library would silently use a temporary folder
             raise ExportError(f"the folder {folder} cannot be written; give another one as dir")
         self._run = wandb.init(
             id=run.id,
@@ -97,10 +97,11 @@ class WandbSink:
         self._destination = str(self._run.url if mode == "online" else self._run.settings.sync_dir)
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Write a row of the history for each, at its place or behind it; rows that the server has are left out.
+        """Write each row to the run's history, at its place or after it; rows that the server has are left out.
 
-        A number that a step gets later stands behind newer steps, for the library drops rows behind its last one.
-        So its last one does not say which rows the server has, and each row brings the greatest place so far.
+        The library drops rows before its last step. A number that a step gets late is therefore written after newer
+        steps. The library's last step then does not show which rows the server has, so each row also records the
+        greatest place so far.
         """
         run = self._begun()
         for algorithm in dict.fromkeys(row.algorithm for row in rows):
@@ -114,7 +115,7 @@ class WandbSink:
             self._seen.add(key)
 
     def show(self, tables: list[SinkTable]) -> None:
-        """Write tables of the library into the run's summary, which keeps the newest of each."""
+        """Write the tables as W&B tables into the run's summary, which keeps the newest version of each."""
         import wandb
 
         summary: Any = self._begun().summary
@@ -123,7 +124,7 @@ class WandbSink:
             summary[table.name] = wandb.Table(columns=list(table.columns), data=data, allow_mixed_types=True)
 
     def end(self, end: SinkOutcome) -> None:
-        """Write the summary, and finish the run, which waits for its upload."""
+        """Write the summary and finish the run; waits until it is uploaded."""
         run = self._begun()
         summary: Any = run.summary
         summary.update({"status": end.status, **end.summary})
@@ -131,13 +132,13 @@ class WandbSink:
         self._run = None
 
     def _leave(self) -> None:
-        """Finish the run that an error interrupted; if the library's service is gone, the next run starts another."""
+        """Finish a run that an error interrupted; if the library's service is gone, the next run starts a new one."""
         import wandb
 
         run, self._run = self._begun(), None
         try:
             run.finish(exit_code=EXIT_CODES["stopped"])
-        except ConnectionError:  # with the service every run of this process ended
+        except ConnectionError:  # the service is gone, and with it every run of this process
             with suppress(ConnectionError):
                 wandb.teardown()
 
@@ -148,7 +149,7 @@ class WandbSink:
 
 
 def _quiet() -> dict[str, Any]:
-    """Return settings that leave the program's output and other runs alone, and send only the given values."""
+    """Return settings with which the library sends only the given values, and leaves output and other runs alone."""
     return {
         "console": "off",
         "disable_code": True,

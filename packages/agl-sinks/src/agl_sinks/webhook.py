@@ -1,7 +1,7 @@
-"""The sink that tells a web address what happens to a run: findings, a collapse, a failure, the end.
+"""The sink that sends a run's events to a web address: suggestions, a collapse, a failure, and the end.
 
-Each event is one POST of JSON. The address may be a secret, as those of chat services are, so messages name its host
-alone. Numbers of steps are not sent.
+Each event is one POST request with JSON. Messages show only the address's host, because the address may be a secret, as
+for chat services. Metrics of steps are not sent.
 """
 
 import hashlib
@@ -27,22 +27,22 @@ EVENTS = ("suggestion", "collapse", "failure", "finished")
 """The kinds of events."""
 
 _PAUSES_S = (0.5, 2.0)
-"""Pauses before an event is sent again at once; the experiment tries it again later with longer ones."""
+"""Seconds to wait before each repetition of a failed request; if all fail, the experiment tries again later."""
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LONGEST_TEXT = 3000
-"""Characters of the text for people; Slack cuts at 40,000, and nobody reads so many."""
+"""Largest length of the text for people, in characters; Slack allows 40,000, which nobody would read."""
 
 
 class WebhookSink:
-    """Sends each event of a run to a web address, at least once; an event that comes again has the same ``id``.
+    """Sends each event of a run to a web address at least once; a repeated event has the same ``id``.
 
     Args:
-        url: The address, ``http`` or ``https``.
-        url_env: The environment variable that holds the address, in place of ``url``.
+        url: The address, with the scheme ``http`` or ``https``.
+        url_env: The environment variable that holds the address, instead of ``url``.
         events: Kinds of events to send: ``suggestion``, ``collapse``, ``failure`` and ``finished``.
-        secret_env: The environment variable whose value signs each body; ``""`` for no signature.
-        timeout_s: Seconds that one request may take.
+        secret_env: The environment variable with the secret that signs each body; ``""`` for no signature.
+        timeout_s: Timeout of one request in seconds.
 
     Raises:
         ConfigError: The address is not a web address, a kind of event does not exist, or a variable is not set.
@@ -70,22 +70,26 @@ class WebhookSink:
 
     @property
     def destination(self) -> str:
-        """The address without its path, which may be a secret."""
+        """The address without its path, because the path may be a secret."""
         parts = urlsplit(self._url)
         return f"{parts.scheme}://{parts.netloc}"
 
     def begin(self, run: SinkRun) -> None:
-        """Read which events of the run were sent before."""
+        """Load the ids of the run's events that were sent before."""
         self._run = run
         file = _file(run)
         self._sent |= set(file.read_text("utf-8").splitlines()) if file.exists() else set()
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Note how far the run is."""
+        """Remember the run's latest step, for the event of its end."""
         self._step = max([self._step, *(row.experiment_step for row in rows)])
 
     def show(self, tables: list[SinkTable]) -> None:
-        """Send what rules found; one that is refused holds up no other."""
+        """Send the alerts in the table ``alerts``; if one is refused, the others are still sent.
+
+        Raises:
+            ExportError: The first refusal, after all alerts were tried.
+        """
         errors: list[ExportError] = []
         for table in (table for table in tables if table.name == "alerts"):
             for row in table.rows:
@@ -98,7 +102,7 @@ class WebhookSink:
             raise errors[0]
 
     def end(self, end: SinkOutcome) -> str:
-        """Send how the run ended, unless a person stopped it; returns the number of events as text."""
+        """Send the run's outcome, unless a person stopped the run; returns the number of sent events as text."""
         kind = {"finished": "finished", "failed": "failure"}.get(end.status, "")
         if kind:
             words = f"failed after {self._step} steps: {end.error}" if kind == "failure" else _result(end, self._step)
@@ -107,7 +111,7 @@ class WebhookSink:
         return f"{self._count} event{'' if self._count == 1 else 's'}"
 
     def _send(self, kind: str, place: str, words: str, more: dict[str, Any]) -> None:
-        """Send an event that was asked for and not sent before, and note that it was."""
+        """Send an event, if its kind is wanted and it was not sent before, and record its id as sent."""
         run = self._run
         if run is None:
             raise ExportError("the run has not begun")
@@ -191,7 +195,7 @@ def _variable(key: str, name: str) -> str:
 
 
 def _file(run: SinkRun) -> Path:
-    """Return the file with the ids of the events that were sent, a line for each."""
+    """Return the path of the file with the ids of sent events, one per line."""
     return Path(run.folder) / f"webhook-{run.id}.txt"
 
 
@@ -211,5 +215,5 @@ def _result(end: SinkOutcome, steps: int) -> str:
 
 
 def _as_mrkdwn(text: str) -> str:
-    """Return a text that Slack shows as it is: it would obey text between angle brackets."""
+    """Escape a text so that Slack shows it unchanged, instead of interpreting text in angle brackets."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,4 +1,4 @@
-"""Runs as MLflow's own client finds them in a SQLite store."""
+"""The MLflow sink's runs, read by MLflow's own client from a SQLite store."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ class TestPlugin(PluginConformance):
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated store without a run: MLflow takes seconds to make one."""
+    """A store without runs, created once because MLflow takes seconds to create one."""
     file = tmp_path_factory.mktemp("mlflow") / "empty.db"
     MlflowClient(f"sqlite:///{file}").search_experiments()
     return file

@@ -24,7 +24,7 @@ async def ask(llm: Any, text: str) -> str:
 
 
 async def team(task: dict[str, Any], llm: Any) -> None:
-    """Two agents, one with a tool; fails on blue tasks."""
+    """Run two agents, one of them with a tool; raises an error on blue tasks."""
     with open_span(agent="planner"):
         await ask(llm, f"plan for {task['colour']}")
     with open_span(agent="writer"):

@@ -1,4 +1,4 @@
-"""A tracing backend for tests: a real HTTP server that decodes what it gets, and fails on demand."""
+"""A tracing backend for tests: a real HTTP server that decodes requests, and fails on demand."""
 
 import gzip
 import threading
@@ -28,14 +28,14 @@ class ReceivedSpan:
 
 
 class Backend(ThreadingHTTPServer):
-    """Takes OTLP over HTTP.
+    """A server that receives OTLP over HTTP.
 
     Attributes:
-        requests: Every request that was taken.
+        requests: All accepted requests.
         seen: Path and headers of every request.
-        faults: Statuses with headers for the next requests, which are then not taken.
-        rejects: Spans that each request reports as rejected.
-        is_open: While it is cleared, requests wait.
+        faults: Statuses and headers with which the next requests are refused.
+        rejects: Number of spans that each response reports as rejected.
+        is_open: Requests wait while this event is cleared.
     """
 
     daemon_threads = True
@@ -65,7 +65,7 @@ class Backend(ThreadingHTTPServer):
 
     @property
     def rollouts(self) -> list[str]:
-        """Ids of the rollouts that came, in order, as often as they came."""
+        """The ids of the received rollouts, in order, with repetitions."""
         return [str(span.attributes["agl.rollout_id"]) for span in self.spans if not span.parent_id]
 
 

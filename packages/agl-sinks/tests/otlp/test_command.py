@@ -1,4 +1,4 @@
-"""``agl data otlp``: what is recorded already, to a backend or into a file."""
+"""``agl data otlp`` sends recorded rollouts to a backend, or writes them to a file."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Delivery while an experiment runs: a backend that is slow, away or unwilling never changes the experiment."""
+"""Sending traces during an experiment: a slow, unreachable or refusing backend never changes the experiment."""
 
 import logging
 import re
@@ -26,7 +26,7 @@ REWARD = 1 / 3
 
 
 class Said(Quiet):
-    """Keeps what a run says."""
+    """A progress display that stores the printed lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -38,7 +38,7 @@ class Said(Quiet):
 def run(
     folder: Path, endpoint: str, *, agent: Callable[..., Any] = plain, progress: Quiet | None = None, **options: Any
 ) -> FitResult:
-    """Run the agent on every task; the experiment keeps its store between two runs."""
+    """Run the agent on every task; several runs in one folder use the same store."""
     trainer = agl.Trainer(
         name="small",
         store=f"sqlite:///{folder}/runs.db",

@@ -1,4 +1,4 @@
-"""The trace that a rollout becomes, as a backend receives it."""
+"""The trace of a rollout, as a tracing backend receives it."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ TASKS = [{"colour": colour, "answer": "hidden answer"} for colour in QUESTIONS]
 def run_team(
     folder: Path, model: ScriptedModelServer, backend: Backend, **params: Any
 ) -> dict[str, list[ReceivedSpan]]:
-    """Run the team on every task; returns the spans by the colour of their task."""
+    """Run the team on every task, and return the received spans by the task's colour."""
     agl.Trainer(
         name="team",
         initial_resources={"main_llm": LLM(endpoint=model.base_url, model="scripted", api_key_env="")},

@@ -1,4 +1,4 @@
-"""Runs as TensorBoard's own reader finds them in the event files."""
+"""The TensorBoard sink's runs, read from the event files by TensorBoard's own reader."""
 
 import json
 from pathlib import Path

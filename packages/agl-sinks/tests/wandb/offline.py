@@ -1,4 +1,4 @@
-"""Reads the file of an offline run with the library's own messages, as ``wandb sync`` does."""
+"""Reads the file of an offline run with the message types of the library ``wandb``, as ``wandb sync`` does."""
 
 import json
 import struct
@@ -17,7 +17,7 @@ _HEAD = 7
 
 
 def read_runs(folder: Path) -> list[SinkRead]:
-    """Return each run as its newest folder has it."""
+    """Return each run as read from its newest folder."""
     newest: dict[str, Path] = {}
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         newest[file.stem] = file
@@ -71,7 +71,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def records(file: Path) -> Iterator[Record]:
-    """Yield the messages of a file in LevelDB's log format, up to the end of what was written."""
+    """Yield the messages of a file in LevelDB's log format; stops where an unfinished file ends."""
     data, place, parts = file.read_bytes(), _HEAD, b""
     while place + _HEAD <= len(data):
         left = _BLOCK - place % _BLOCK

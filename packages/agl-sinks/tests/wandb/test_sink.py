@@ -1,4 +1,4 @@
-"""Runs as the offline files of W&B hold them."""
+"""The W&B sink's runs, read from the library's offline files."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ class TestWandb(SinkConformance):
 
     @pytest.fixture(autouse=True)
     def own_service(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Give child processes a service of their own, as programs that are started anew have."""
+        """Make child processes start their own service of the library, as separately started programs do."""
         monkeypatch.delenv("WANDB_SERVICE", raising=False)
 
     def params(self, folder: Path) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_sink_goes_on_after_the_service_of_the_library_was_killed(
 
 
 class Server:
-    """A run on a server: what is behind its last step is dropped, and who resumes it gets its last values."""
+    """A fake run on a server, which drops rows up to its last step, and gives its last values to whoever resumes it."""
 
     def __init__(self) -> None:
         self.history: list[dict[str, Any]] = []

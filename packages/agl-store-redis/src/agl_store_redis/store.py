@@ -9,6 +9,8 @@ Everything lies in the server's memory, and in one slot of a Cluster: a Cluster 
 """
 
 import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,13 +20,12 @@ from agl.stores import TableStore
 from agl_store_redis.connections import Moves, Server, access_of
 from agl_store_redis.faults import explain, is_lost
 from agl_store_redis.layout import prepare
-from agl_store_redis.listener import channel_to
 from agl_store_redis.promises import check_server
-from agl_store_redis.reader import reader_of
+from agl_store_redis.reader import read_clock, reader_of
 from agl_store_redis.urls import ServerTarget, target_of
 from agl_store_redis.writer import BatchWriter
 from agl_store_sqlite.sql.batches import Batches
-from agl_store_sqlite.sql.servers import START_WAIT_S, ServerBackend
+from agl_store_sqlite.sql.servers import START_WAIT_S, Channel, Message, ServerBackend, ThreadConnection, read_message
 
 
 class RedisStore(TableStore):
@@ -60,7 +61,7 @@ def _backend(target: ServerTarget) -> ServerBackend:
         target.shown,
         writer=batches(write),
         reader=batches(read, threads=target.readers),
-        subscribe=channel_to(target, stopping=stopping, moves=moves),
+        subscribe=_channel_to(target, stopping=stopping, moves=moves),
         closing=(write, read),
         stopping=stopping,
     )
@@ -78,3 +79,50 @@ def _open(target: ServerTarget) -> Server:
             raise explain(error, target.shown) from error
         raise
     return server
+
+
+def _channel_to(target: ServerTarget, *, stopping: threading.Event, moves: Moves) -> Callable[[], Channel]:
+    """Return a function that opens a channel for the messages of commits, with connections of its own."""
+
+    def subscribe() -> Channel:
+        connection = ThreadConnection(access_of(target), stopping=stopping, epoch=lambda: moves.count)
+        try:
+            return _CommitChannel(connection, target.base)
+        except BaseException:
+            connection.drop()
+            raise
+
+    return subscribe
+
+
+class _CommitChannel:
+    """Implements :class:`agl_store_sqlite.sql.servers.Channel`."""
+
+    def __init__(self, connection: ThreadConnection[Server], base: str) -> None:
+        self._connection, self._base = connection, base
+        self._server = connection.open()
+        self._messages: Any = self._server.listen()
+        self._messages.subscribe(f"{base}changes")
+        self._messages.get_message(timeout=10.0)
+
+    @property
+    def is_outdated(self) -> bool:
+        return self._connection.is_outdated
+
+    def clock(self) -> tuple[float, float | None]:
+        return read_clock(self._server, self._base)
+
+    def wait(self, limit_s: float) -> Iterable[Message]:
+        message: Any = self._messages.get_message(timeout=limit_s)
+        if message is None or message["type"] != "message":
+            return []
+        return [read_message(message["data"].decode())]
+
+    def interrupt(self) -> None:
+        # Breaks the connection on which the thread waits; the thread may be closing it just now.
+        with suppress(Exception):
+            self._messages.connection.disconnect()
+
+    def close(self) -> None:
+        self._messages.close()
+        self._connection.drop()

@@ -1,4 +1,4 @@
-"""Runs the ``agl`` command as a user does, in a process of its own."""
+"""Runs the ``agl`` command as a user does, in a separate process."""
 
 import os
 import subprocess
@@ -7,10 +7,12 @@ from pathlib import Path
 
 
 def run_agl(*words: str, folder: Path) -> str:
-    """Run ``agl`` in ``folder``, where it also keeps its state, with a key that no API takes; returns its output.
+    """Run ``agl`` in ``folder``, and return its standard output.
+
+    The command stores its state in ``folder`` too, and gets an API key that no API accepts.
 
     Raises:
-        AssertionError: It failed; has its output.
+        AssertionError: The command failed; the message is its output.
     """
     environment = {**os.environ, "OPENAI_API_KEY": "none", "XDG_STATE_HOME": str(folder / "state")}
     command = [sys.executable, "-m", "agl", *words]

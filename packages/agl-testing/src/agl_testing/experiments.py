@@ -1,4 +1,4 @@
-"""Writes a small experiment into a folder: agent, tasks and experiment file, for tests that run it as a user would."""
+"""Writes a small experiment (agent, tasks and experiment file) into a folder, for tests that run it as a user would."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,13 +34,13 @@ def write_experiment(
     """Write ``agent.py``, ``train.jsonl``, ``val.jsonl`` and ``experiment.toml``; returns the experiment file.
 
     Args:
-        folder: The folder to write into; made if missing.
-        base_url: A model API's base URL for the policy ``main_llm``; ``""`` for an experiment without one.
-        agent: Text of the agent's module, which defines ``solve``.
+        folder: The folder to write into; created if it does not exist.
+        base_url: Base URL of the model API for the policy ``main_llm``; ``""`` for an experiment without a policy.
+        agent: Source of the agent's module, which defines ``solve``.
         train: Training tasks.
         val: Validation tasks.
-        more: Further TOML, such as an ``[[algorithm]]``.
-        files: Further files by name.
+        more: TOML to append to the experiment file, such as an ``[[algorithm]]``.
+        files: Texts of further files, by name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "agent.py").write_text(agent, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Throwaway distributions: real plugins, broken ones included, that are gone after the test.
+"""Installs distributions with plugins, working or broken, for the duration of a test.
 
-A distribution is a folder on ``sys.path`` with a module and a ``dist-info``, which is all that importlib.metadata
-and therefore the plugin manager look at. Nothing is patched, and nothing outlives the test.
+A distribution here is a folder on ``sys.path`` with a module and a ``dist-info``. The plugin manager finds it through
+importlib.metadata, which needs nothing else, so nothing is patched. Everything is removed after the test.
 """
 
 import importlib
@@ -14,9 +14,9 @@ CORE_BOUND = "agl-core>=0.1,<0.2"
 
 
 class PluginFolder:
-    """Installs distributions into a folder, which is first on ``sys.path`` while this is open.
+    """Installs distributions into a folder, which comes first on ``sys.path`` between :meth:`open` and :meth:`close`.
 
-    Use it as the fixture ``agl_plugins``. ``environment`` gives child processes the same plugins.
+    Use it as the fixture ``agl_plugins``. Pass :attr:`environment` to child processes to give them the same plugins.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,13 +36,13 @@ class PluginFolder:
         """Install a distribution with one plugin module and return the module's name.
 
         Args:
-            source: The module's text.
+            source: The source of the plugin module.
             name: The entry point's name; the module is ``agl_<name>``.
-            distribution: ``agl-<name>`` by default.
+            distribution: The distribution's name; by default ``agl-<name>``.
             version: The distribution's version.
-            requires: Its ``Requires-Dist`` lines.
-            entry_points: Those of group ``agl``; by default ``name`` naming the module.
-            files: Further files by path relative to the folder.
+            requires: The distribution's ``Requires-Dist`` lines.
+            entry_points: Entry points of the group ``agl``, as module by name; by default the module under ``name``.
+            files: Texts of further files, by path relative to the folder.
         """
         module = f"agl_{name.replace('-', '_')}"
         distribution = distribution or f"agl-{name}"
@@ -72,7 +72,7 @@ class PluginFolder:
         importlib.invalidate_caches()
 
     def close(self) -> None:
-        """Take the folder from ``sys.path`` and forget the modules that were imported from it."""
+        """Remove the folder from ``sys.path``, and remove modules imported from it from ``sys.modules``."""
         sys.path.remove(str(self.folder))
         inside = str(self.folder) + os.sep
         for name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""Fixtures for tests of agents, plugins and stores; pytest loads them by itself once agl-testing is installed."""
+"""Fixtures for tests of agents, plugins and stores; pytest loads them automatically once agl-testing is installed."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ pytest.register_assert_rewrite("agl_testing.conformance")
 
 @pytest.fixture
 def model_server() -> "Iterator[ScriptedModelServer]":
-    """A running scripted model server; it answers ``ok`` until the test gives it a script."""
+    """A running scripted model server, which answers ``ok`` until the test gives it a script."""
     from agl_testing.model_server import ScriptedModelServer  # loads aiohttp, which most test runs do not need
 
     with ScriptedModelServer() as server:
@@ -26,7 +26,7 @@ def model_server() -> "Iterator[ScriptedModelServer]":
 
 @pytest.fixture
 def agl_plugins(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[PluginFolder]":
-    """Installs throwaway distributions with plugins; they are gone after the test."""
+    """Installs distributions with plugins, which are removed after the test."""
     from agl_testing.plugins import PluginFolder
 
     folder = PluginFolder(tmp_path_factory.mktemp("agl-plugins"))
@@ -55,7 +55,7 @@ def sqlite_url(tmp_path: "Path") -> str:
 
 @pytest.fixture
 def make_experiment(tmp_path: "Path") -> "Callable[..., Path]":
-    """A function that writes a small experiment and returns its file; see ``experiments.write_experiment``."""
+    """A function that writes a small experiment and returns its file; see ``agl_testing.experiments``."""
     from functools import partial
 
     from agl_testing.experiments import write_experiment

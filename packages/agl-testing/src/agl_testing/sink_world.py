@@ -1,4 +1,4 @@
-"""A run for tests of sinks: algorithms that count, publish a prompt in each step, and stop or fail at a given step.
+"""Runs an experiment for tests of sinks, with algorithms that publish a prompt in each step, and may hang or fail.
 
 run(folder, "mlflow", {}, left={"steps": 3}, right={"steps": 2})
 """
@@ -22,7 +22,7 @@ from agl_run import FitResult, Quiet
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 HELD = "held"
-"""The file that an algorithm makes when it has reached the step at which it waits to be killed."""
+"""The file that an algorithm creates when it reaches the step at which it waits to be killed."""
 
 _PROGRAM = "import json, sys\nfrom agl_testing.sink_world import run\nrun(**json.loads(sys.argv[1]))"
 
@@ -32,14 +32,14 @@ _HINTS = 4
 
 
 class Counting:
-    """Publishes a prompt in each step, and keeps a candidate for it as a prompt search does.
+    """An algorithm that publishes a prompt in each step, and records it as a candidate, as a prompt search does.
 
     Args:
-        steps: Steps in all.
-        hold_at: The step in which it waits for ever, unless the file :data:`HELD` is there.
-        fail_at: The step in which it raises.
-        text: The text of its prompts; the step is added.
-        metrics: Further numbers of each step.
+        steps: Total number of steps.
+        hold_at: The step in which it waits forever, unless the file :data:`HELD` exists; 0 for no step.
+        fail_at: The step in which it raises an error; 0 for no step.
+        text: The text of its prompts, to which the step's number is added.
+        metrics: Further metrics of each step.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Counting:
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Keep the context."""
+        """Store the context."""
         self._context = context
 
     async def step(self) -> StepReport:
-        """Run a task, publish and count; or hold, or fail."""
+        """Collect a rollout and publish a prompt, unless this is the step to wait or fail at."""
         step, context = self._step + 1, self._context
         held = context.folder / HELD
         if step == self._hold_at and not held.exists():
@@ -77,7 +77,7 @@ class Counting:
         )
 
     def state(self) -> Mapping[str, Json]:
-        """Return the step, and the candidates in the form of a prompt search."""
+        """Return the number of the last step, and the candidates in the form of a prompt search's state."""
         every = range(self._step + 1)
         parents = {n: {"parents": [f"c{n - 1}"], "operator": "edit"} for n in every[1:]}
         lineage: list[Json] = [
@@ -89,11 +89,11 @@ class Counting:
         return {"step": self._step, "lineage": lineage, "journal": journal}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue after the step of the state."""
+        """Continue after the step in the state."""
         self._step = int(state["step"])
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 class _Plugin:
@@ -103,14 +103,14 @@ class _Plugin:
 
 
 def run(folder: str, use: str, params: Mapping[str, Any], *, resume: bool = False, **counting: Any) -> FitResult:
-    """Run the experiment ``small`` in a folder, with one counting algorithm for each of ``counting`` and one sink.
+    """Run the experiment ``small`` with a sink and with one :class:`Counting` algorithm for each keyword argument.
 
     Args:
-        folder: The folder of the experiment, its store and its work directory.
-        use: The sink.
+        folder: The folder for the experiment, its store and its work directory.
+        use: The sink's registered name.
         params: The sink's parameters.
-        resume: Continue the run.
-        counting: The parameters of each algorithm by its name; it tunes the prompt ``NAME_prompt``.
+        resume: Resume the earlier run.
+        counting: The parameters of each algorithm, by its name; algorithm ``NAME`` tunes the prompt ``NAME_prompt``.
     """
     manager = agl.PluginManager.from_environment()
     manager.register(_Plugin(), name="sink-world")
@@ -131,22 +131,22 @@ def run(folder: str, use: str, params: Mapping[str, Any], *, resume: bool = Fals
 
 
 def started(folder: Path, use: str, params: Mapping[str, Any], **counting: Any) -> "subprocess.Popen[str]":
-    """Start :func:`run` in a process of its own."""
+    """Start :func:`run` in a separate process."""
     arguments = {"folder": str(folder), "use": use, "params": params, **counting}
     return subprocess.Popen([sys.executable, "-c", _PROGRAM, json.dumps(arguments)], text=True)
 
 
 def search(folder: str, use: str, params: Mapping[str, Any], *, algorithm: str, budget: int = 120) -> list[Metric]:
-    """Let a prompt search of ``agl-algo-apo`` run with one sink, and return the numbers that it logged.
+    """Run a prompt search of ``agl-algo-apo`` with a sink, and return the metrics that it logged.
 
-    A prompt scores a quarter for each of four hints in it, and every answer of the optimiser's model adds one.
+    A prompt scores 0.25 for each of four hints in it. Every answer of the optimiser's model adds one hint.
 
     Args:
-        folder: The folder of the experiment ``small``, its store and its work directory.
-        use: The sink.
+        folder: The folder for the experiment ``small`` and its work directory.
+        use: The sink's registered name.
         params: The sink's parameters.
         algorithm: The search, such as ``apo`` or ``gepa``.
-        budget: Rollouts that it may pay for.
+        budget: Largest number of rollouts of the search.
     """
     store = MemoryStore("memory://")
     with ScriptedModelServer(respond=_with_a_hint) as server:
@@ -170,7 +170,7 @@ def _follow(task: dict[str, str], prompt: PromptTemplate) -> float:
 
 
 def _with_a_hint(request: ModelRequest) -> Reply:
-    """Return the prompt in the request with one more hint, in the form that the request asks for."""
+    """Return the prompt from the request with one more hint, in the format that the request asks for."""
     text = "\n\n".join(turn.text for turn in request.turns)
     held = set(_HINT.findall(text))
     hints = [f"Hint {n}." for n in range(min(len(held) + 1, _HINTS))]

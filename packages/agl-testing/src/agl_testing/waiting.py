@@ -1,8 +1,8 @@
-"""Waits in tests until a condition holds, up to a deadline that a busy machine keeps too.
+"""Waits in tests until a condition holds, up to a deadline that even a busy machine meets.
 
-``wait_until`` blocks the thread; ``eventually`` lets the event loop go on. Both look often, so that a test waits hardly
-longer than it has to, and fail with an ``AssertionError`` that shows the condition's last value. ``stopwatch`` says
-how long the process itself took over something.
+``wait_until`` blocks the thread, and ``eventually`` lets the event loop run. Both check the condition often, so that a
+test waits little longer than it must, and raise an ``AssertionError`` with the condition's last value at the deadline.
+``stopwatch`` measures the time that the process itself takes.
 """
 
 import inspect
@@ -14,14 +14,14 @@ from typing import TypeVar, cast
 T = TypeVar("T")
 
 PATIENCE_S = 120.0
-"""Seconds to wait at most: many times what anything takes here, for machines that do much else."""
+"""Longest wait in seconds: many times what any test needs, for busy machines."""
 
 
 def wait_until(condition: Callable[[], T], *, within_s: float = PATIENCE_S, every_s: float = 0.01) -> T:
-    """Call ``condition`` until it returns something true, and return that.
+    """Call ``condition`` until it returns a true value, and return that value.
 
     Raises:
-        AssertionError: It was still false after ``within_s`` seconds.
+        AssertionError: The value was still false after ``within_s`` seconds.
     """
     deadline = time.monotonic() + within_s
     while not (found := condition()):
@@ -34,10 +34,10 @@ def wait_until(condition: Callable[[], T], *, within_s: float = PATIENCE_S, ever
 async def eventually(
     condition: Callable[[], T | Awaitable[T]], *, within_s: float = PATIENCE_S, every_s: float = 0.01
 ) -> T:
-    """Call ``condition``, or await its result, until the result is true, and return that.
+    """Call ``condition``, awaiting its result if needed, until it gives a true value, and return that value.
 
     Raises:
-        AssertionError: It was still false after ``within_s`` seconds.
+        AssertionError: The value was still false after ``within_s`` seconds.
     """
     deadline = time.monotonic() + within_s
     while not (found := await _result_of(condition)):
@@ -48,10 +48,10 @@ async def eventually(
 
 
 def stopwatch() -> Callable[[], float]:
-    """Start a watch and return it: a call says how many seconds this process has taken since then.
+    """Start a stopwatch, and return a function that gives the seconds that this process has taken since.
 
-    They are the lesser of the seconds on the clock and the processor's seconds of all threads, so that the time of
-    other processes on a busy machine does not count, and neither does a sleep.
+    The result is the smaller of the elapsed time and the CPU time of all threads. Time that other processes take on a
+    busy machine therefore does not count, and neither does sleep.
     """
     clock_s, own_s = time.perf_counter(), time.process_time()
     return lambda: min(time.perf_counter() - clock_s, time.process_time() - own_s)

@@ -5,18 +5,18 @@
     3. `forward_backward` on the recorded tokens with one of the server's losses, then `optim_step`
     4. `save_state`, from which a killed run continues, and `save_weights_for_sampler`, whose path is published
 
-The losses compare the policy with the recorded log-probabilities of the sampler, so nothing is recomputed: with r the
-ratio of the two, `importance_sampling` is -r A, `ppo` clips r, `cispo` clips it as a weight that has no gradient.
+The losses compare the policy with the sampler's recorded log-probabilities, so these are not recomputed. With r the
+ratio of the two probabilities, `importance_sampling` is -r A, `ppo` clips r, and `cispo` clips r as a constant weight.
 
 Deviations from GRPO's paper (Shao et al. 2024, arXiv 2402.03300), and why:
-- The ratio is that to the sampler and not to the policy before the step; the server computes no other.
-- The loss is averaged over tokens by default. Tinker's losses divide by nothing, so the advantages are divided.
-- There is no KL penalty, because Tinker has no loss with one.
+- The ratio is taken to the sampler, not to the policy before the step; the server computes no other ratio.
+- The loss is averaged over tokens by default. Tinker's losses are sums, so the advantages are divided beforehand.
+- There is no KL penalty, because no loss of Tinker has one.
 - A rollout may have several calls and rows; they share an update, and statistics count rollouts.
 
-A server that has lost the model (it was started again) gets the last saved state, and the update of the step is
-repeated there; the rollouts of the step are in memory. Weights stay on the server: nothing is downloaded.
-Nothing here needs torch. The estimators give the numbers of `agl_objectives`, which has more of them.
+If the server has lost the model because it was restarted, it loads the last saved state, and the step's update is
+repeated with the step's rollouts, which are in memory. Weights stay on the server: nothing is downloaded.
+This module does not need torch. Its estimators give the same numbers as those of `agl_objectives`, which has more.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ Estimator = Literal["grpo", "dr_grpo", "rloo"]
 Aggregation = Literal["token", "sequence", "sum"]
 
 ROUNDING = 1e-6
-"""Scores of a group closer than this, relative to its largest (at least 1), are equal."""
+"""Scores of a group count as equal if they differ by less than this, relative to the largest (at least 1)."""
 
 
 def score_advantages(scores: Sequence[float], *, estimator: Estimator) -> tuple[list[float], float]:
-    """Return the advantage A_i of each score R_1 ... R_G of a group, and the unit of distances from a score.
+    """Return the advantage A_i of each score R_1 ... R_G of a group, and the factor for distances from a score.
 
-    Groups of one rollout, and those whose scores differ by rounding alone, have advantages 0.
+    In groups of one rollout, or whose scores differ only by rounding, all advantages are 0.
     """
     size, mean = len(scores), fmean(scores)  # G of the paper
     if size == 1:  # a rollout is its own mean, so nothing is known about it
         return [0.0], 0.0
-    # Dividing by a deviation that is rounding alone would turn rounding into signal.
+    # Dividing by a deviation that is only rounding would turn rounding into signal.
     differs = max(scores) - min(scores) > ROUNDING * max(1.0, *(abs(score) for score in scores))
     factor, unit = 1.0, 1.0
     if estimator == "grpo":
@@ -83,12 +83,13 @@ def score_advantages(scores: Sequence[float], *, estimator: Estimator) -> tuple[
 def call_advantages(
     credits: Sequence[Sequence[CallCredit]], *, groups: Sequence[int], estimator: Estimator
 ) -> list[dict[str, float]]:
-    """Return advantages by span id for every rollout.
+    """Return the advantages of each rollout's calls, by span id.
 
     Args:
-        credits: The credit of the calls of each rollout.
-        groups: The task of each rollout.
-        estimator: A call whose credit says ``is_advantage`` keeps its value and takes no part in the statistics.
+        credits: The credit of each rollout's calls; a call with ``is_advantage`` keeps its value and does not take part
+            in the statistics.
+        groups: The task of each rollout, as an index.
+        estimator: The rule that turns the scores of a group into advantages.
     """
     # Finished advantages (hierarchical and counterfactual credit) pass through; comparing them again would undo them.
     found = [{call.span_id: call.value for call in calls if call.is_advantage} for calls in credits]
@@ -111,14 +112,14 @@ def call_advantages(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRow:
-    """A row of the call forest and what of it is trained; lists are as long as the row.
+    """A row of the call forest with its trained tokens; ``ids``, ``logprobs`` and ``advantages`` have equal length.
 
     Attributes:
-        rollout: Its rollout, whose rows stay in one update.
-        ids: Token ids, o_1 ... o_T of the paper with the prompt before them.
-        logprobs: The sampler's, log pi_theta_old.
-        advantages: A_t, 0 where nothing is trained.
-        trained: Places of the trained tokens, never 0: nothing stands before the first token to predict it from.
+        rollout: The rollout of the row; all rows of a rollout are trained in one update.
+        ids: Token ids: the prompt and o_1 ... o_T of the paper.
+        logprobs: The sampler's log-probabilities, log pi_theta_old.
+        advantages: The advantages A_t; 0 for tokens that are not trained.
+        trained: Indices of the trained tokens; never 0, because the first token has nothing before it to predict it.
     """
 
     rollout: str
@@ -138,7 +139,7 @@ class TrainedRow:
         return not any(self.advantages[place] for place in self.trained)
 
     def datum(self, *, weight: float) -> types.Datum:
-        """Return the row as Tinker takes it, with its advantages times ``weight``."""
+        """Return the row in Tinker's format, with its advantages multiplied by ``weight``."""
         # Tinker's losses have no mask: with advantage 0 and log-probability 0 a token adds nothing to them.
         size = len(self.ids)
         logprobs, advantages = np.zeros(size, dtype=np.float32), np.zeros(size, dtype=np.float32)
@@ -158,7 +159,7 @@ class TrainedRow:
 
 
 def trained_row(row: Row, advantages: Mapping[str, float]) -> TrainedRow:
-    """Return a row with the advantages of its calls, by span id, at the tokens that these sampled."""
+    """Return a row with its calls' advantages, given by span id, at the tokens that each call sampled."""
     ids = unpack_ids(row.ids)
     spread, trained = [0.0] * len(ids), list[int]()
     for part in row.segments:
@@ -172,10 +173,10 @@ def trained_row(row: Row, advantages: Mapping[str, float]) -> TrainedRow:
 
 
 def token_weights(rows: Sequence[TrainedRow], aggregation: Aggregation) -> list[float]:
-    """Return the weight w_t of a trained token of each row, in an update that consists of ``rows``.
+    """Return the weight w_t of the trained tokens of each row, in an update that consists of ``rows``.
 
-    ``token`` gives every token of the update one weight, ``sequence`` every rollout; the weights add up to 1. ``sum``
-    divides by nothing.
+    With ``token`` every token of the update has one weight, with ``sequence`` every rollout has one; the weights add up
+    to 1. With ``sum`` every weight is 1.
     """
     if aggregation == "sum":
         return [1.0] * len(rows)
@@ -190,16 +191,16 @@ class Tinker:
         steps: Steps in all; one step collects once and publishes once.
         tasks_per_step: Groups per step; every epoch is a shuffle of the training tasks.
         group_size: Rollouts per task, whose rewards are compared.
-        sampling: The choice of tasks and groups.
-        estimator: `grpo`, `dr_grpo` or `rloo`. A credit that gives finished advantages leaves it nothing to do,
-            which the first such step says.
-        loss: `importance_sampling`, `ppo` or `cispo`, computed by the server; `loss_params` are its parameters, such
-            as `{clip_low_threshold = 0.8, clip_high_threshold = 1.2}`.
-        aggregation: `token` gives every token of an update one weight, `sequence` every rollout; `sum` divides by
-            nothing, as recipes for Tinker do.
-        updates_per_step: Updates that share a step's rollouts.
+        sampling: How tasks and groups are chosen.
+        estimator: `grpo`, `dr_grpo` or `rloo`. It has no effect with a credit that gives finished advantages, which
+            the first such step reports.
+        loss: `importance_sampling`, `ppo` or `cispo`, computed by the server.
+        loss_params: Parameters of the loss, such as `{clip_low_threshold = 0.8, clip_high_threshold = 1.2}`.
+        aggregation: `token` gives every token of an update the same weight, `sequence` every rollout; `sum` adds up
+            the tokens' losses undivided, as recipes for Tinker do.
+        updates_per_step: The number of updates into which a step's rollouts are divided.
         lora_rank: Rank of the adapters.
-        optim: AdamW of the server.
+        optim: Settings of the server's AdamW.
         ttl_s: Seconds after which the server may remove saved states and weights; 0 for never.
     """
 
@@ -247,14 +248,14 @@ class Tinker:
         self._model: tinker.TrainingClient | None = None
 
     async def check(self, context: AlgorithmContext) -> None:
-        """Raise ConfigError for an experiment without one tuned policy or without tasks."""
+        """Raise ConfigError unless the experiment tunes exactly one policy and has training tasks."""
         _tuned(context)
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check the experiment, and have the server make the adapters and try the loss.
+        """Check the experiment, create the adapters on the server, and try the loss.
 
         Raises:
-            ConfigError: Another package serves the policy, or the server lacks the loss or the adapters.
+            ConfigError: Another package serves the policy, or the server does not offer the loss or the adapters.
         """
         self._context = context
         self._name = _tuned(context)
@@ -276,7 +277,7 @@ class Tinker:
         await self._try_loss(self._model)
 
     async def _try_loss(self, model: tinker.TrainingClient) -> None:
-        """Ask for the loss of one token without a gradient: Tinker's API does not list the losses of a server."""
+        """Compute the loss of one token without a gradient, because Tinker's API does not list a server's losses."""
         # A = 0, so the answer is 0 whatever the loss is; only a refusal of its name or parameters matters.
         # Two tokens, because the first one of a row is never predicted.
         row = TrainedRow(rollout="", ids=[0, 0], logprobs=[0.0, 0.0], advantages=[0.0, 0.0], trained=[1])
@@ -352,12 +353,12 @@ class Tinker:
         )
 
     async def _trained(self, rows: Sequence[TrainedRow], *, step: int) -> tuple[dict[str, float], tuple[str, str]]:
-        """Return the metrics of a step's updates, and the paths of the state and of the weights after them."""
+        """Train on a step's rows; return the metrics of its updates, and the paths of the saved state and weights."""
         try:
             return await self._train(rows, step=step)
         except PolicyError as error:
             self._context.say(f"{self._context.name}: {error}; going on from the last saved state")
-        # The weights are those before the step again, so repeating all of its updates gives what they would have given.
+        # The weights are again those before the step, so repeating all its updates gives the same result.
         self._model = None
         return await self._train(rows, step=step)
 
@@ -384,7 +385,7 @@ class Tinker:
         return self._model
 
     async def _update(self, model: tinker.TrainingClient, rows: Sequence[TrainedRow]) -> dict[str, float]:
-        """Do one update on whole rollouts; returns its metrics, none if no row has a gradient."""
+        """Do one update on whole rollouts, and return its metrics; without any gradient the update is skipped."""
         # The server adds up -J of equation 3 without its KL term,
         #     sum_t w_t (-r_t A_t)          or with r_t clipped, as `loss` has it,
         #     r_t = pi_theta(o_t | q, o_<t) / pi_sampler(o_t | q, o_<t).
@@ -407,14 +408,14 @@ class Tinker:
         return found | _gaps([row for row, _ in chosen], passed.loss_fn_outputs)
 
     def state(self) -> Mapping[str, Json]:
-        """The step count, the path of the last saved state, the learning rate's factor, what the curriculum knows."""
+        """Return the step count, the path of the last saved state, the learning rate's factor, and the curriculum."""
         return {"step": self._step, "state": self._state, "rate": self._rate, "groups": self._groups.state()}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a saved state, moments of AdamW included.
+        """Continue from a saved state, including AdamW's moments.
 
         Raises:
-            PolicyError: The server does not have it any more.
+            PolicyError: The server no longer has the state.
         """
         self._step = int(state["step"])
         self._groups.restore(state.get("groups", {}))
@@ -430,17 +431,17 @@ class Tinker:
         await self._opened()
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true while `steps` exceeds the steps done."""
+        """Return true if `steps` exceeds the number of steps taken."""
         del tasks, sources_go_on
         return int(state["step"]) < self._steps
 
     async def close(self) -> None:
-        """Let go of the model; the policy ends the session."""
+        """Drop the model's client; the policy ends the session."""
         self._model = None
 
 
 def _tuned(context: AlgorithmContext) -> str:
-    """Return the policy to train; raises ConfigError unless there is one, with tasks."""
+    """Return the policy to train; raises ConfigError unless there is exactly one policy, and tasks."""
     # theta is one policy's adapters: another policy needs a model of its own on the server.
     if len(context.tunes) != 1:
         raise ConfigError(
@@ -479,7 +480,7 @@ def _metrics(groups: Sequence[Sequence[Episode]], *, rows: Sequence[TrainedRow],
 
 
 def _gaps(rows: Sequence[TrainedRow], outputs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return how far the trainer's log-probabilities are from the sampler's, in nats; nothing where none came."""
+    """Return the gaps between the trainer's and the sampler's log-probabilities, in nats; empty without outputs."""
     # log pi_theta(o_t) - log pi_sampler(o_t) by the trainer's numerics. In the first update of a step both are the same
     # weights, so a gap there is numerics alone, and shifts r_t away from 1.
     gaps: list[float] = []

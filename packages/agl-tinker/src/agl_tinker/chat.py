@@ -2,7 +2,7 @@
 
 Answers carry token ids, log-probabilities and the version of the weights. Every request is answered by the weights that
 were live when it arrived. The endpoints have an event loop in a thread of their own, so that a busy agent delays no
-answer. Limit: a streamed answer comes in one piece, because Tinker's API gives an answer whole.
+answer. Limit: a streamed answer is sent in one piece, because Tinker's API returns only whole answers.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, Any] = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
 }
-"""Options that would change the answer and that are not served, with the value that changes nothing."""
+"""Unsupported options that would change the answer, each with its neutral value, which is accepted."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Json = dict[str, Any]
@@ -50,7 +50,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """A request, with the fields of both endpoints."""
+    """The body of a request, with the fields of both endpoints."""
 
     model: str
     messages: list[Json] = []
@@ -84,7 +84,7 @@ class _ChatError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """The weights that answer now."""
+    """The live weights: a client that samples from them, and their version."""
 
     sampler: tinker.SamplingClient
     version: str
@@ -92,23 +92,28 @@ class Live:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatLimits:
-    """Tokens of prompt and answer, and of an answer that gives no limit; 0 for none."""
+    """Limits in tokens; 0 means no limit.
+
+    Attributes:
+        context_length: The most tokens of a prompt and its answer together.
+        max_tokens: The length limit of an answer if the request gives none.
+    """
 
     context_length: int = 0
     max_tokens: int = 0
 
 
 class ChatServer:
-    """The endpoints of one model; start and stop it once.
+    """The endpoints of one model; can be started and stopped only once.
 
     Args:
-        model: Name that requests give.
-        text: The tokenizer.
-        key: The API key that requests bring.
-        limits: Numbers of tokens.
+        model: The model name that requests must give.
+        text: The tokenizer with its chat template.
+        key: The API key that requests must send.
+        limits: The limits of prompts and answers.
 
     Attributes:
-        live: Set before the first request, and whenever the weights change.
+        live: The live weights; set it before the first request, and whenever they change.
     """
 
     live: Live
@@ -122,7 +127,7 @@ class ChatServer:
         self._thread = threading.Thread(target=self._run, name="agl-tinker-chat", daemon=True)
 
     def start(self) -> str:
-        """Listen on a free local port; returns the URL with ``/v1``. Blocks until it listens."""
+        """Listen on a free local port, and return the URL with ``/v1``; blocks until the port is open."""
         self._thread.start()
         self._ready.wait()
         if not self._port:
@@ -130,7 +135,7 @@ class ChatServer:
         return f"http://127.0.0.1:{self._port}/v1"
 
     def stop(self) -> None:
-        """Close connections and end the thread; idempotent. Blocks."""
+        """Close connections and end the thread; idempotent. Blocks until then."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join()
@@ -223,7 +228,7 @@ class ChatServer:
         return body
 
     async def _sampled(self, body: Body, prompt: list[int]) -> tuple[Sequence[types.SampledSequence], str]:
-        """Return the sampled answers and the version of the weights; cancelled with the request."""
+        """Sample answers; return them and the version of the weights. Cancelled if the request is."""
         live = self.live
         params = types.SamplingParams(
             max_tokens=self._max_tokens(body, len(prompt)),
@@ -298,7 +303,7 @@ class ChatServer:
 
 
 def _streamed(answer: Json, body: Body, *, kind: Literal["chat", "completions"]) -> web.Response:
-    """Return a stream of one chunk with the whole answer, and one with the usage where it was asked for."""
+    """Return a stream with the whole answer in one chunk, and the usage in another if the request asks for it."""
     usage = answer.pop("usage")
     if kind == "chat":
         answer["object"] = "chat.completion.chunk"
@@ -320,7 +325,7 @@ def _delta(choice: Json) -> Json:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every failure in OpenAI's form."""
+    """Answer every failure in the form of OpenAI's errors."""
     try:
         return await handler(request)
     except _ChatError as error:

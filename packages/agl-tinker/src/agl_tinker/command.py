@@ -12,7 +12,7 @@ from agl.hints import pip_install
 
 _ENV = "TINKER_API_KEY"
 _PREFIX = "tml-"
-"""The published client sends only keys that begin so."""
+"""Prefix of the only keys that the published client sends."""
 
 _MIN_KEY = 16
 
@@ -100,10 +100,11 @@ def serve(key_file: Path | None, **settings: Any) -> None:
 
 
 def key_of(path: Path | None) -> tuple[str, str]:
-    """Return the API key and where it comes from: the environment, or a file that only this user can read.
+    """Return the API key and a description of its source: the environment, or a file that only this user can read.
 
     Raises:
-        ConfigError: There is neither, the file cannot be made, or the key is not one that clients send.
+        ConfigError: No key is set and no file is given, the file cannot be created or read, or the key lacks the
+            required form.
     """
     if path is None:
         key, source = os.environ.get(_ENV, ""), f"the environment variable {_ENV}"

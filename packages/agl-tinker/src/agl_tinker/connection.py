@@ -1,6 +1,6 @@
-"""The published client of Tinker's API, with its errors as ours.
+"""The published client of Tinker's API; its errors are raised as our own.
 
-Its telemetry is turned off unless the environment asks for it. Everything here may be awaited in any event loop.
+The client's telemetry is turned off unless the environment turns it on. All coroutines here work in any event loop.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ LORA = "lora"
 
 
 class Connection:
-    """One session with a server. Close it.
+    """One session with a server; must be closed.
 
     Args:
-        base_url: The server's address.
+        base_url: The server's URL.
         key: The API key.
-        project_id: Tinker's project of the session; ``""`` for the default one.
+        project_id: The session's project at Tinker; ``""`` for the default project.
     """
 
     def __init__(self, base_url: str, *, key: str, project_id: str = "") -> None:
@@ -33,13 +33,13 @@ class Connection:
         self._is_open = False
 
     async def open(self) -> None:
-        """Begin the session; raises :class:`PolicyError` where the server does not."""
+        """Begin the session; raises :class:`PolicyError` if the server refuses or does not answer."""
         with described(f"the server at {self.base_url} does not begin a session"):
             await asyncio.to_thread(lambda: self._service.holder)  # begins the session, and blocks
         self._is_open = True
 
     async def close(self) -> None:
-        """End the session; a server that does not answer is left alone. Idempotent."""
+        """End the session; a server that does not answer is ignored. Idempotent."""
         if self._is_open:
             self._is_open = False
             try:
@@ -48,17 +48,21 @@ class Connection:
                 return
 
     async def new_model(self, base_model: str, *, rank: int, seed: int) -> tinker.TrainingClient:
-        """Return a model in training with fresh adapters; raises :class:`PolicyError` where the server refuses."""
+        """Return a client that trains fresh adapters; raises :class:`PolicyError` if the server refuses."""
         with described(f"the server at {self.base_url} makes no LoRA adapters of rank {rank} for {base_model!r}"):
             return await self._service.create_lora_training_client(base_model, rank=rank, seed=seed)
 
     async def restored_model(self, path: str) -> tinker.TrainingClient:
-        """Return a model in training from a saved state, with its moments; raises :class:`PolicyError`."""
+        """Return a client that continues to train a saved state with its moments; raises :class:`PolicyError`."""
         with described(f"the server at {self.base_url} does not restore the state {path!r}"):
             return await self._service.create_training_client_from_state_with_optimizer(path)
 
     async def sampler(self, *, base_model: str, path: str = "") -> tinker.SamplingClient:
-        """Return a client that samples from saved weights, or from the base; raises :class:`PolicyError`."""
+        """Return a client that samples from saved weights, or without ``path`` from the base model.
+
+        Raises:
+            PolicyError: The server refuses.
+        """
         with described(f"the server at {self.base_url} does not sample from {path or base_model!r}"):
             if path:
                 return await self._service.create_sampling_client(model_path=path)
@@ -71,7 +75,7 @@ async def _awaited(work: Awaitable[T]) -> T:
 
 @contextmanager
 def described(text: str) -> Generator[None]:
-    """Raise what the published client raises within the block as a :class:`PolicyError` that begins with ``text``."""
+    """Convert errors of the published client within the block to a :class:`PolicyError` that begins with ``text``."""
     try:
         yield
     except (tinker.TinkerError, ValueError, RuntimeError, AssertionError) as error:

@@ -19,7 +19,7 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
 
 @hookimpl
 def agl_policies() -> Iterable[PolicyEntry]:
-    """Register models that such a server samples from."""
+    """Register the policy whose model is sampled on a server that speaks Tinker's API."""
     yield PolicyEntry(
         name="tinker",
         factory="agl_tinker.policy:TinkerPolicy",

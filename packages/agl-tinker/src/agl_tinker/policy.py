@@ -1,7 +1,7 @@
 """The policy ``tinker``: a base model or trained weights on a server that speaks Tinker's API.
 
-Agents call OpenAI-compatible endpoints on this machine, which turn each request into a call of the server's sampling.
-New weights are paths of the server, so nothing is downloaded.
+Agents call OpenAI-compatible endpoints on this machine, which turn each request into a sampling call of the server.
+New weights are identified by paths on the server, so nothing is downloaded.
 """
 
 import asyncio
@@ -30,24 +30,24 @@ _ANSWER_S = 20.0
 
 
 class TinkerPolicy:
-    """The role ``Policy`` over a server of Tinker's API.
+    """A :class:`~agl.contracts.Policy` over a server of Tinker's API.
 
     Args:
         name: The policy's name, which is also the model name that requests give.
         model: The base model, by the server's name for it.
-        base_url: The server; by default that of ``TINKER_BASE_URL``, else Tinker's own.
+        base_url: The server's URL; by default the one in ``TINKER_BASE_URL``, else Tinker's own.
         api_key_env: Environment variable with the API key.
         tokenizer: Folder or hub name of the tokenizer with its chat template; by default `model`.
-        context_length: Most tokens of prompt and answer; by default what the server says.
-        max_tokens: Length of answers to requests that give none; by default what the context leaves.
+        context_length: The most tokens of a prompt and its answer; by default the server's limit.
+        max_tokens: Length limit of answers to requests that give none; by default the room left in the context.
         tool_parser: Notation of tool calls: `hermes` or `none`.
-        project_id: Tinker's project.
+        project_id: The project at Tinker.
 
     Attributes:
-        losses: Losses that the server says it has; ``None`` where it does not say, as Tinker's own does not.
+        losses: The losses that the server lists; ``None`` if it lists none, as Tinker's own server.
 
     Raises:
-        ConfigError: A setting cannot work, or the server does not have the model. The server is asked once.
+        ConfigError: A setting cannot work, or the server, which is asked once, does not have the model.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TinkerPolicy:
 
     @property
     def has_token_ids(self) -> bool:
-        """Always true: Tinker's API gives token ids and log-probabilities."""
+        """Always true: Tinker's API returns token ids and log-probabilities."""
         return True
 
     @property
@@ -95,14 +95,14 @@ class TinkerPolicy:
         return self._connection
 
     def resource(self) -> Weights:
-        """Return the base model, by its name."""
+        """Return the base model as a resource, identified by its name."""
         return Weights(uri=self.base_model)
 
     async def start(self) -> ServedModel:
-        """Begin a session and listen; the base model answers.
+        """Begin a session and start the endpoints, which serve the base model.
 
         Raises:
-            PolicyError: It runs already, or the server refuses.
+            PolicyError: The policy is running already, or the server refuses.
             ConfigError: The tokenizer cannot be loaded.
         """
         if self._chat is not None:
@@ -127,11 +127,11 @@ class TinkerPolicy:
             self._connection = None
 
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """Answer with these weights from the next request on.
+        """Serve these weights from the next request on.
 
         Raises:
-            ConfigError: The resource holds no weights of this server.
-            PolicyError: The server does not have them.
+            ConfigError: The resource is neither weights on this server nor the base model.
+            PolicyError: The server does not have the weights.
         """
         weights = version.resource
         is_ours = isinstance(weights, Weights) and weights.uri.startswith("tinker://")
@@ -147,13 +147,13 @@ class TinkerPolicy:
         return self._served(version.version)
 
     def trained(self, path: str) -> Weights:
-        """Return the resource of weights that training has saved on the server."""
+        """Return weights that training has saved on the server as a resource."""
         return Weights(uri=path, base_model=self.base_model, format=LORA)
 
     def _ask_server(self) -> tuple[int, tuple[str, ...] | None]:
-        """Ask the server if it trains and samples the base model; one request, which blocks.
+        """Check with one blocking request that the server can train and sample the base model.
 
-        Returns the most tokens of a prompt and its answer, 0 if unknown, and the losses that the server says it has.
+        Returns the server's limit of tokens for a prompt and its answer (0 if unknown), and the losses that it lists.
         """
         found = self._capabilities()
         listed = cast("list[Any]", found.get("supported_models") or [])
@@ -203,7 +203,7 @@ class TinkerPolicy:
 
 
 def _key() -> str:
-    """Return the key that policies of this process ask for; the first one makes it unless it is set."""
+    """Return the key for this process's policies; the first call creates it unless the environment has one."""
     return os.environ.setdefault(POLICY_KEY_ENV, secrets.token_urlsafe(32))
 
 

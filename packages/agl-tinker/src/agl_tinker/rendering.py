@@ -1,8 +1,8 @@
 """Turns conversations into tokens with a model's chat template, and answers into messages.
 
-A prompt whose text begins with that of an earlier prompt and its answer begins with their tokens, as they were sampled;
-only what follows is tokenised. So the calls of one conversation are one row where the template prints an answer as the
-model wrote it, and begin another row where it does not.
+If a prompt's text begins with an earlier prompt and its answer, that prefix gets the tokens that were used and sampled
+then, and only the rest is tokenised. So the calls of a conversation become one row if the template prints answers as
+the model wrote them; otherwise a new row begins.
 """
 
 import json
@@ -17,18 +17,18 @@ from agl.errors import ConfigError
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MOST_TOKENS = 2_000_000
-"""Tokens of prompts and answers that are remembered; the turns that were asked for longest ago are forgotten."""
+"""The most tokens of remembered prompts and answers; beyond it, the least recently used ones are forgotten."""
 
 
 class ChatText:
-    """A tokenizer with its template; used in one thread.
+    """A tokenizer with its chat template; must be used in one thread.
 
     Args:
         name: Directory or hub name of the tokenizer.
-        parses_tools: Whether answers are read for tool calls in the notation of Hermes and Qwen.
+        parses_tools: Whether tool calls in the notation of Hermes and Qwen are recognised in answers.
 
     Raises:
-        ConfigError: There is no such tokenizer, or it has no chat template.
+        ConfigError: The tokenizer cannot be loaded, or has no chat template.
     """
 
     def __init__(self, name: str, *, parses_tools: bool) -> None:
@@ -57,7 +57,7 @@ class ChatText:
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> list[int]:
-        """Return the tokens of a conversation up to where the answer begins; raises ValueError with the reason."""
+        """Return the tokens of a conversation up to the start of the answer; raises ValueError with the reason."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [_readable(message) for message in messages],
@@ -71,7 +71,7 @@ class ChatText:
         return self.encode(str(text))
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, those of the longest remembered beginning as they were sampled."""
+        """Return the tokens of a text; its longest remembered prefix gets the tokens that were used and sampled."""
         known = max((turn for turn in self._turns if text.startswith(turn)), key=len, default="")
         if known:
             self._turns.move_to_end(known)
@@ -79,7 +79,7 @@ class ChatText:
         return [*self._turns.get(known, ()), *rest]
 
     def remember(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep the tokens of a prompt and its answer for the prompts that continue them."""
+        """Remember the tokens of a prompt and its answer for prompts that continue them."""
         ids = (*prompt, *answer)
         text = self._decode(ids)
         self._n_tokens += len(ids) - len(self._turns.pop(text, ()))
@@ -89,7 +89,7 @@ class ChatText:
             self._n_tokens -= len(oldest)
 
     def message(self, ids: Sequence[int], *, stops: Sequence[str], has_tools: bool) -> dict[str, Any]:
-        """Return the message of an answer; text with a malformed call stays content as a whole."""
+        """Return an answer as a message; if a tool call in it is malformed, the whole text becomes the content."""
         content = self.text(ids, stops=stops)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         calls = _calls(content) if has_tools and self._parses_tools else []
@@ -99,7 +99,7 @@ class ChatText:
         return message
 
     def text(self, ids: Sequence[int], *, stops: Sequence[str] = ()) -> str:
-        """Return the text of an answer without the tokens that frame messages, up to the first stop string."""
+        """Return the text of an answer up to the first stop string, without tokens that frame messages."""
         shown = ids[:-1] if ids and ids[-1] in self._end else ids
         text = self._decode([token for token in shown if token not in self._hidden])
         places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
@@ -114,7 +114,7 @@ class ChatText:
 
 
 def _readable(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates read it: text in one piece, and the arguments of calls as objects."""
+    """Return a message in the form that templates expect: text as one string, and tool arguments as objects."""
     found = {key: value for key, value in message.items() if value is not None}
     content: Any = found.get("content", "")
     if isinstance(content, list):
@@ -133,7 +133,7 @@ def _readable(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calls(text: str) -> list[dict[str, Any]]:
-    """Return the tool calls of an answer, none if one of them is malformed."""
+    """Return the tool calls in an answer; an empty list if any of them is malformed."""
     found: list[dict[str, Any]] = []
     for part in text.split(_OPEN)[1:]:
         body, closed, _ = part.partition(_CLOSE)

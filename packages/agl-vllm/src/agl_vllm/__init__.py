@@ -1,1 +1,1 @@
-"""The policy plugin `vllm`: servers that are started here or attached to, and weights that are checked."""
+"""The policy plugin `vllm`: starts vLLM servers or attaches to running ones, and checks their weights after updates."""

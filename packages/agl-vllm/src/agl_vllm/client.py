@@ -1,7 +1,7 @@
-"""A client of one vLLM server: its models, its log-probabilities of a text, and the calls that change its weights.
+"""A client of one vLLM server: its models, the log-probabilities of a text, and the calls that change its weights.
 
-The routes below ``/v1`` are always there; ``/v1/load_lora_adapter`` needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``, the
-others need ``VLLM_SERVER_DEV_MODE``.
+The routes below ``/v1`` are always there, except ``/v1/load_lora_adapter``, which needs
+``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. The other routes need ``VLLM_SERVER_DEV_MODE``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,18 +14,18 @@ from agl.errors import PolicyError
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _HOTTEST = 2.0
 _SAME_NATS = 0.02
-"""Difference between two answers' log-probabilities that rounding does not make; top-p of 0.95 makes 0.05."""
+"""A difference of log-probabilities, in nats, above rounding errors; a top-p of 0.95 causes 0.05."""
 
 
 class RouteMissingError(PolicyError):
-    """The server runs without the mode that has this route."""
+    """Raised if the server lacks a route, because the mode with that route is off."""
 
 
 class ServerClient:
-    """Calls one server, over a new connection each time, for calls are few. Methods raise :class:`PolicyError`.
+    """Calls one server, over a new connection each time, because calls are few. Methods raise :class:`PolicyError`.
 
     Args:
-        base_url: The server's base URL, with its ``/v1``.
+        base_url: The server's base URL, including ``/v1``.
         key: API key, ``""`` for none.
         timeout_s: Seconds for a call that changes weights or waits for answers in flight.
     """
@@ -40,7 +40,7 @@ class ServerClient:
         return self.base_url.removesuffix("/v1")
 
     async def is_healthy(self) -> bool:
-        """Return whether the server is up and its engine lives."""
+        """Return true if the server is up and its engine is running."""
         timeout = aiohttp.ClientTimeout(total=10)
         try:
             async with (
@@ -52,7 +52,7 @@ class ServerClient:
             return False
 
     async def models(self) -> list[str]:
-        """Return the model names that requests may give, adapters included."""
+        """Return the model names that requests may use, adapters included."""
         url = f"{self.base_url}/models"
         listed = await self._call("GET", url)
         try:
@@ -64,10 +64,10 @@ class ServerClient:
         return names
 
     async def score(self, token_ids: Sequence[int], *, model: str) -> list[float]:
-        """Return the natural log-probability of every token but the first, given those before it; [N - 1].
+        """Return the natural log-probability of every token but the first, given the tokens before it; [N - 1].
 
         Raises:
-            PolicyError: The server gives no token ids or no log-probabilities of the prompt.
+            PolicyError: The server returns no token ids or no log-probabilities of the prompt.
         """
         body = {
             "model": model,
@@ -94,14 +94,14 @@ class ServerClient:
         return [float(scores[at][str(token)]["logprob"]) for at, token in enumerate(token_ids) if at]
 
     async def check_logprobs_mode(self, token_ids: Sequence[int], *, model: str) -> None:
-        """Check that log-probabilities are those of the distribution that tokens are drawn from.
+        """Check that the reported log-probabilities are those of the distribution that tokens are drawn from.
 
-        With logits z and temperature T they are z / T up to a constant, so at twice the temperature the lead of the
-        likeliest token over the next must be half as large. A server that reports them at temperature 1 whatever T is
-        shows the same lead twice. Raises :class:`PolicyError` for such a server.
+        With logits z and temperature T, the log-probabilities are z / T up to a constant, so at twice the temperature
+        the likeliest token's lead over the next must be half as large. A server that always reports them at temperature
+        1 shows the same lead both times. Raises :class:`PolicyError` for such a server.
         """
         plain, halved = [await self._lead(token_ids, model=model, temperature=t) for t in (1.0, 2.0)]
-        # Nearer to the same lead than to half of it: rounding leaves the two far apart, unless the lead is nearly 0.
+        # Closer to the same lead than to half of it. Rounding cannot confuse the two, unless the lead is nearly 0.
         if abs(halved - plain) < abs(halved - plain / 2):
             raise PolicyError(
                 f"the server at {self.base_url} reports log-probabilities at temperature 1 whatever a request's "
@@ -110,12 +110,13 @@ class ServerClient:
             )
 
     async def check_own_sampling(self, token_ids: Sequence[int], *, model: str) -> None:
-        """Check that requests which do not say how to sample are answered from the full distribution.
+        """Check that requests without sampling parameters are answered from the full distribution.
 
-        A server that was started without ``--generation-config vllm`` gives them the model's own temperature, top-p,
-        top-k and penalty, and training would not know. Requests with these left out are compared with neutral ones: as
-        they are, which shows a temperature, and a penalty on the likely token that the prompt has; and as hot as
-        servers allow, where top-p and top-k cut off most. Raises :class:`PolicyError` for such a server.
+        A server that was started without ``--generation-config vllm`` applies the model's own temperature, top-p, top-k
+        and penalty to such requests, and training would not know. So requests without these parameters are compared
+        with requests that set neutral values: at the default temperature, which reveals a temperature, and a penalty on
+        the likely token that the prompt holds; and at the highest temperature that servers allow, where top-p and top-k
+        cut off most. Raises :class:`PolicyError` for such a server.
         """
         prompt = await self._with_likeliest(token_ids, model=model)
         for heat in ({}, {"temperature": _HOTTEST}):
@@ -130,7 +131,7 @@ class ServerClient:
                 )
 
     async def _with_likeliest(self, token_ids: Sequence[int], *, model: str) -> list[int]:
-        """Return a prompt of these tokens behind the one that is likeliest to come next, as far as there is one."""
+        """Prepend the likeliest next token to a prompt, up to three times, until the prompt already holds it."""
         prompt = list(token_ids)
         for _ in range(3):
             likeliest = next(iter(await self._likely(prompt, model=model, **_NEUTRAL)))
@@ -140,7 +141,7 @@ class ServerClient:
         return prompt
 
     async def _lead(self, token_ids: Sequence[int], *, model: str, temperature: float) -> float:
-        """Return by how much the likeliest next token leads over the second, in nats."""
+        """Return the lead of the likeliest next token over the second likeliest, in nats."""
         first, second = (await self._likely(token_ids, model=model, temperature=temperature)).values()
         return first - second
 
@@ -160,7 +161,7 @@ class ServerClient:
         return {int(token.removeprefix("token_id:")): float(logprob) for token, logprob in ranked}
 
     async def takes_tokens(self, *, model: str) -> bool:
-        """Return whether the server makes prompts of token ids and answers of them (vLLM's ``--enable-scale-out``)."""
+        """Return true if the server takes prompts as token ids and renders them (vLLM's ``--enable-scale-out``)."""
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
         try:
             await self._call("POST", f"{self.base_url}/chat/completions/render", body)
@@ -169,19 +170,19 @@ class ServerClient:
         return True
 
     async def pause(self) -> None:
-        """Hold new requests; returns once those in flight have ended."""
+        """Hold new requests; returns once the requests in flight have ended."""
         await self._call("POST", f"{self._root}/pause?mode=wait")
 
     async def resume(self) -> None:
-        """Serve again."""
+        """Serve held and new requests again."""
         await self._call("POST", f"{self._root}/resume")
 
     async def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes of prompts, which the old weights computed."""
+        """Drop cached prompt prefixes, which were computed with the old weights."""
         await self._call("POST", f"{self._root}/reset_prefix_cache")
 
     async def reload_weights(self, path: str) -> None:
-        """Read full weights from ``path``, a directory that the server sees, into the running engine."""
+        """Load full weights from ``path``, a directory that the server can read, into the running engine."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._call("POST", f"{self._root}/collective_rpc", body)
 
@@ -190,11 +191,11 @@ class ServerClient:
         await self._call("POST", f"{self._root}/sleep?level=2")
 
     async def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Take the memory of one part again; what was in it is gone."""
+        """Allocate the memory of one part again; its former content is lost."""
         await self._call("POST", f"{self._root}/wake_up?tags={part}")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Serve the adapter at ``path`` as the model ``name``, in place of an earlier one of that name."""
+        """Serve the adapter at ``path`` as the model ``name``; replaces an earlier adapter of that name."""
         body = {"lora_name": name, "lora_path": path, "load_inplace": True}
         await self._call("POST", f"{self.base_url}/load_lora_adapter", body)
 
@@ -228,5 +229,5 @@ async def _content(answer: aiohttp.ClientResponse, url: str) -> Any:
 
 
 def _distance(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return the largest difference between two answers' log-probabilities, rank by rank."""
+    """Return the largest difference between two answers' log-probabilities, compared rank by rank."""
     return max(abs(mine - theirs) for mine, theirs in zip(one.values(), other.values(), strict=True))

@@ -1,10 +1,10 @@
-"""Runs a program and ends it when the process that started this guard is gone, after ``kill -9`` as well.
+"""Runs a program, and ends it when the process that started this guard is gone, even after ``kill -9``.
 
-It is a script for any Python, with the standard library alone: ``python guard.py PROGRAM ARGUMENT...``.
-The process that started it holds the other end of its standard input; when that end closes, the program is stopped.
-The program gets a session of its own, so that its children end with it and a Ctrl-C in the terminal does not reach it.
+It is a script for any Python and uses only the standard library: ``python guard.py PROGRAM ARGUMENT...``. The process
+that started the guard holds the other end of its standard input; when that end closes, the guard stops the program. The
+program runs in its own session, so that its children end with it and a Ctrl-C in the terminal does not reach it.
 
-Limit: a guard that is itself killed with ``kill -9`` leaves its program behind.
+Limit: a guard that is itself killed with ``kill -9`` leaves its program running.
 """
 
 import os
@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import FrameType
 
 GRACE_S = 5.0
-"""Seconds between asking the program to stop and killing it with its children."""
+"""Seconds between asking the program to stop and killing the program and its children."""
 
 
 def main(words: list[str]) -> int:
@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     threading.Thread(target=_watch, args=(child,), daemon=True).start()
     code = child.wait()
-    # Its children (vLLM's engine processes) are in its group, and would keep the memory of the device.
+    # Kill its children (vLLM's engine processes) through the process group; they would keep the device's memory.
     _signal_group(child.pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 

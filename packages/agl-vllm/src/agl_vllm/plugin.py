@@ -1,4 +1,4 @@
-"""Registers the policy `vllm`; imports nothing of it."""
+"""Registers the policy `vllm` without importing its module."""
 
 from collections.abc import Iterable
 

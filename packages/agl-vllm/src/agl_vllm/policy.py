@@ -1,12 +1,18 @@
-"""The policy `vllm`: one or several vLLM servers, and how new weights get into them.
+"""The policy `vllm`: one or several vLLM servers, and the routes by which new weights get into them.
 
-There are five routes. `lora`: an adapter is loaded into the running server, under a name of its own. `base`: calls go
-to the weights below the adapter again. `sleep`: the running server frees its weights and loads others in their place.
-`reload`: full weights are loaded over the old ones. `restart`: the server is stopped and started with the new weights.
-After each of them that loads weights every server is asked for the log-probabilities of a fixed text, which must be
-those that came with the weights (`update.py`), or for the initial weights those of the servers when they had started.
+There are five routes:
 
-Limits: full weights travel through files that the servers can read; a server that was attached to is never restarted.
+- `lora`: an adapter is loaded into the running server, under a model name of its own.
+- `base`: calls go to the full weights below the adapter again.
+- `sleep`: the running server frees its weights and loads others in their place.
+- `reload`: full weights are loaded over the old ones.
+- `restart`: the server is stopped, and started again with the new weights.
+
+After every route that loads weights, each server is asked for the log-probabilities of a fixed text. They must equal
+those that came with the weights (`update.py`) or, for the initial weights, those of the servers after their start.
+
+Limits: full weights travel through files that the servers can read. A server that the policy attached to is never
+restarted.
 """
 
 import asyncio
@@ -41,33 +47,33 @@ from agl_vllm.update import (
 
 _LOG = logging.getLogger("agl_vllm")
 _ASKED_IDS = tuple(range(1, 17))
-"""Token ids that every vocabulary has, to find out whether a server gives ids and log-probabilities."""
+"""Token ids in every vocabulary; they serve to check that a server returns ids and log-probabilities."""
 
 Route = Literal["lora", "base", "sleep", "reload", "restart"]
 
 
 class VLLMPolicy:
-    """The role `Policy` over vLLM servers.
+    """Implements `Policy` with vLLM servers.
 
     Args:
-        name: The policy's name; servers that are started know the model by it.
+        name: The policy's name; servers that are started serve the model under it.
         settings: Keyword arguments, the keys of `[policy.NAME]`:
 
             - `model`: directory or hub name of the initial weights, from which algorithms train too.
             - `base_url`: attach to this server, or to each of a list, written with `/v1`. Absent: start servers.
-            - `served_model`: the model name there; the first that the server lists if absent.
+            - `served_model`: the model's name on servers that are attached to; by default the first that they list.
             - `api_key_env`: environment variable with the servers' key.
-            - `python`: interpreter that has vLLM; this one if absent.
+            - `python`: interpreter that has vLLM; by default this one.
             - `args`: further arguments of vLLM's server; `env`: a table of environment variables for it.
             - `replicas`: number of servers to start; `devices`: `CUDA_VISIBLE_DEVICES` for each of them.
             - `dtype`: vLLM's `--dtype`; `lora_rank`: largest rank of adapters, 0 for none.
-            - `sync`: the route of full weights: `sleep`, `reload`, `restart`, or `auto`, which reloads servers that
-              were attached to, and of those that were started here lets sleep the ones that can (on CUDA and ROCm,
-              without `lora_rank`), and restarts the others and any on which a check fails.
-            - `tokens_in`: whether turns of a conversation are given to vLLM as the tokens that were recorded; needs
-              `--enable-scale-out`. Absent: where a vLLM that is started here has that option.
+            - `sync`: the route of full weights: `sleep`, `reload`, `restart`, or `auto`. With `auto`, servers that are
+              attached to use `reload`. Servers started here use `sleep` if they can (on CUDA and ROCm, without
+              `lora_rank`), else `restart`, also after a failed check.
+            - `tokens_in`: whether vLLM gets the turns of a conversation as their recorded tokens; needs
+              `--enable-scale-out`. Absent: true if a vLLM that is started here has that option.
             - `probe`: whether to compare log-probabilities after each update; `probe_tolerance`: largest mean
-              difference in nats, by default 0.001 with `dtype = "float32"` and 0.05 else.
+              difference in nats, by default 0.001 with `dtype = "float32"`, else 0.05.
             - `start_timeout_s`, `sync_timeout_s`: seconds; `log_dir`: directory of the servers' output.
 
     Raises:
@@ -93,19 +99,19 @@ class VLLMPolicy:
 
     @property
     def has_token_ids(self) -> bool:
-        """Always true: `start` refuses a server that gives no token ids."""
+        """Always true: `start` refuses a server that returns no token ids."""
         return True
 
     def resource(self) -> Weights:
-        """Return the initial weights, by their place."""
+        """Return the initial weights as a resource."""
         return Weights(uri=self._settings.model)
 
     async def start(self) -> ServedModel:
-        """Start the servers, or find those that run; checks that they give token ids and log-probabilities.
+        """Start the servers or attach to them; checks that they return token ids and log-probabilities.
 
         Raises:
-            PolicyError: vLLM is absent, a server does not start (with the last lines that it printed), cannot be
-                reached, serves another model, gives no token ids, or has sampling parameters of its own.
+            PolicyError: vLLM is absent, or a server does not start (with the last lines that it printed), cannot be
+                reached, serves another model, returns no token ids, or has default sampling parameters of its own.
         """
         if not self._settings.urls:
             await self._start_servers()
@@ -117,7 +123,7 @@ class VLLMPolicy:
         return self._serving("")
 
     async def stop(self) -> None:
-        """Stop the servers that were started; idempotent. Their logs are kept where something went wrong."""
+        """Stop the servers that were started; idempotent. Their logs are kept if an error occurred."""
         if self._relay is not None:
             await self._relay.stop()
         await run_together(server.stop() for server in self._servers)
@@ -126,17 +132,20 @@ class VLLMPolicy:
             shutil.rmtree(self._log_dir, ignore_errors=True)
 
     def counts(self) -> dict[str, int]:
-        """Return how many chat calls continued recorded tokens (`spliced`), and how many were text, by reason."""
+        """Return the number of chat calls that continued recorded tokens (`spliced`), and of those sent as text.
+
+        Calls sent as text are counted by reason.
+        """
         return dict(self._relay.counts) if self._relay is not None else {}
 
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """Bring the weights into every server and check that they serve them.
+        """Load the weights into every server and check that the servers use them.
 
-        An adapter is served under a name of its own, on its base: servers that have another one get that first.
+        An adapter is served under a separate name, on its base weights; servers with another base load that base first.
 
         Raises:
-            PolicyError: The resource holds no weights, or an adapter that the servers were not started for; a server
-                refuses them, or serves others afterwards: the message names both log-probabilities.
+            PolicyError: The resource holds no weights, or an adapter that the servers were not started for; or a server
+                refuses the weights, or serves others afterwards (the message gives both log-probabilities).
         """
         weights = version.resource
         if not isinstance(weights, Weights):
@@ -157,7 +166,7 @@ class VLLMPolicy:
         )
 
     async def _sync(self, weights: Weights, version: str) -> None:
-        """Load weights by their route and check every server; the version is unverified until then."""
+        """Load weights by their route and check every server; until then the servers' weights count as unknown."""
         self._require_rank(weights, version)
         is_below = weights == self._full and self._live is not None and self._live.format == "lora"
         route: Route = "base" if is_below else self._route(weights)
@@ -199,7 +208,7 @@ class VLLMPolicy:
             await self._each(lambda client: update(client, weights))
 
     async def _ask(self, client: ServerClient) -> None:
-        """Check what a server that has started answers, and keep what it says of the initial weights."""
+        """Check a server after its start; if it was started here, store its log-probabilities for the probe."""
         scores = await client.score(_ASKED_IDS, model=self._base_name)
         if self._servers:  # one that was attached to may have the last weights of an earlier run
             self._initial_probe = WeightsProbe(token_ids=_ASKED_IDS, logprobs=tuple(scores))
@@ -212,7 +221,7 @@ class VLLMPolicy:
         return probe_of(weights, name=self.name)
 
     async def _check(self, probe: WeightsProbe | None, version: str) -> None:
-        """Raise PolicyError where a server does not serve the weights of `probe`; check nothing without one."""
+        """Raise PolicyError if a server does not serve the weights of `probe`; does nothing if `probe` is None."""
         if probe is not None:
             how: dict[str, Any] = {"name": self.name, "model": self._served, "version": version}
             tolerance = self._tolerance()
@@ -231,7 +240,7 @@ class VLLMPolicy:
         return FLOAT32_TOLERANCE if self._settings.dtype == "float32" else TOLERANCE
 
     def _require_rank(self, weights: Weights, version: str) -> None:
-        """Raise PolicyError for an adapter of a higher rank than the servers were started for."""
+        """Raise PolicyError if an adapter's rank is higher than the servers were started for."""
         if weights.format != "lora":
             return
         rank = rank_of(weights)
@@ -263,14 +272,14 @@ class VLLMPolicy:
         await run_together(server.start(model=self._full.uri) for server in self._servers)
 
     async def _may_sleep(self) -> bool:
-        """Return whether servers are started so that they can sleep."""
+        """Return true if servers are to be started with sleep mode."""
         chosen = self._settings
         if chosen.sync == "sleep" or SLEEP_MODE in chosen.args:
             return True
         return chosen.sync == "auto" and not chosen.lora_rank and await asyncio.to_thread(can_sleep, chosen.python)
 
     async def _take_tokens(self) -> None:
-        """Put a relay before the servers that gives them recorded tokens, where the settings ask for it."""
+        """Put a relay in front of the servers that sends them recorded tokens, if the settings ask for it."""
         if not self._settings.tokens_in:
             return
         for client in self._clients:
@@ -299,7 +308,7 @@ class VLLMPolicy:
             self._base_name = self._served = wanted
 
     async def _revive(self, server: LocalServer) -> None:
-        """Start a server of ours again that has died, with the full weights that it had."""
+        """Restart a server of this policy if it has died, with its latest full weights."""
         if not (server.is_running and await server.client.is_healthy()):
             _LOG.warning("policy %r: the server at %s has died; starting it again", self.name, server.client.base_url)
             await self._restart(server, self._full)
@@ -309,5 +318,5 @@ class VLLMPolicy:
         await server.start(model=weights.uri)
 
     async def _each(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
-        """Run a call on every server at once; the first failure is raised."""
+        """Run a call on every server at once; raises the first failure."""
         await run_together(act(client) for client in self._clients)

@@ -1,10 +1,11 @@
-"""Stands between the gateway and vLLM servers, and gives them prompts as the tokens that were recorded.
+"""Stands between the gateway and the vLLM servers, and sends prompts as the tokens that were recorded.
 
-Every server has an address here. Chat calls are answered by `tokens.py`; everything else is passed on as it is. A
-server that does not answer is one that hangs up here as well, so the gateway sends the call to another one.
+The relay has one address per server. Chat calls are answered by `tokens.py`; all other requests are passed on
+unchanged. If a server does not answer, the relay closes the client's connection, so the gateway sends the call to
+another server.
 
-The relay has an event loop in a thread of its own, so that a busy agent delays no answer. Limit: a streamed chat answer
-comes in one piece, when it is complete.
+The relay runs an event loop in its own thread, so that a busy agent delays no answer. Limit: a streamed chat answer is
+sent in one piece, once it is complete.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from agl_vllm.turns import TurnBook
 
 _MAX_BODY = 256 * 2**20
 _HOP = frozenset(("connection", "content-encoding", "content-length", "date", "host", "server", "transfer-encoding"))
-"""Headers of one connection, which are not passed on."""
+"""Headers that concern a single connection, and are not passed on."""
 
 
 class TokenRelay:
@@ -42,11 +43,11 @@ class TokenRelay:
 
     @property
     def counts(self) -> Counter[str]:
-        """Chat calls so far: those whose prompt was spliced, and the others by the reason; see :class:`TokenCalls`."""
+        """Chat calls so far: the calls with a spliced prompt, and all others by reason; see :class:`TokenCalls`."""
         return Counter(self._calls.counts) if self._calls is not None else Counter()
 
     async def start(self) -> list[str]:
-        """Listen on this machine; returns an address with ``/v1`` for each server."""
+        """Start to listen on this machine; returns an address with ``/v1`` for each server."""
         self._thread.start()
         return await self._there(self._start())
 
@@ -63,7 +64,7 @@ class TokenRelay:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _start(self) -> list[str]:
-        # No limit of time: the gateway has one, and closes its connection.
+        # No timeout: the gateway has one, and closes its connection then.
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         self._calls = TokenCalls(self._session, TurnBook())
@@ -87,7 +88,7 @@ class TokenRelay:
 
 
 class _Site:
-    """The address of one server."""
+    """The relay's handlers for one server."""
 
     def __init__(self, root: str, session: aiohttp.ClientSession, calls: TokenCalls) -> None:
         self._root, self._session, self._calls = root, session, calls
@@ -127,7 +128,7 @@ class _Site:
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
-    """Return a JSON object; None for anything else, which the server is to refuse in its own words."""
+    """Return a JSON object, or None for other content, which is passed on so that the server itself refuses it."""
     try:
         found: Any = json.loads(content)
     except ValueError:
@@ -136,14 +137,14 @@ def _object(content: bytes) -> dict[str, Any] | None:
 
 
 def _hung_up(request: web.Request) -> web.StreamResponse:
-    """Close the client's connection without an end, as the server did."""
+    """Close the client's connection without ending the answer, as the server did."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=502)
 
 
 def _in_one_piece(answer: dict[str, Any], options: dict[str, Any]) -> bytes:
-    """Return a stream of one chunk that holds the whole answer, and one for the usage where it was asked for."""
+    """Return a stream with the whole answer in one chunk, and a chunk with the usage if the client asked for it."""
     head = {name: answer.get(name) for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     choices = [_delta(choice) for choice in answer["choices"]]
     chunks = [{**head, "choices": choices, "prompt_token_ids": answer.get("prompt_token_ids")}]

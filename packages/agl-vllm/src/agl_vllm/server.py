@@ -1,6 +1,7 @@
-"""One vLLM server that runs on this machine as long as the run does, in an environment of its own.
+"""Runs one vLLM server on this machine for as long as the run lasts, under an interpreter of its own.
 
-vLLM is never imported here. It need not share an environment with agl, so its server runs under its own Python.
+vLLM is never imported here. It need not share an environment with agl, so its server runs under the Python of the
+setting `python`.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ _TAIL_LINES = 20
 _STOP_S = guard.GRACE_S + 15.0
 SLEEP_MODE = "--enable-sleep-mode"
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd")
-"""Devices of CUDA and ROCm, the platforms on which vLLM can sleep."""
+"""Device files of CUDA and ROCm, the platforms on which vLLM can sleep."""
 
 _OWN_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables of this environment that would mislead another interpreter."""
@@ -33,13 +34,13 @@ _OWN_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """The settings that all servers of one policy are started with.
+    """The settings with which all servers of one policy are started.
 
     Attributes:
-        name: Name of the policy, which is also the model name that requests give.
-        chosen: The person's settings.
-        tokens_in: Whether prompts are given as token ids (``--enable-scale-out``).
-        can_sleep: Whether weights can be freed and loaded again while it runs (``--enable-sleep-mode``).
+        name: Name of the policy, which is also the model name in requests.
+        chosen: The user's settings.
+        tokens_in: True to accept prompts as token ids (``--enable-scale-out``).
+        can_sleep: True to start the server so that it can free and reload its weights (``--enable-sleep-mode``).
     """
 
     name: str
@@ -55,9 +56,9 @@ class LaunchSettings:
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
             *("--served-model-name", self.name, "--dtype", self.chosen.dtype),
             *("--host", "127.0.0.1", "--port", str(port)),
-            # otherwise the model's generation_config.json would change the distribution silently
+            # otherwise the model's generation_config.json would silently change the distribution
             *("--generation-config", "vllm"),
-            # otherwise log-probabilities would be those at temperature 1, whatever temperature a request asks for
+            # otherwise log-probabilities would be reported at temperature 1, whatever a request's temperature is
             *("--logprobs-mode", "processed_logprobs"),
             *(adapters if rank else ()),
             *(("--enable-scale-out",) if self.tokens_in else ()),
@@ -66,7 +67,7 @@ class LaunchSettings:
         ]
 
     def environment(self, *, device: str) -> dict[str, str]:
-        """Return the server's environment: this one, with the switches for updates and without telemetry."""
+        """Return the server's environment: this process's own, with weight updates enabled and telemetry disabled."""
         found = environment_for(self.chosen.python)
         found.pop("VLLM_API_KEY", None)  # that of another server; this one would ask for it
         found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -81,9 +82,9 @@ class LocalServer:
     """Starts and stops one vLLM server, any number of times; its address stays the same.
 
     Args:
-        settings: How to start it.
-        log: File that its output is appended to.
-        device: ``CUDA_VISIBLE_DEVICES``, ``""`` to leave it as it is.
+        settings: The settings of its start.
+        log: File to which its output is appended.
+        device: ``CUDA_VISIBLE_DEVICES``; ``""`` leaves the variable unchanged.
     """
 
     def __init__(self, settings: LaunchSettings, *, log: Path, device: str) -> None:
@@ -96,15 +97,15 @@ class LocalServer:
 
     @property
     def is_running(self) -> bool:
-        """True if its process lives."""
+        """True if its process is running."""
         return self._process is not None and self._process.poll() is None
 
     async def start(self, *, model: str) -> None:
         """Serve ``model``; returns once the server is healthy.
 
         Raises:
-            PolicyError: It ended or took too long; the message has the last lines that it printed. Or another program
-                answers at its address, whose answers would be taken for its own.
+            PolicyError: The server ended or took too long (the message has the last lines that it printed), or another
+                program already answers at its address.
         """
         if await self.client.is_healthy():
             raise PolicyError(
@@ -114,7 +115,7 @@ class LocalServer:
         command = self._settings.command(model=model, port=self._port)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                # isolated, for the environment may name modules of the interpreter that has vLLM
+                # isolated, because the environment may point to modules of the interpreter that has vLLM
                 [sys.executable, "-I", guard.__file__, *command],
                 stdin=subprocess.PIPE,  # never written to: its end tells the guard that this process is gone
                 stdout=log,
@@ -167,7 +168,7 @@ class LocalServer:
 
 
 def require_vllm(python: str, *, name: str) -> None:
-    """Raise :class:`PolicyError` unless the interpreter can import vLLM; imports nothing of it."""
+    """Raise :class:`PolicyError` unless the interpreter can find vLLM; does not import it."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     found = subprocess.run([python, "-c", code], check=False, capture_output=True, env=environment_for(python))
     if found.returncode:
@@ -178,12 +179,12 @@ def require_vllm(python: str, *, name: str) -> None:
 
 
 def can_take_tokens(python: str) -> bool:
-    """Return whether the interpreter's vLLM has ``--enable-scale-out``, by its source; imports nothing of it."""
+    """Return true if the interpreter's vLLM has ``--enable-scale-out``; searches its source without importing it."""
     return _has_option(python, "enable_scale_out", folder="entrypoints", file="cli_args.py")
 
 
 def can_sleep(python: str) -> bool:
-    """Return whether the interpreter's vLLM has ``--enable-sleep-mode`` and this machine a device that can use it."""
+    """Return true if the interpreter's vLLM has ``--enable-sleep-mode``, and this machine a device that supports it."""
     has_device = any(Path(device).exists() for device in _DEVICES)
     return has_device and _has_option(python, "enable_sleep_mode", folder="engine", file="arg_utils.py")
 
@@ -215,6 +216,6 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 def _free_port() -> int:
     with socket.socket() as found:
-        # Free now, and taken only when vLLM has started: another program may be faster, and the start then fails.
+        # The port is free now, but another program may take it before vLLM has started; the start then fails.
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

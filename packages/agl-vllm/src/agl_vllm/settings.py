@@ -1,4 +1,4 @@
-"""The settings of a ``[policy.NAME] use = "vllm"`` table, checked before anything is started."""
+"""The settings of a ``[policy.NAME]`` table with ``use = "vllm"``, checked before anything is started."""
 
 import os
 import shutil
@@ -21,14 +21,14 @@ _OWN_ARGS = (
 """Arguments of vLLM's server that agl sets itself."""
 
 _START_ONLY = ("python", "args", "env", "replicas", "devices", "dtype", "lora_rank", "start_timeout_s", "log_dir")
-"""Settings that mean nothing for servers that run already."""
+"""Settings that have no effect on servers that already run."""
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's ``--max-lora-rank`` accepts."""
 
 
 class VllmSettings(Record, frozen=True, kw_only=True):
-    """The arguments of :class:`agl_vllm.policy.VLLMPolicy`, which describes them."""
+    """The arguments of :class:`agl_vllm.policy.VLLMPolicy`; see there for their meaning."""
 
     model: str
     base_url: str | tuple[str, ...] = ()
@@ -51,24 +51,24 @@ class VllmSettings(Record, frozen=True, kw_only=True):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The servers to attach to; empty where they are started."""
+        """The URLs of the servers to attach to; empty if servers are started."""
         return (self.base_url,) if isinstance(self.base_url, str) else self.base_url
 
     @property
     def max_lora_rank(self) -> int:
-        """The smallest rank that vLLM accepts and that is not below ``lora_rank``; 0 for no adapters."""
+        """The smallest rank at or above ``lora_rank`` that vLLM accepts; 0 without adapters."""
         return next((rank for rank in _RANKS if rank >= self.lora_rank), 0) if self.lora_rank else 0
 
     @property
     def key(self) -> str:
-        """The servers' API key, ``""`` for none."""
+        """The servers' API key; ``""`` for none."""
         return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
 
 
 def read_settings(name: str, values: Mapping[str, Any]) -> VllmSettings:
     """Return the settings of policy ``name``.
 
-    Raises :class:`ConfigError` for keys that are unknown, would be ignored, or cannot work.
+    Raises :class:`ConfigError` for keys that are unknown or would be ignored, and for values that cannot work.
     """
     known = VllmSettings.__struct_fields__
     unknown = sorted(values.keys() - set(known))

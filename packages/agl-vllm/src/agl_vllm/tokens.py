@@ -1,10 +1,10 @@
-"""One chat call of vLLM in three parts, so that the prompt in the middle can be given as token ids.
+"""Splits a chat call of vLLM into three parts, so that the prompt can be sent as token ids.
 
-`render` makes token ids and sampling parameters of a chat request, `generate` takes ids and returns ids, and `derender`
-makes a chat answer of these, with vLLM's own parsers of tool calls. vLLM 0.32 has the three behind
+`render` turns a chat request into token ids and sampling parameters, `generate` takes ids and returns ids, and
+`derender` turns the ids into a chat answer, with vLLM's own parsers of tool calls. vLLM 0.32 offers the three behind
 ``--enable-scale-out``; their schemas are in its ``entrypoints/scale_out/token_in_token_out/protocol.py``.
 
-A call that does not continue a remembered turn goes to the chat endpoint as it came, and is counted by its reason.
+A call that does not continue a remembered turn goes to the chat endpoint unchanged, and is counted by its reason.
 """
 
 from collections import Counter
@@ -21,11 +21,11 @@ _TEXT_ONLY = (
     *("chat_template", "return_tokens_as_token_ids"),
     "stop",  # `derender` would show the stop string, which the chat endpoint cuts off
 )
-"""Options of chat requests with which prompts are not spliced."""
+"""Options of a chat request that prevent splicing, so the prompt is sent as text."""
 
 
 class AnswerError(Exception):
-    """The server refused a call; `status` and `body` are its answer."""
+    """Raised if the server refuses a call; `status` and `body` are those of its answer."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status}")
@@ -33,17 +33,17 @@ class AnswerError(Exception):
 
 
 class _TextError(Exception):
-    """This request goes to the chat endpoint; the message is the reason."""
+    """Raised if a request has to go to the chat endpoint; the message is the reason."""
 
 
 class TokenCalls:
-    """Answers chat requests with the tokens of remembered turns where that is exact. Used in one event loop.
+    """Answers chat requests from the tokens of remembered turns where that is exact. Used in one event loop.
 
     Attributes:
-        counts: Calls by how their prompt was made: ``spliced``, or the reason for which it was text. ``first``: nothing
-            in it was remembered; ``options``: it asks for more than tokens can give; ``template``: the template
-            cannot print an answer as the model wrote it; ``changed``: the conversation before it was changed;
-            ``tokens``: the tokenizer reads the new text in another way in its place.
+        counts: The number of calls with a ``spliced`` prompt and, by reason, of calls whose prompt was sent as text.
+            ``first``: the prompt holds no remembered answer; ``options``: an option needs the chat endpoint;
+            ``template``: the template cannot print an answer as the model wrote it; ``changed``: an earlier part of the
+            conversation was changed; ``tokens``: the tokenizer does not reproduce the new text on its own.
     """
 
     def __init__(self, session: aiohttp.ClientSession, book: TurnBook) -> None:
@@ -51,7 +51,7 @@ class TokenCalls:
         self._session, self._book = session, book
 
     async def answer(self, root: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-        """Return the chat answer to a request that is not streamed; raises :class:`AnswerError`."""
+        """Return the chat answer to a request without streaming; raises :class:`AnswerError`."""
         server = _Server(self._session, root, headers, model=body.get("model"))
         try:
             ids, text, rendered = await self._spliced(server, body)
@@ -67,7 +67,7 @@ class TokenCalls:
         return found
 
     async def _spliced(self, server: "_Server", body: Mapping[str, Any]) -> tuple[list[int], str, dict[str, Any]]:
-        """Return the prompt's ids, its text, and the request rendered with marks; raises `_TextError`."""
+        """Return the prompt's ids, its text, and the request as rendered with marks; raises `_TextError`."""
         messages = messages_of(body)
         if not messages or (body.get("n") or 1) > 1 or any(body.get(name) for name in _TEXT_ONLY):
             raise _TextError("options")
@@ -93,7 +93,7 @@ class TokenCalls:
         return [*turn.ids, *ids], text, rendered
 
     async def _remember(self, server: "_Server", answer: Mapping[str, Any], text: str) -> None:
-        """Keep the turn; `text` is its prompt's where that is known. Answers without ids are not kept."""
+        """Remember the turn, unless the answer has no ids; `text` is the prompt's text, or "" if unknown."""
         choices: list[dict[str, Any]] = answer.get("choices") or [{}]
         choice, *others = choices
         prompt: list[int] = answer.get("prompt_token_ids") or []
@@ -101,7 +101,7 @@ class TokenCalls:
         if others or not prompt or not ids or isinstance(choice.get("stop_reason"), str):
             return
         whole = await server.text(ids)
-        # The end token is the last one where nothing else ended the answer.
+        # The last token is the end token, unless the answer was cut at its maximum length.
         written = whole if choice.get("finish_reason") == "length" else await server.text(ids[:-1])
         if is_shown(choice["message"], written):
             prompt_text = text or await server.text(prompt)
@@ -114,7 +114,7 @@ class TokenCalls:
 async def _generated(
     server: "_Server", body: Mapping[str, Any], rendered: Mapping[str, Any], ids: list[int]
 ) -> dict[str, Any]:
-    """Return the chat answer to a prompt of ids."""
+    """Return the chat answer to a prompt given as token ids."""
     sampling = dict(rendered["sampling_params"])
     sampling.pop("max_tokens", None)  # it was made for the prompt with marks
     given = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -131,7 +131,7 @@ async def _generated(
 
 
 def _finish_reason(choice: Mapping[str, Any], tool_choice: Any) -> str:
-    """Return the reason that the chat endpoint gives; vLLM 0.32's `derender` says `stop` next to tool calls."""
+    """Return the finish reason of the chat endpoint; vLLM 0.32's `derender` gives `stop` with tool calls."""
     called = bool(choice["message"].get("tool_calls"))
     is_auto = tool_choice in (None, "auto")
     if called and (is_auto or (tool_choice == "required" and choice["finish_reason"] == "stop")):
@@ -140,7 +140,7 @@ def _finish_reason(choice: Mapping[str, Any], tool_choice: Any) -> str:
 
 
 class _Server:
-    """Calls of one request to its server."""
+    """Sends the calls that one request needs to its server."""
 
     def __init__(
         self, session: aiohttp.ClientSession, root: str, headers: Mapping[str, str], *, model: str | None
@@ -154,12 +154,12 @@ class _Server:
         return str((await self.ask("/detokenize", {"model": self._model, "tokens": list(ids)}))["prompt"])
 
     async def tokens(self, text: str) -> list[int]:
-        """Return the token ids of a text that stands within a prompt."""
+        """Return the token ids of a text inside a prompt, without special tokens at its start."""
         asked = {"model": self._model, "prompt": text, "add_special_tokens": False}
         return list((await self.ask("/tokenize", asked))["tokens"])
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Post a body; raises :class:`AnswerError` where the server answers with an error."""
+        """Post a body; raises :class:`AnswerError` if the server answers with an error."""
         async with self._session.post(f"{self._root}{path}", json=body, headers=self._headers) as reply:
             content = await reply.read()
             if reply.status != 200:

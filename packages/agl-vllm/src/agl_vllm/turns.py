@@ -1,11 +1,11 @@
-"""Remembers answers by their token ids, and finds the one that a prompt continues.
+"""Remembers answers by their token ids, and finds the turn that a prompt continues.
 
-Clients write tool calls back with other white space or key order, and the template prints them in a third way. So each
-answer that a client wrote back is rendered as a mark, and the mark is then replaced by the text that the model wrote.
-A prompt continues a remembered turn when its text begins with that turn's prompt and answer; what follows is new text.
+Clients send tool calls back with other white space or key order, and the template prints them in a third way. So each
+remembered answer in a prompt is rendered as a mark, and the mark is then replaced by the text that the model wrote. A
+prompt continues a remembered turn if its text begins with that turn's prompt and answer; the rest is new text.
 
-Nothing is guessed: answers whose text is not what their message shows are not remembered, which are those with
-reasoning next to the content, those cut at a stop string, and plain ones that the server trimmed.
+Nothing is guessed: an answer is not remembered if its text differs from what its message shows. Such answers have
+reasoning next to the content, were cut at a stop string, or are plain texts that the server trimmed.
 """
 
 import json
@@ -24,10 +24,10 @@ class Turn:
     """A prompt and its answer.
 
     Attributes:
-        message: The answer as its client got it.
+        message: The answer as the client got it.
         prompt: Text of the prompt.
         written: Text of the answer without its end token.
-        whole: Text of the answer with it.
+        whole: Text of the answer with its end token.
         ids: Tokens of prompt and answer.
     """
 
@@ -38,20 +38,26 @@ class Turn:
     ids: tuple[int, ...]
 
     def is_begun_by(self, text: str) -> bool:
-        """Return whether a text begins with the prompt and the answer."""
+        """Return true if the text begins with the prompt and the answer."""
         return text.startswith(self.prompt) and text.startswith(self.whole, len(self.prompt))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marked:
-    """A conversation with a mark in place of every remembered answer; `turns` are candidates, last answer first."""
+    """A conversation with a mark in place of every remembered answer.
+
+    Attributes:
+        messages: The messages, with marks.
+        texts: The text that the model wrote, by mark.
+        turns: The turns that the conversation may continue, the latest answer first.
+    """
 
     messages: list[Mapping[str, Any]]
     texts: dict[str, str]
     turns: list[Turn]
 
     def unmarked(self, text: str) -> str | None:
-        """Return the rendered conversation with the model's words; None where the template lost or repeated a mark."""
+        """Return the rendered text with the model's text for each mark; None if a mark is lost or repeated."""
         if any(text.count(mark) != 1 for mark in self.texts):
             return None
         for mark, written in self.texts.items():
@@ -59,15 +65,15 @@ class Marked:
         return text
 
     def continued(self, text: str) -> Turn | None:
-        """Return the last turn that this text continues."""
+        """Return the latest turn that this text continues; None if there is none."""
         return next((turn for turn in self.turns if turn.is_begun_by(text)), None)
 
 
 class TurnBook:
-    """The most recent turns; used in one event loop.
+    """Remembers the most recent turns; used in one event loop.
 
     Args:
-        max_tokens: Tokens of prompts and answers that are kept; the oldest turns are forgotten.
+        max_tokens: The most tokens of prompts and answers to remember; beyond it, the oldest turns are forgotten.
     """
 
     def __init__(self, *, max_tokens: int = 2_000_000) -> None:
@@ -87,7 +93,7 @@ class TurnBook:
             self._forget(self._order.popleft())
 
     def marked(self, messages: Sequence[Mapping[str, Any]]) -> Marked | None:
-        """Return the conversation with its remembered answers marked; None where it has none."""
+        """Return the conversation with its remembered answers marked; None if no answer is remembered."""
         found: list[Mapping[str, Any]] = []
         texts: dict[str, str] = {}
         turns: list[Turn] = []
@@ -110,14 +116,14 @@ class TurnBook:
 
 
 def is_shown(message: Mapping[str, Any], written: str) -> bool:
-    """Return whether a message shows all that the model wrote: calls with their text, or the text itself."""
+    """Return true if a message has no reasoning, and holds tool calls or the model's exact text."""
     if message.get("reasoning") or message.get("reasoning_content"):
         return False
     return bool(message.get("tool_calls")) or message.get("content") == written
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a request's messages; none where one holds more than text, for which tokens alone cannot stand."""
+    """Return a request's messages; empty if one holds more than text, which token ids alone cannot express."""
     found = _objects(body.get("messages"))
     return list(found) if found and all(map(_is_text, found)) else []
 
@@ -129,14 +135,14 @@ def _is_text(message: Mapping[str, Any]) -> bool:
 
 
 def _objects(value: Any) -> list[dict[str, Any]] | None:
-    """Return a list of objects; None for anything else."""
+    """Return the value if it is a list of objects, else None."""
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in cast("list[Any]", value)):
         return None
     return cast("list[dict[str, Any]]", value)
 
 
 def _key(message: Mapping[str, Any]) -> Key:
-    """Return the contents of an assistant's message, arguments without regard to white space and order of keys."""
+    """Return an assistant message's content and calls, with arguments in canonical JSON."""
     calls = tuple(
         (str(call.get("id")), str(call["function"].get("name")), _canonical(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()

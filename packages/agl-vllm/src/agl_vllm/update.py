@@ -1,11 +1,11 @@
-"""Updates of one running server's weights, between answers and never within one, and the check after each.
+"""Updates the weights of a running server between answers, never within one, and checks each update.
 
-An answer of 200 is no proof: reloads that answered so and left wrong logits have been seen. So the probe that came
-with the weights, a text of N tokens with their log-probabilities, is scored by the server and compared:
+A status of 200 is no proof: servers have answered 200 to reloads that left wrong logits. So the server scores the probe
+that came with the weights, a text of N tokens with their log-probabilities, and the two are compared:
 
     difference = mean over the N - 1 tokens after the first of |log p_server - log p_weights|        in nats
 
-The mean and not the largest: rounding moves single unlikely tokens far, and wrong weights move nearly all of them.
+The mean is used, not the maximum: rounding changes single unlikely tokens much, and wrong weights change nearly all.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _LOG = logging.getLogger("agl_vllm")
 
 
 async def load_adapter(client: ServerClient, weights: Weights, *, name: str) -> None:
-    """Load the adapter as the model ``name``; raises :class:`PolicyError` where the server takes no adapters."""
+    """Load the adapter as the model ``name``; raises :class:`PolicyError` if the server takes no adapters."""
     remedy = (
         "start it with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or let agl "
         "start it with lora_rank"
@@ -33,16 +33,16 @@ async def load_adapter(client: ServerClient, weights: Weights, *, name: str) -> 
 
 
 async def reload_weights(client: ServerClient, weights: Weights) -> None:
-    """Load full weights into the server; raises :class:`PolicyError` where it takes no new weights."""
+    """Load full weights into the server; raises :class:`PolicyError` if the server takes no new weights."""
     remedy = "start it with the environment variable VLLM_SERVER_DEV_MODE=1, or let agl start it"
     async with _between_answers(client, "takes no new weights", remedy):
         await client.reload_weights(weights.uri)
 
 
 async def replace_weights(client: ServerClient, weights: Weights) -> None:
-    """Free the server's weights, then load others in their place; raises :class:`PolicyError` where it cannot.
+    """Free the server's weights, then load others in their place; raises :class:`PolicyError` if the server cannot.
 
-    After a failure the server has no weights, and must be started again.
+    After a failure the server has no weights, and must be restarted.
     """
     remedy = (
         "start it with --enable-sleep-mode and the environment variable VLLM_SERVER_DEV_MODE=1, or "
@@ -57,11 +57,11 @@ async def replace_weights(client: ServerClient, weights: Weights) -> None:
 
 @asynccontextmanager
 async def _between_answers(client: ServerClient, lack: str, remedy: str) -> AsyncGenerator[None]:
-    """Hold the server's requests within the block, then drop the prefixes that the old weights computed.
+    """Hold the server's requests inside the block, then drop the prefixes that were computed with the old weights.
 
-    A route that the server does not have is an error that says what the server lacks, and the remedy.
+    If the server lacks a route, the error says what the server cannot do (``lack``) and the ``remedy``.
     """
-    # An answer that begins with the old weights and ends with the new ones has log-probabilities of neither.
+    # An answer that begins with the old weights and ends with the new ones has log-probabilities of neither version.
     is_held = True
     try:
         try:
@@ -89,7 +89,7 @@ async def _between_answers(client: ServerClient, lack: str, remedy: str) -> Asyn
 
 
 def rank_of(weights: Weights) -> int:
-    """Return the rank in a peft adapter's configuration; raises :class:`PolicyError` where it has none."""
+    """Return the rank in a peft adapter's configuration; raises :class:`PolicyError` if no rank can be read."""
     path = Path(weights.uri) / "adapter_config.json"
     try:
         return int(json.loads(path.read_bytes())["r"])
@@ -100,7 +100,7 @@ def rank_of(weights: Weights) -> int:
 
 
 async def run_together(work: Iterable[Awaitable[object]]) -> None:
-    """Run everything at once; the first failure cancels the others and is then raised."""
+    """Await everything at once; the first failure cancels the rest and is then raised."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)
@@ -112,11 +112,11 @@ async def run_together(work: Iterable[Awaitable[object]]) -> None:
 
 FLOAT32_TOLERANCE = 1e-3
 TOLERANCE = 0.05
-"""Mean differences in nats that rounding may cause between two engines, in float32 and in half precision."""
+"""Mean differences in nats that rounding may cause between two engines: above for float32, here for half precision."""
 
 
 def probe_of(weights: Weights, *, name: str) -> WeightsProbe:
-    """Return the probe that came with the weights; raises :class:`PolicyError` without one."""
+    """Return the probe that came with the weights; raises :class:`PolicyError` if there is none."""
     probe = read_probe(Path(weights.uri))
     if probe is None:
         raise PolicyError(
@@ -130,10 +130,11 @@ def probe_of(weights: Weights, *, name: str) -> WeightsProbe:
 async def check_served(
     client: ServerClient, probe: WeightsProbe, *, name: str, model: str, version: str, tolerance: float
 ) -> float:
-    """Compare what the server serves as ``model`` with the probe; returns the mean difference in nats.
+    """Compare the probe with the server's log-probabilities for ``model``; returns the mean difference in nats.
 
     Raises:
-        PolicyError: It is above ``tolerance``; the message names both values of the worst token, and their means.
+        PolicyError: The difference is above ``tolerance``; the message gives both values of the worst token, and both
+            means.
     """
     served = await client.score(probe.token_ids, model=model)  # [N - 1]
     differences = [abs(a - b) for a, b in zip(served, probe.logprobs, strict=True)]  # [N - 1]

@@ -1,13 +1,13 @@
-"""Accepts candidates: one that wins its race joins the pool, and the best one of all is the search's best.
+"""Accepts candidates: a candidate that wins its race joins the pool, and the best of all is the search's best.
 
-    contest   races proposals against their parent; each winner becomes a parent of later proposals (status ``pool``),
-              and the best winner becomes the search's best, which it has to beat first where the parent was another
-    race      compares candidates with a rival on growing slices of the validation set, and stops as soon as one is
-              decided; every verdict goes into the journal of its candidate
+    contest   races proposals against their parent. Each winner becomes a parent of later proposals (status ``pool``).
+              The best winner becomes the search's best, after beating it if the parent was another candidate
+    race      compares candidates with a rival on growing slices of the validation set, and stops as soon as a candidate
+              is decided; every verdict goes into the journal of its candidate
 
-What may enter a race at all is decided in `static_gate.py`. Every comparison is paired: the same tasks for both, and
-rewards that were paid before are used again. With d_t the reward of the entrant minus that of the rival on task t, over
-the n tasks of the slices so far:
+`static_gate.py` decides which candidates may enter a race at all. Every comparison is paired: the same tasks for both,
+and known rewards are used again. With d_t the reward of the entrant minus that of the rival on task t, over the n tasks
+of the slices so far:
 
     mean  = sum(d_t) / n
     error = stdev(d_t) / sqrt(n)            the standard error of the mean; stdev divides by n - 1
@@ -16,17 +16,18 @@ the n tasks of the slices so far:
     mean < -1 * error                       lost, at once             (`CLEAR_LOSS`)
     mean >= 0.5 * error and mean > 0        won, on the last slice    (`FINAL_WIN`); otherwise lost
 
-A text with a change undone has to win nothing: the change has to earn its place. It loses to the text with the change
+A text in which a change is undone need not be better, because the change has to earn its place. It loses to the text
+with the change if
 
     mean < -2 * error                       at once                   (`CLEAR_WIN`, of the change)
     mean < -1 * error                       on the last slice         (`CLEAR_LOSS`); otherwise it wins
 
-Pairing removes what tasks differ in, which is most of the noise: some tasks are hard for both. The idea is that of
-Hoeffding races (Maron and Moore 1994), with slices that double as in successive halving (Jamieson and Talwalkar 2016,
-arXiv 1502.07943).
+Pairing removes the differences between tasks, which are most of the noise: some tasks are hard for both. The idea is
+that of Hoeffding races (Maron and Moore 1994), with slices that double as in successive halving (Jamieson and Talwalkar
+2016, arXiv 1502.07943).
 
-Deviation: the bounds are plain standard errors and not corrected for looking several times. They decide what is worth
-further rollouts; how good the winner is, fresh rollouts tell (`acceptance/final_measurement.py`).
+Deviation: the bounds are plain standard errors, not corrected for repeated looks. They decide what is worth further
+rollouts; fresh rollouts measure how good the winner is (`acceptance/final_measurement.py`).
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ if TYPE_CHECKING:
     from agl_algo_apo.texts.lineage import PromptCandidate
 
 CLEAR_WIN = 2.0
-"""Standard errors above zero at which an entrant wins early; many, for a wrong win misleads all later steps."""
+"""Standard errors above zero at which an entrant wins early; high, because a wrong win misleads all later steps."""
 
 FINAL_WIN = 0.5
-"""Standard errors above zero that win on the last slice; less is chance, and would let a text grow without end."""
+"""Standard errors above zero that win on the last slice; less is chance, and would let a text grow without limit."""
 
 CLEAR_LOSS = 1.0
-"""Standard errors below zero at which an entrant loses early; few, for a wrong defeat costs that entrant alone."""
+"""Standard errors below zero at which an entrant loses early; low, because a wrong defeat costs only one entrant."""
 
 RACES: Mapping[str, str] = {
     "race": "race against the parent",
@@ -65,16 +66,16 @@ RACES: Mapping[str, str] = {
     "undo": "race without the most useless change",
     "delete": "race without all useless changes",
 }
-"""The name of the gate that a race is, by its purpose."""
+"""The journal's names of the races, by their purpose."""
 
 
 class Verdict(Record, frozen=True, kw_only=True):
     """The outcome of a race for one entrant.
 
     Attributes:
-        has_won: Whether it beat its rival.
+        has_won: True if the entrant beat its rival.
         difference: Mean reward difference on the tasks that were compared.
-        n: Number of these tasks.
+        n: The number of tasks that were compared.
     """
 
     has_won: bool
@@ -88,8 +89,8 @@ class Verdict(Record, frozen=True, kw_only=True):
 
 
 def slices(order: Sequence[int], first: int) -> list[tuple[int, ...]]:
-    """Return growing prefixes of ``order``: ``first`` tasks, then twice as many each time, and all of them last."""
-    # Prefixes, and not parts: a slice repeats the tasks of the one before, whose rewards are known and cost nothing.
+    """Return growing prefixes of ``order``: ``first`` tasks, then twice as many each time, and finally all of them."""
+    # Prefixes, not disjoint parts: a slice repeats the tasks of the one before, whose rewards are known and free.
     sizes: list[int] = []
     size = first
     while size < len(order):
@@ -109,28 +110,29 @@ async def contest(
 ) -> list[PromptCandidate]:
     """Race proposals against their parent; winners join the pool and are returned, the best one first.
 
-    With ``may_tie`` it is the parent that has to be better, as it is against a text with less in it.
+    With ``may_tie`` the parent has to be better, because the entrants are texts with a part removed.
     """
-    # An entrant that runs again starts beyond the slices that decided it before: their rewards are known.
+    # An entrant that runs again starts beyond the slices that decided it before, because their rewards are known.
     again = [entrant for entrant in entrants if entrant.tries > 1]
     known = max((len(search.evaluator.scores.rewards(entrant.id, "val")) for entrant in again), default=0)
     rungs = [rung for rung in search.rungs if len(rung) > known] or search.rungs[-1:]
-    # All at once: the parent's part of the costs is shared, and siblings see the same tasks.
+    # All at once: the entrants share the cost of the parent, and siblings see the same tasks.
     verdicts = await race(search, entrants, rival, rungs=rungs, step=step, purpose=purpose, may_tie=may_tie)
     winners: list[PromptCandidate] = []
     for entrant in entrants:
-        # A race that the budget cuts raises instead, and leaves its entrants `proposed`.
+        # If the budget cuts a race, it raises instead and leaves its entrants `proposed`.
         verdict = verdicts[entrant.id]
         status = "pool" if verdict.has_won else "beaten"
         decided = search.lineage.put(entrant.replace(status=status, reason=verdict.words))
         if verdict.has_won:
             winners.append(decided)
-    # By mean(d_t) of the race: the best one first, which alone may become the search's best.
+    # By mean(d_t) of the race, the best one first; only that one may become the search's best.
     winners.sort(key=lambda winner: verdicts[winner.id].difference, reverse=True)
-    # Beating a parent that is not the best shows nothing about the best one.
+    # A win against a parent that is not the best proves nothing about the best.
     is_best = bool(winners)
     if winners and rival.id != search.progress.best:
-        # On all slices: the two may share few tasks so far, and a difference on those alone would be of other tasks.
+        # On all slices: the two may share few tasks so far, and a difference on those alone would not be
+        # representative.
         crown = await race(
             search, winners[:1], search.best, rungs=search.rungs, step=step, purpose="crown", may_tie=may_tie
         )
@@ -150,19 +152,20 @@ async def race(
     purpose: str,
     may_tie: bool = False,
 ) -> dict[str, Verdict]:
-    """Race the entrants against the rival, note the verdicts, and return them by candidate id. All run at once.
+    """Race the entrants against the rival, all at once; records the verdicts in the journal and returns them by
+    candidate id.
 
     Args:
         search: Pays for rollouts and remembers their rewards.
         entrants: The candidates that have to beat the rival.
         rival: The candidate to beat.
         rungs: Growing sets of validation tasks.
-        step: The step that asks; with ``purpose`` it makes the rollouts' ids.
+        step: The current step; with ``purpose`` it determines the ids of the rollouts.
         purpose: A key of `RACES`, unique within the step.
-        may_tie: Whether it is the rival that has to be better, as it is against a text with less in it.
+        may_tie: True if the rival has to be better, because the entrants are texts with a part removed.
 
     Raises:
-        BudgetExhaustedError: The budget does not reach for the next slice; entrants that are undecided stay so.
+        BudgetExhaustedError: The budget does not cover the next slice; undecided entrants remain undecided.
     """
     verdicts: dict[str, Verdict] = {}
     decided_on: dict[str, tuple[int, ...]] = {}
@@ -170,49 +173,49 @@ async def race(
     for number, tasks in enumerate(rungs):
         if not running:  # all are decided: the larger slices cost nothing
             break
-        # The rival runs too, as far as its rewards are not known; its part of the costs is shared by all entrants.
+        # The rival runs too where its rewards are unknown; all entrants share that cost.
         jobs = [MeasureJob(candidate, "val", tasks) for candidate in (rival, *running)]
         await search.evaluator.measure(jobs, step=step, purpose=f"{purpose}{number}")  # pays for what is not known yet
         theirs = scores.rewards(rival.id, "val", tasks)
         for candidate in list(running):
             ours = scores.rewards(candidate.id, "val", tasks)
-            # A task that infrastructure broke for one of the two is compared for neither.
+            # If infrastructure broke a task for one of the two, the task is not compared.
             values = [ours[task] - theirs[task] for task in tasks if task in ours and task in theirs]
             verdict = _verdict_on(values, is_last=number == len(rungs) - 1, may_tie=may_tie)
             if verdict is not None:  # won or lost: it leaves the race and costs nothing more
                 verdicts[candidate.id], decided_on[candidate.id] = verdict, tasks
                 running.remove(candidate)
     for candidate, verdict in verdicts.items():  # after all rungs: a race that the budget cuts notes nothing
-        # The journal has both means and the paired gain with its interval.
+        # The journal gets both means, and the paired gain with its interval.
         report = GateReport(gate=RACES[purpose], has_passed=verdict.has_won, step=step, rival=rival.id)
         note_gate(search, candidate, report, split="val", tasks=decided_on[candidate])
     return verdicts
 
 
 def _verdict_on(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Verdict | None:
-    """Return the verdict on paired differences, or ``None`` while it is open."""
+    """Return the verdict on paired differences; ``None`` while the race is undecided."""
     n = len(values)
     if not n:
         return Verdict(has_won=False, difference=0.0, n=0)  # nothing was measured for both, so nothing speaks for it
     mean = fmean(values)  # of d_t, in rewards
     error = stdev(values) / math.sqrt(n) if n > 1 else math.inf  # s / sqrt(n); one task decides nothing early
-    # Equal on every task so far: more tasks rarely change that, and each costs a rollout. Where a tie is enough the
-    # race goes on, for a tie has to hold on all tasks.
+    # Equal on every task so far: more tasks rarely change that, and each costs a rollout. If a tie is enough the race
+    # continues, because a tie has to hold on all tasks.
     is_equal = error == 0 and mean == 0
     if is_last or (is_equal and not may_tie):
         has_won = mean >= -CLEAR_LOSS * error * (1 + 1e-9) if may_tie else mean > 0 and mean >= FINAL_WIN * error
         return Verdict(has_won=has_won, difference=mean, n=n)
-    # One lost task among n ties has mean = -1/n and error = 1/n: exactly one standard error, which is still open. The
-    # factor keeps rounding from deciding it.
+    # One lost task among n ties has mean = -1/n and error = 1/n: exactly one standard error, which is undecided. The
+    # factor prevents rounding from deciding it.
     if mean < -(CLEAR_WIN if may_tie else CLEAR_LOSS) * error * (1 + 1e-9):
         return Verdict(has_won=False, difference=mean, n=n)
-    # Where all differences are the same the error is 0, and any gain is clear; mean > 0 excludes a tie.
+    # If all differences are equal the error is 0, and any gain is clear; mean > 0 excludes a tie.
     if mean > 0 and mean >= CLEAR_WIN * error:
         return Verdict(has_won=True, difference=mean, n=n)
     return None  # between one error below and two above: the next slice has to tell
 
 
 def note_gate(search: SearchTools, candidate: str, report: GateReport, *, split: Split, tasks: Sequence[int]) -> None:
-    """Note the outcome of a gate that compared a candidate with the report's rival on tasks of one split."""
+    """Record in the journal that a gate compared a candidate with the report's rival on tasks of one split."""
     ours, theirs = (search.evaluator.scores.rewards(each, split, tasks) for each in (candidate, report.rival))
     search.journal.met(candidate, compared(report, ours, theirs, tasks=tasks, within=search.evaluator.range))

@@ -1,8 +1,8 @@
-"""Deletes the changes of the best candidate that give nothing: each has to earn its place on validation tasks.
+"""Deletes useless changes of the best candidate: each change has to earn its place on validation tasks.
 
-A change is a line that was added, or a group of lines that replaced others; a text of one line is cut into sentences.
-A race without the change tells whether it earns its place: lines that a merge carried along, or that were written for
-training tasks alone, give nothing on tasks that their author did not see.
+A change is a line that was added, or a group of lines that replaced others; a text of one line is split into sentences.
+A race without the change shows whether it earns its place. Lines that a merge carried along, or that fit only training
+tasks, bring nothing on tasks that their author did not see.
 """
 
 import difflib
@@ -22,7 +22,7 @@ class Change(Record, frozen=True, kw_only=True):
     """One change of a text.
 
     Attributes:
-        key: The lines that came in, by which the change is known in later texts too.
+        key: The new lines, which identify the change in later texts too.
         without: The text with this change undone.
     """
 
@@ -31,13 +31,13 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 def changes(first: str, text: str) -> list[Change]:
-    """Return the changes that ``text`` holds against the first text, in order, pure deletions left out."""
+    """Return the changes in ``text`` relative to the first text, in order; pure deletions are left out."""
     pattern = r"(?<=\n)" if "\n" in text.strip() else r"(?<=[.!?]) +(?=\S)"
     base, parts = (_parts(pattern, whole) for whole in (first, text))
     found: list[Change] = []
     matcher = difflib.SequenceMatcher(a=base, b=parts, autojunk=False)
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
-        # Lines that were added are undone one by one; those that replaced others only together.
+        # Added lines are undone one by one; lines that replaced others only together.
         spans = [(j, j + 1) for j in range(j1, j2)] if tag == "insert" else [(j1, j2)] if tag == "replace" else []
         for start, stop in spans:
             key = "".join(parts[start:stop]).strip()
@@ -54,17 +54,17 @@ def without(first: str, text: str, keys: frozenset[str]) -> str:
 
 
 def _parts(pattern: str, text: str) -> list[str]:
-    """Return the parts of a text, each with the space that follows it, so that together they are the text again."""
+    """Return the parts of a text, each with the space after it, so that joining them gives the text."""
     cuts = [0, *(match.end() for match in re.finditer(pattern, text)), len(text)]
     return [text[start:stop] for start, stop in pairwise(cuts) if start < stop]
 
 
 DELETE_AFTER = 2
-"""Steps without an improvement after which changes that have not earned their place are undone."""
+"""Steps without an improvement after which unproven changes are undone."""
 
 
 class Deletion:
-    """Takes out of the best candidate what gives nothing.
+    """Removes useless parts of the best candidate.
 
     Args:
         search: The search, whose tools and progress it uses.
@@ -74,7 +74,7 @@ class Deletion:
         self._search = search
 
     def unproven(self) -> dict[str, list[Change]]:
-        """Return the changes and demonstrations of the best candidate that have not earned their place, by resource."""
+        """Return the best candidate's changes and demonstrations that have not earned their place, by resource."""
         if self._search.progress.best in self._search.progress.deletions_tried:
             return {}
         first, proven = self._search.lineage[self._search.progress.seed].texts, self._search.progress.proven
@@ -86,20 +86,21 @@ class Deletion:
         return {name: unproven for name, unproven in left.items() if unproven}
 
     def is_due(self, step: int) -> bool:
-        """Return whether it is time for it: regularly, where the search is stuck, and before its budget ends."""
+        """Return true if deletions should be tried: regularly, if the search is stuck, and before its budget ends."""
         unproven = sum(map(len, self.unproven().values()))
         if not self._search.settings.delete_every or not unproven:
             return False
         left = self._search.budget.rollouts_left()
         limit = self._search.plan.limits.rollouts
-        # A change that earns its place is known by half of the tasks or less, and the rest takes all of them. A step
-        # more has to fit in as well; but no more than a fifth of the budget, for a text that finds nothing needs none.
+        # A useful change is recognised on half of the tasks or less, and a useless one takes all of them. One more step
+        # has to fit in as well. But no more than a fifth of the budget is reserved, because a text without improvements
+        # needs none.
         needed = (3 + unproven / 2) * len(self._search.order)
         is_late = left is not None and limit is not None and left < min(needed, limit / 5)
         return is_late or self._search.progress.stale >= DELETE_AFTER or step % self._search.settings.delete_every == 0
 
     async def run(self, step: int) -> None:
-        """Undo every change of the best candidate that has not earned its place, each alone and then all together."""
+        """Try the best candidate without each unproven change, each alone and then all useless ones together."""
         best, undone = self._search.best, dict[str, tuple[str, str]]()
         for name, unproven in self.unproven().items():
             for change in unproven:
@@ -130,9 +131,9 @@ class Deletion:
     async def _try_without(
         self, entrants: Sequence[PromptCandidate], best: PromptCandidate, step: int
     ) -> dict[str, Verdict]:
-        """Race texts with one change undone against the best one, whose rewards flatter it and each of its changes.
+        """Race texts with one change undone against the best text, whose rewards favour it and each of its changes.
 
-        So the best one is measured once more, and then every text that loses by little or was beaten by it before.
+        So the best text is measured again, and then every text that loses by little or was beaten by it before.
         """
         before = len(self._search.evaluator.scores)
         await self._measure_once_more([best], step, "prune-best")

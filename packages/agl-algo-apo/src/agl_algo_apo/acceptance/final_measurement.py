@@ -1,16 +1,16 @@
-"""The final measurement: the rewards that chose a winner flatter it, so fresh ones are reported.
+"""The final measurement: the rewards that chose a winner flatter it, so fresh rewards are reported.
 
-Whoever leads after many comparisons on one set of tasks was partly lucky on it (the winner's curse), so its mean there
-is biased upwards. Rollouts that no choice has looked at have no such bias: their mean is an honest estimate, and the
-paired difference to the first prompt an honest gain (`estimates.py`). Their tasks are drawn at random: those of the
-first slices of races have chosen the most, and texts that suit them got further.
+A candidate that leads after many comparisons on one set of tasks was partly lucky on it (the winner's curse), so its
+mean there is biased upwards. Rollouts that no choice has used have no such bias: their mean is an honest estimate, and
+their paired difference to the first prompt an honest gain (`estimates.py`). Their tasks are drawn at random, because
+those of the first slices of races have influenced the choice most, and texts that suit them got further.
 
-The choice among the finalists uses all rewards, the first and the fresh ones, for more data choose better. To keep the
-fresh ones nearly unbiased all the same, the runner-up replaces the best one only where it leads by a standard error.
-If the winner does worse than the first prompt on the fresh rollouts, the first prompt stays.
+The choice among the finalists uses all rewards, the first and the fresh ones, because more data choose better. To keep
+the fresh rewards nearly unbiased, the runner-up replaces the best candidate only if it leads by a standard error. If
+the winner does worse than the first prompt on the fresh rollouts, the first prompt stays.
 
-Fresh rollouts do not show how far a text suits just these tasks. So where there are enough of them, some validation
-tasks take no part in the search at all (`test`), and the report is made of those.
+Fresh rollouts do not show how far a text suits only these tasks. So if there are enough validation tasks, some of them
+take no part in the search (`test`), and the report uses those.
 """
 
 import math
@@ -26,9 +26,12 @@ from agl_algo_apo.search.budget import BudgetExhaustedError
 from agl_algo_apo.texts.lineage import Lineage, PromptCandidate
 
 How = Literal["test tasks", "fresh rollouts", "first measurement", "selection"]
-"""The rewards that a score is made of: those on tasks that nothing was selected by; fresh ones on the others; those of
-the first measurement, which flatter nothing where nothing was selected by them; or those of the selection, which
-flatter what they selected."""
+"""The rewards behind a score, by name.
+
+``test tasks``: rewards on tasks that were not used for selection. ``fresh rollouts``: fresh rewards on validation
+tasks. ``first measurement``: the first rewards, which are unbiased if they selected nothing. ``selection``: the rewards
+that selected the winner, and flatter it.
+"""
 
 
 _SOURCES: Mapping[How, str] = {
@@ -40,7 +43,7 @@ _SOURCES: Mapping[How, str] = {
 
 
 class FinalTasks(NamedTuple):
-    """The tasks of the final measurement, by split and position, and the repeats of its rollouts."""
+    """The tasks of the final measurement, by split and position, and the repeat numbers of its rollouts."""
 
     split: Split
     tasks: tuple[int, ...]
@@ -51,14 +54,14 @@ class Result(Record, frozen=True, kw_only=True):
     """The result of a search.
 
     Attributes:
-        winner: Id of the winner; that of the first prompt where nothing is better.
+        winner: Id of the winner; that of the first prompt if nothing is better.
         score: Mean reward of the winner.
         seed_score: Mean reward of the first prompt, on the same tasks.
-        gain: Mean of the paired differences of the two.
-        is_fresh: Whether these rewards did not select the winner: they are from fresh rollouts, or there was nothing
-            to select. It is false where the budget had no room for fresh rollouts.
-        how: The rewards that all three are made of.
-        beaten: Id of the best candidate, where the first prompt stays because it does better; else ``""``.
+        gain: Mean of the paired differences between winner and first prompt.
+        is_fresh: True if these rewards did not select the winner, because they are from fresh rollouts or there was
+            nothing to select. False if the budget had no room for fresh rollouts.
+        how: The rewards from which ``score``, ``seed_score`` and ``gain`` are computed.
+        beaten: Id of the best candidate if the first prompt stays because it does better; else ``""``.
         beaten_score: Mean reward of that candidate, on the same tasks.
     """
 
@@ -73,7 +76,7 @@ class Result(Record, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The result in one line."""
+        """The result as one sentence."""
         where = f"on {_SOURCES[self.how]}".format(n=self.score.n)
         if self.beaten_score is not None:
             return (
@@ -96,12 +99,13 @@ async def measure_again(
 ) -> Result | None:
     """Run the finalists again on ``tasks``, choose among them, and return the result.
 
-    They are the best, the runner-up and the seed; without the runner-up on test tasks, which must choose nothing. The
-    choice uses all rewards on validation tasks; the report uses the fresh ones, or those on test tasks, alone. The seed
-    wins a tie. Returns ``None`` where no task is known for both winner and seed, because the budget ended right after
-    other resources had changed.
+    The finalists are the best candidate, the runner-up and the seed; test tasks exclude the runner-up, because they
+    must choose nothing. The choice uses all rewards on validation tasks; the report uses only the fresh ones or those
+    on test tasks. The seed wins a tie. Returns ``None`` if winner and seed have no measured task in common, because the
+    budget ended right after other resources had changed.
     """
-    # By id, so that one who is several of these runs once; in this order, for the best one is to be beaten.
+    # Keyed by id, so that a candidate in two of these roles runs once; the best comes first, because it is to be
+    # beaten.
     is_test = tasks.split == "test"
     runner_up = [] if is_test else _runner_up(evaluator, lineage, best, seed)
     finalists = list({c.id: c for c in (best, *runner_up, seed)}.values())
@@ -113,7 +117,7 @@ async def measure_again(
     except BudgetExhaustedError:
         pass  # the choice stands on the rewards that were paid so far
     winner = _winner({candidate.id: _all_rewards(evaluator, candidate) for candidate in finalists}, finalists, seed)
-    # Where all rewards speak for the seed, the report still says how the best candidate did.
+    # Even if all rewards favour the seed, the report shows the best candidate's score.
     shown = finalists[0] if winner == seed else winner
     how: How = "test tasks" if is_test else "fresh rollouts"
     if not all(rewards_by(evaluator, candidate.id, how) for candidate in (shown, seed)):
@@ -124,9 +128,9 @@ async def measure_again(
 def _result(
     evaluator: Evaluator, winner: PromptCandidate, seed: PromptCandidate, *, how: How, is_beaten: bool = False
 ) -> Result | None:
-    """Return the result for the chosen candidate; the seed wins where it does better."""
+    """Return the result for the chosen candidate; the seed wins if it does better."""
     rewards = {c.id: rewards_by(evaluator, c.id, how) for c in (winner, seed)}
-    # Only tasks that both were measured on: scores over different tasks would not add up to the gain.
+    # Only tasks measured for both: scores over different tasks would not be consistent with the gain.
     common = sorted(rewards[winner.id].keys() & rewards[seed.id].keys())
     if not common:
         return None
@@ -149,7 +153,7 @@ def _result(
 
 
 def rewards_by(evaluator: Evaluator, candidate: str, how: How) -> Mapping[int, float]:
-    """Return the rewards of a candidate that a score is made of, by task."""
+    """Return a candidate's rewards by task, from the source that ``how`` names."""
     if how == "fresh rollouts":
         return evaluator.scores.fresh(candidate, "val")
     return evaluator.scores.rewards(candidate, "test" if how == "test tasks" else "val")
@@ -163,7 +167,7 @@ def _runner_up(
 
 
 def _all_rewards(evaluator: Evaluator, candidate: PromptCandidate) -> dict[int, float]:
-    """Return for each task the mean of its first and its fresh reward, or the one that is known."""
+    """Return for each task the mean of its first and its fresh reward, or the only one known."""
     first = evaluator.scores.rewards(candidate.id, "val")
     fresh = evaluator.scores.fresh(candidate.id, "val")
     return {t: fmean(r[t] for r in (first, fresh) if t in r) for t in sorted(first.keys() | fresh.keys())}
@@ -172,7 +176,7 @@ def _all_rewards(evaluator: Evaluator, candidate: PromptCandidate) -> dict[int, 
 def _winner(
     known: Mapping[str, Mapping[int, float]], finalists: Sequence[PromptCandidate], seed: PromptCandidate
 ) -> PromptCandidate:
-    """Return the best one, unless the runner-up is better by a standard error, or nothing is better than the seed."""
+    """Return the best, unless the runner-up is better by a standard error, or nothing is better than the seed."""
     winner = finalists[0]
     for other in finalists[1:]:
         values = _differences(known[other.id], known[winner.id])
@@ -180,11 +184,11 @@ def _winner(
         if other.id != seed.id and len(values) > 1 and fmean(values) > stdev(values) / math.sqrt(len(values)):
             winner = other
     gains = _differences(known[winner.id], known[seed.id])
-    # A tie goes to the first prompt: it is the person's own, and mostly the shorter one.
-    # Where nothing is known of the two on the same tasks, other resources have changed, and the test tasks decide.
+    # A tie goes to the first prompt: it is the user's own, and usually the shorter one. If the two have no task in
+    # common, other resources have changed, and the test tasks decide.
     return seed if gains and fmean(gains) <= 0 else winner
 
 
 def _differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
-    """Return the paired differences on the tasks that both know, in order of the tasks."""
+    """Return the paired differences on the common tasks, in task order."""
     return [ours[task] - theirs[task] for task in sorted(ours.keys() & theirs.keys())]

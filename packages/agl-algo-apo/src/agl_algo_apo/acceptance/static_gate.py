@@ -1,11 +1,11 @@
-"""The static gate: the rules that a proposed text must keep before a single rollout is paid for it.
+"""The static gate: the rules that a proposed text must follow before any rollout is paid for it.
 
 A text that breaks a rule is rejected with a reason and never repaired, because nobody proposed the repaired text.
 Candidates come from a model and are not trusted, so nothing here formats or renders one.
 
-Demonstrations have a gate of their own. Each holds a memorised answer by nature, to a training task; one that holds a
-task on which candidates are compared or scored would make those scores worthless. Such answers come in where a training
-task repeats a validation task, or where an agent looks things up in files that hold both.
+Demonstrations have a separate gate. Each one necessarily holds the answer to a training task; one that holds a task on
+which candidates are compared or scored would make those scores worthless. Such answers occur if a training task repeats
+a validation task, or if an agent looks things up in files that hold both.
 """
 
 import re
@@ -25,7 +25,7 @@ from agl_algo_apo.texts.lineage import resource_of, text_of
 from agl_algo_apo.texts.messages import changed_messages, check_messages, messages_of
 
 OVERLAP_WORDS = 8
-"""A text with so many words in a row from a shown task counts as a copy of it."""
+"""A text that shares this many consecutive words with a shown task counts as a copy of it."""
 
 EDITABLE_KEYS = frozenset({"description", "help", "instructions", "prompt", "summary", "text", "title"})
 """Keys of a JSON resource whose strings may change; everything else is code to the agent."""
@@ -36,9 +36,9 @@ class TextRules(Record, frozen=True, kw_only=True):
 
     Attributes:
         name: The resource's name.
-        seed: The resource that the search started from, whose placeholders and structure must stay.
-        invariants: Passages that every text must hold.
-        max_chars: Most characters of a text; 0 for no limit.
+        seed: The resource from which the search started; its placeholders and structure must stay.
+        invariants: Passages that every text must contain.
+        max_chars: The most characters of a text; 0 for no limit.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TextRules(Record, frozen=True, kw_only=True):
     max_chars: int = 0
 
     def words(self) -> list[str]:
-        """Return the rules as the model that writes reads them, one line each."""
+        """Return the rules as instructions for the model that writes, one line each."""
         lines = [f"- Write at most {self.max_chars} characters."] if self.max_chars else []
         names = sorted(placeholders(self.seed, name=self.name))
         messages = messages_of(self.seed)
@@ -67,7 +67,7 @@ class TextRules(Record, frozen=True, kw_only=True):
 
 
 def check_seed(rules: TextRules) -> None:
-    """Check that the first text keeps the rules itself; raises :class:`ConfigError`."""
+    """Check that the first text itself follows the rules; raises :class:`ConfigError`."""
     check_messages(rules.name, rules.seed)
     try:
         placeholders(rules.seed, name=rules.name)
@@ -81,13 +81,14 @@ def check_seed(rules: TextRules) -> None:
 def violation(
     text: str, rules: TextRules, *, shown: Sequence[str] = (), identifiers: frozenset[str] = frozenset()
 ) -> str:
-    """Return the reason why a text may not be tried, ``""`` if it may.
+    """Return the reason why a text may not be tried; ``""`` if it may.
 
     Args:
         text: The proposal.
         rules: The rules for it.
-        shown: Texts of the tasks that its author saw, which it may not copy: it would score on these tasks alone.
-        identifiers: Words that belong to one training task (:func:`identifiers_of`), which it may not name either.
+        shown: Texts of the tasks that its author saw. The proposal may not copy them, because it would then score on
+            these tasks only.
+        identifiers: Words that belong to one training task (:func:`identifiers_of`); the proposal may not contain them.
     """
     if not text.strip():
         return "the text is empty"
@@ -115,7 +116,7 @@ def violation(
 
 
 def _learnt_by_heart(text: str, rules: TextRules, shown: Sequence[str], identifiers: frozenset[str]) -> str:
-    """Return the reason where a text copies a shown task or names a training task, unlike the first version."""
+    """Return a reason if a text copies a shown task or names a training task, and the first version does not."""
     first = text_of(rules.seed, name=rules.name)
     ours = runs_of(text) - runs_of(first)
     for task in shown:
@@ -126,7 +127,7 @@ def _learnt_by_heart(text: str, rules: TextRules, shown: Sequence[str], identifi
 
 
 def placeholders(resource: Resource, *, name: str) -> frozenset[str]:
-    """Return the placeholders as they are written, format and attribute access included.
+    """Return the placeholders as the template writes them, including format and attribute access.
 
     Raises :class:`ValueError` for a template that cannot be parsed.
     """
@@ -151,7 +152,7 @@ def field_names(resource: Resource, *, name: str) -> frozenset[str]:
 def check_fields(name: str, resource: Resource, tasks: Sequence[Json], *, filled: Iterable[str]) -> None:
     """Check that every task can fill the template's placeholders; raises :class:`ConfigError`.
 
-    Nothing is checked where a task is not an object: the agent then decides what it fills in.
+    If any task is not an object, nothing is checked, because the agent then decides what it fills in.
     """
     keys = [cast("dict[str, Json]", task).keys() for task in tasks if isinstance(task, dict)]
     if not keys or len(keys) < len(tasks):
@@ -192,8 +193,8 @@ def _jinja_placeholders(template: str, *, name: str) -> frozenset[str]:
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno}: {error.message}") from None
     variables: set[str] = meta.find_undeclared_variables(tree)
-    # Statements that read other files, and attributes that lead out of the sandbox, count as placeholders: a proposal
-    # that adds one then differs from the first version and is rejected.
+    # Statements that read other files, and attributes that leave the sandbox, count as placeholders: a proposal that
+    # adds one then differs from the first version and is rejected.
     foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
     reaching = [type(node).__name__.lower() for node in tree.find_all(foreign)]
     private = [node.attr for node in tree.find_all(nodes.Getattr) if node.attr.startswith("_")]
@@ -229,15 +230,15 @@ def _json_difference(new: Any, old: Any, *, path: str, may_change: bool) -> str:
 
 
 def identifiers_of(train: Sequence[Json], others: Sequence[Json], *, hidden: Iterable[str] = ()) -> frozenset[str]:
-    """Return the words that tell one training task from all others: with a digit, and in no other task.
+    """Return the words with a digit that occur in exactly one training task and in no other task.
 
-    A text that names one holds what to answer in that task, however short it says so. Words without a digit are left
-    out, because a good rule may well hold a word that only one task has; numbers of one digit too.
+    A text with such a word contains the answer to that task, however briefly. Words without a digit are left out,
+    because a good rule may well contain a word that only one task has; so are numbers of one digit.
 
     Args:
         train: The training tasks.
         others: The tasks that are not trained on.
-        hidden: Keys that the agent does not see; it could not recognise a task by them.
+        hidden: Keys that the agent does not see, so it could not recognise a task by them.
     """
     seen = Counter(word for task in (*train, *others) for word in words_of(task_text(visible(task, set(hidden)))))
     ours = {word for task in train for word in words_of(task_text(visible(task, set(hidden))))}
@@ -245,26 +246,26 @@ def identifiers_of(train: Sequence[Json], others: Sequence[Json], *, hidden: Ite
 
 
 def visible(task: Json, hidden: Collection[str]) -> Json:
-    """Return a task as the agent sees it."""
+    """Return a task without its hidden keys, as the agent sees it."""
     if not isinstance(task, dict):
         return task
     return {key: value for key, value in cast("dict[str, Json]", task).items() if key not in hidden}
 
 
 def words_of(text: str) -> set[str]:
-    """Return the words of a text without their case; those joined by hyphens, dots and the like are one."""
+    """Return the words of a text in lower case; words joined by hyphens, dots and the like count as one."""
     return {word.casefold() for word in re.findall(r"\w+(?:[-./:#]\w+)*", text)}
 
 
 def runs_of(text: str) -> set[tuple[str, ...]]:
-    """Return every run of ``OVERLAP_WORDS`` words, without punctuation and case."""
+    """Return every sequence of ``OVERLAP_WORDS`` consecutive words, without punctuation and in lower case."""
     words = [word.strip(".,;:!?\"'()[]{}<>").casefold() for word in text.split()]
     words = [word for word in words if word]
     return {tuple(words[i : i + OVERLAP_WORDS]) for i in range(len(words) - OVERLAP_WORDS + 1)}
 
 
 def task_text(task: Json) -> str:
-    """Return a task's strings, one a line, by which a copy of it is recognised."""
+    """Return a task's strings, one per line, for the recognition of copies."""
     if isinstance(task, str):
         return task
     if isinstance(task, dict):
@@ -274,7 +275,7 @@ def task_text(task: Json) -> str:
 
 
 def text_rules(context: AlgorithmContext, settings: SearchSettings, *, algorithm: str) -> list[TextRules]:
-    """Return the rules of every tuned text.
+    """Return the rules for every tuned text.
 
     Raises:
         ConfigError: There is nothing to tune, a setting names another resource, or a text breaks its own rules.
@@ -299,11 +300,11 @@ def text_rules(context: AlgorithmContext, settings: SearchSettings, *, algorithm
 
 
 class ValidationMarks(Record, frozen=True, kw_only=True):
-    """The marks of tasks that no demonstration may come from: those on which candidates are compared and scored.
+    """Marks of the held-out tasks, on which candidates are compared and scored; demonstrations must not contain them.
 
     Attributes:
-        names: Words with letters and digits that one held-out task has and no training task.
-        runs: Runs of words that held-out tasks have and training tasks lack.
+        names: Words with letters and digits that occur in one held-out task and in no training task.
+        runs: Sequences of words that occur in held-out tasks but not in training tasks.
         inputs: Texts of the held-out tasks, as the agent sees them.
     """
 
@@ -313,13 +314,13 @@ class ValidationMarks(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, held_out: Sequence[Json], train: Sequence[Json], *, hidden: Collection[str] = ()) -> "ValidationMarks":
-        """Return the marks of tasks that are not trained on."""
+        """Return the marks of held-out tasks."""
         names = identifiers_of(held_out, train, hidden=hidden)
         seen = ([visible(task, hidden) for task in tasks] for tasks in (held_out, train))
-        # All of a task as JSON where it holds no text.
+        # The whole task as JSON if it holds no text.
         ours, theirs = ([task_text(task) or as_text(task) for task in tasks] for tasks in seen)
         return cls(
-            # A number alone may well be an answer in training too.
+            # A plain number may well be an answer in training too.
             names=frozenset(name for name in names if re.search(r"[^\W\d_]", name)),
             runs=frozenset(run for text in ours for run in runs_of(text))
             - {r for text in theirs for r in runs_of(text)},
@@ -327,7 +328,7 @@ class ValidationMarks(Record, frozen=True, kw_only=True):
         )
 
     def violation(self, shown: Demonstrations) -> str:
-        """Return the reason why demonstrations may not be tried, ``""`` if they may."""
+        """Return the reason why demonstrations may not be tried; ``""`` if they may."""
         for demonstration in [demonstration for found in shown.values() for demonstration in found]:
             text = f"{demonstration.input}\n{demonstration.output}"
             named = sorted(words_of(text) & self.names)

@@ -1,7 +1,7 @@
-"""Estimates: means of rewards with their intervals, which never leave the range of the rewards.
+"""Estimates: means of rewards with intervals that never leave the range of the rewards.
 
 The interval is Wilson's (Wilson 1927, "Probable inference, the law of succession, and statistical inference"), for
-means of values in [0, 1]. With m the mean of n values and z the 97.5 % quantile of the normal distribution its ends
+means of values in [0, 1]. With m the mean of n values and z the 97.5 % quantile of the normal distribution, its ends
 are the solutions p of
 
     (m - p)^2 = z^2 * phi * p * (1 - p) / n
@@ -9,8 +9,8 @@ are the solutions p of
 where phi = 1 gives Wilson's own interval, for values that are 0 or 1: then p * (1 - p) is their variance. Thirteen
 values of 1 give [0.772, 1], and not [1, 1] as Student's t does.
 
-Deviation, for partial credit: phi is the variance of the values divided by m * (1 - m), their largest possible one, as
-if `COINS` further values had the largest. Values of 0 and 1 have phi = 1 whatever `COINS` is.
+Deviation, for partial credit: phi is the variance of the values divided by m * (1 - m), the largest possible variance,
+computed as if `COINS` more values had the largest variance. Values of 0 and 1 have phi = 1 whatever `COINS` is.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from statistics import fmean
 from agl.schemas import Record
 
 COINS = 4
-"""Values of the largest variance that are added, so that a few equal values do not make an interval of no width."""
+"""Number of values with the largest variance that are added, so that equal values get an interval with a width."""
 
 _Z = 1.959964
 
@@ -47,20 +47,20 @@ class Estimate(Record, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """Mean and interval, as ``0.925 [0.839, 0.968]``."""
+        """Mean and interval as text, such as ``0.925 [0.839, 0.968]``."""
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 def estimate(values: Sequence[float], within: Range) -> Estimate:
     """Return the mean and the 95 % interval of independent values in a range.
 
-    The interval holds the mean and lies within the range, which is widened where a value is outside.
+    The interval contains the mean and lies within the range, which is widened if a value is outside.
     """
     low, high = min(within.low, *values), max(within.high, *values)
     width, n = high - low or 1.0, len(values)  # a range of one number has no width
     shares = [(value - low) / width for value in values]  # in [0, 1]
     mean = fmean(shares)
-    # Half a unit of the last place beyond an end would make the variance of a coin negative.
+    # A rounding error beyond an end of the range would make the variance of a coin negative.
     coin = max(0.0, mean * (1 - mean))
     spread = sum((share - mean) ** 2 for share in shares)
     phi = (spread + COINS * coin) / ((n + COINS) * coin) if coin else 1.0
@@ -72,5 +72,5 @@ def estimate(values: Sequence[float], within: Range) -> Estimate:
 
 
 def exactly_nothing(n: int) -> Estimate:
-    """Return the difference of a candidate to itself: zero, without doubt."""
+    """Return the difference of a candidate from itself: zero, with an interval of no width."""
     return Estimate(mean=0.0, low=0.0, high=0.0, n=n)

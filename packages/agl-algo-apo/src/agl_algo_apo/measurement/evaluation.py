@@ -1,9 +1,9 @@
 """Evaluation: the reward of a candidate on a task, paid from the budget once and remembered.
 
-Every rollout is paid before it starts, found again by its id after a crash, and remembered by (candidate, split, task,
-repeat). Rollouts that infrastructure broke are started again and never scored; those that the agent broke are scored
-with the reward of a failure, for leaving these out would favour a text that makes the agent fail on hard tasks. The two
-are told apart in `measurement/faults.py`.
+Every rollout is paid for before it starts, found again by its id after a crash, and remembered by (candidate, split,
+task, repeat). Rollouts that infrastructure broke are started again and never scored. Rollouts that the agent broke are
+scored with the reward of a failure, because leaving them out would favour a text that makes the agent fail on hard
+tasks. `measurement/faults.py` distinguishes the two.
 
 Nothing here decides anything about candidates.
 """
@@ -29,14 +29,14 @@ from agl_algo_apo.search.budget import Budget, Spent
 from agl_algo_apo.texts.lineage import PromptCandidate, resource_of
 
 TRIES = 3
-"""Most starts of a rollout that infrastructure breaks each time."""
+"""The most starts of a rollout that infrastructure breaks each time."""
 
 FEEDBACK_CHARS = 1000
-"""Characters of feedback that are remembered with a reward."""
+"""The most characters of feedback that are remembered with a reward."""
 
 
 class MeasureJob(NamedTuple):
-    """Asks for a candidate's rewards on tasks of one split, by position; ``repeat`` tells rollouts of a task apart."""
+    """A request for a candidate's rewards on tasks of a split, by position; ``repeat`` numbers rollouts of a task."""
 
     candidate: PromptCandidate
     split: Split
@@ -49,11 +49,11 @@ class Evaluator:
 
     Attributes:
         scores: The rewards that were paid for.
-        environment: Versions of the resources that are not tuned here and on which rewards depend. Prompts and other
-            texts among them are pinned; a policy always serves its newest weights. Where they change, the same
-            request makes new rollouts.
-        journal: The costs of each candidate, and what the search notes there.
-        broken: Count of the rollouts of this process that could not be scored, by status.
+        environment: Versions of the resources that are not tuned here but affect rewards. Prompts and other texts among
+            them are pinned; a policy always serves its newest weights. If a version changes, the same request makes new
+            rollouts.
+        journal: The costs of each candidate, and the search's records about it.
+        broken: Number of this process's rollouts that could not be scored, by status.
 
     Args:
         context: The algorithm's context.
@@ -103,10 +103,11 @@ class Evaluator:
     async def adopt(
         self, candidate: PromptCandidate, validated: Sequence[Episode], *, test: frozenset[int] = frozenset()
     ) -> None:
-        """Count the trainer's validation before the first step as measurements of the first candidate, and pay them.
+        """Count the trainer's validation before the first step as measurements of the first candidate, and pay for
+        them.
 
-        Those on the tasks in ``test`` are measurements of that split. Validations of other versions than the live ones
-        are left out: another algorithm had its turn meanwhile.
+        Validations on the tasks in ``test`` count for that split. Validations of versions that are not live are left
+        out: another algorithm had its turn meanwhile.
         """
         live = dict(self._context.live())
         ours = [(task, episode) for task, episode in enumerate(validated) if episode.rollout.resources == live]
@@ -118,19 +119,20 @@ class Evaluator:
         self._check_scale()
 
     async def measure(self, jobs: Sequence[MeasureJob], *, step: int, purpose: str) -> None:
-        """Run what is not known yet, all jobs at once, and put the rewards into :attr:`scores`.
+        """Run all unknown measurements of all jobs at once, and put the rewards into :attr:`scores`.
 
         Args:
             jobs: The rewards to get; tasks that infrastructure broke every time stay unknown.
-            step: The step that asks; with ``purpose`` it makes the rollouts' ids.
+            step: The current step; with ``purpose`` it determines the ids of the rollouts.
             purpose: Unique within the step; letters and digits.
 
         Raises:
-            BudgetExhaustedError: The budget does not reach for all of it; none of it was started.
+            BudgetExhaustedError: The budget does not cover all of it; no rollout was started.
             ConfigError: A reward is above the perfect score.
         """
         for attempt in range(TRIES):
-            # The first round runs everything; later ones only what infrastructure broke, paid once more.
+            # The first round runs everything; later rounds only rollouts that infrastructure broke, which are paid for
+            # again.
             missing: list[MeasureJob] = []
             for job in jobs:
                 tasks = (t for t in job.tasks if self.scores.get(job.candidate.id, job.split, t, job.repeat) is None)
@@ -146,21 +148,21 @@ class Evaluator:
             self._check_scale()
 
     def mean(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> float:
-        """Return the mean of the known rewards; ``nan`` where none is known."""
+        """Return the mean of the known rewards; ``nan`` if none is known."""
         rewards = self.scores.rewards(candidate, split, tasks)
         return fmean(rewards.values()) if rewards else math.nan
 
     @property
     def range(self) -> Range:
-        """The range of the rewards: from 0, or the worst one if that is below it, to the perfect score."""
+        """The range of the rewards: from 0, or from the worst reward if that is lower, to the perfect score."""
         return Range(low=min(0.0, self._failure_reward, self.scores.floor()), high=self._perfect_score)
 
     def estimate(self, rewards: Mapping[int, float]) -> Estimate:
-        """Return the mean of rewards by task, with its interval."""
+        """Return the mean of rewards, given by task, with its interval."""
         return estimate(list(rewards.values()), self.range)
 
     async def hidden_keys(self) -> tuple[str, ...]:
-        """Return the keys of tasks that the agent does not see, as any rollout that was measured names them."""
+        """Return the task keys that the agent does not see, as recorded in any measured rollout."""
         measured = self.scores.any()
         if measured is None:
             return ()
@@ -190,7 +192,7 @@ class Evaluator:
             for name, version in self.environment.items()
             if isinstance(self._context.current(name).resource, texts)
         }
-        # A step that is repeated after other resources have changed must not find the rollouts of before.
+        # A step that is repeated after other resources have changed must not find the earlier rollouts.
         digest = hashlib.blake2b(to_json(self.environment), digest_size=4).hexdigest()
         prefix = f"{digest}-" if self.environment else ""
         collected = await self._context.collect(
@@ -207,14 +209,14 @@ class Evaluator:
                 self.scores.put(job.candidate.id, job.split, position, job.repeat, measured)
 
     def _pay(self, counts: Mapping[str, int]) -> None:
-        """Pay rollouts of several candidates, all or none."""
+        """Pay for rollouts of several candidates, all or none."""
         self._budget.take_rollouts(sum(counts.values()))
         for candidate, count in counts.items():
             self.journal.paid(candidate, Spent(rollouts=count, money=count * self._budget.prices.rollout))
 
     async def _measured(self, candidate: PromptCandidate, episode: Episode) -> Measured | None:
         rollout = episode.rollout.rollout_id
-        # An episode without a recorded call has none whose tokens could be counted.
+        # An episode without a recorded call has no tokens to count.
         spans = await self._spans(rollout) if episode.transitions or needs_calls(episode) else ()
         self.journal.paid(candidate.id, Spent(tokens=sum(map(_tokens, spans))))
         status = status_of(episode, spans if needs_calls(episode) else ())
@@ -232,7 +234,7 @@ class Evaluator:
 
 
 def _tokens(span: Span) -> int:
-    """Return the tokens of a recorded model call, 0 where they are not known."""
+    """Return the tokens of a recorded model call; 0 if they are unknown."""
     call = span.call
     if call is None:
         return 0
@@ -242,12 +244,12 @@ def _tokens(span: Span) -> int:
 
 
 def _guessed_scale(best: float) -> float:
-    """Return the next power of ten: rewards are mostly shares of 1, 10 or 100."""
+    """Return the next power of ten, because rewards are mostly shares of 1, 10 or 100."""
     return max(1.0, 10.0 ** math.ceil(math.log10(best) - 1e-9)) if best > 0 else 1.0
 
 
 def feedback_of(episode: Episode) -> str:
-    """Return the feedback of a rollout's rewards and its error, as text."""
+    """Return the feedback of a rollout's rewards, and its error, as text."""
     parts = [reward.feedback for reward in episode.rewards if reward.feedback]
     error = episode.attempt.error if episode.attempt is not None else None
     if error is not None:
@@ -256,7 +258,7 @@ def feedback_of(episode: Episode) -> str:
 
 
 def nothing_scored(tried: int, broken: Mapping[str, int]) -> RunError:
-    """Return the error of a measurement in which no rollout gave a reward; ``broken`` counts them by status."""
+    """Return the error for a measurement without a single reward; ``broken`` counts its rollouts by status."""
     counts = ", ".join(f"{count} {status}" for status, count in sorted(broken.items()))
     return RunError(
         f"none of {tried} rollouts could be scored ({counts}). Check that the agent's model answers and that the agent "
@@ -265,17 +267,17 @@ def nothing_scored(tried: int, broken: Mapping[str, int]) -> RunError:
 
 
 def environment_of(context: AlgorithmContext) -> dict[str, str]:
-    """Return the version of every resource that is not tuned here, on which rewards depend besides the candidate."""
+    """Return the versions of all live resources that are not tuned here; rewards depend on them too."""
     return {name: version for name, version in sorted(context.live().items()) if name not in context.tunes}
 
 
 def dataset_digest(context: AlgorithmContext) -> str:
-    """Return a digest of the training and validation tasks, by which a resumed run notices that they have changed."""
+    """Return a digest of the training and validation tasks, with which a resumed run detects changes."""
     return hashlib.blake2b(to_json([list(context.train), list(context.val)]), digest_size=8).hexdigest()
 
 
 def check_splits(context: AlgorithmContext) -> None:
-    """Refuse a missing validation set, or one that shares tasks with training; raises :class:`ConfigError`."""
+    """Raise :class:`ConfigError` if the validation set is missing, or shares tasks with the training set."""
     if not context.train:
         raise ConfigError("there are no training tasks; set [experiment] train to a JSON-lines file")
     if not context.val:

@@ -1,10 +1,10 @@
-"""Tells failures of infrastructure from failures of the agent, so that no candidate is scored for an outage.
+"""Distinguishes failures of infrastructure from failures of the agent, so that no candidate is scored for an outage.
 
-Three things are looked at, the surest first: the recorded model calls of the attempt with their HTTP status, a status
-code in the text of the error or of its causes, and the types of these errors. A text that breaks the agent is a failure
-of the agent, and so is a request that the model's server refuses because of what it holds.
+Three sources are checked, the most reliable first: the HTTP statuses of the attempt's recorded model calls, a status
+code in the text of the error or its causes, and the types of these errors. A text that breaks the agent is a failure of
+the agent, and so is a request that the model's server refuses because of its content.
 
-An error arrives here as text, so types are known by name: those of the standard library, httpx, requests, urllib3,
+An error arrives here as text, so types are recognised by name: those of the standard library, httpx, requests, urllib3,
 aiohttp, botocore, Google's clients, the OpenAI and Anthropic clients, and LiteLLM.
 """
 
@@ -17,10 +17,10 @@ from agl.schemas import Episode, ErrorInfo, Span
 Status = Literal["ok", "failed", "timeout", "unrewarded", "infrastructure"]
 
 _PASSING = frozenset({408, 425, 429})
-"""Status codes below 500 that say nothing about the request: too slow, too early, too many."""
+"""Status codes below 500 that say nothing about the request itself: too slow, too early, too many."""
 
 _UNPAID = frozenset({401, 402, 404, 407, 421})
-"""Further ones of a recorded call, by which the model's server refuses every request: a key, a bill, an address."""
+"""More status codes with which a server refuses every request, because of a key, a bill or an address."""
 
 _NAMES = re.compile(
     # the standard library
@@ -35,7 +35,7 @@ _NAMES = re.compile(
     # botocore
     r"|EndpointConnectionError|(?:Connect|Read)TimeoutError|ConnectionClosedError|HTTPClientError|ThrottlingException"
     r"|(?:Service|Model)(?:Unavailable|Timeout|NotReady)Exception|InternalServerException|TooManyRequestsException"
-    # the clients of OpenAI, Anthropic and Google, LiteLLM
+    # the OpenAI, Anthropic and Google clients, LiteLLM
     r"|API(?:Connection|Timeout)Error|RateLimitError|InternalServerError|ServiceUnavailable(?:Error)?|OverloadedError"
     r"|BadGateway(?:Error)?|GatewayTimeout|DeadlineExceeded(?:Error)?|ResourceExhausted|TooManyRequests"
     r"|AuthenticationError"
@@ -66,7 +66,7 @@ _LINKS = ("The above exception was the direct cause", "During handling of the ab
 
 
 def needs_calls(episode: Episode) -> bool:
-    """Return whether the recorded calls must be read to tell how a rollout ended."""
+    """Return true if the recorded calls are needed to decide how a rollout ended."""
     if episode.attempt is None or episode.rollout.status == "cancelled":
         return False
     is_whole = episode.rollout.status == "succeeded"
@@ -74,17 +74,17 @@ def needs_calls(episode: Episode) -> bool:
 
 
 def status_of(episode: Episode, spans: Sequence[Span] = ()) -> Status:
-    """Return how a rollout ended, so that failures of the agent and of infrastructure are told apart.
+    """Return how a rollout ended; distinguishes failures of the agent from failures of infrastructure.
 
     Args:
         episode: The rollout.
-        spans: Spans of its deciding attempt, where :func:`needs_calls` asks for them.
+        spans: Spans of its deciding attempt; needed only if :func:`needs_calls` is true.
     """
     attempt = episode.attempt
     if attempt is None or episode.rollout.status == "cancelled" or attempt.status in ("lost", "cancelled"):
         return "infrastructure"
     is_whole = episode.rollout.status == "succeeded"
-    # An agent that swallows the error of its last call gets a reward all the same, for an answer that it never had.
+    # An agent that ignores the error of its last call still gets a reward, for an answer that it never received.
     if _is_cut_off(spans, refusals=frozenset() if is_whole else _UNPAID):
         return "infrastructure"
     if is_whole:
@@ -95,15 +95,15 @@ def status_of(episode: Episode, spans: Sequence[Span] = ()) -> Status:
 
 
 def is_foreign(error: ErrorInfo) -> bool:
-    """Return whether an error, one of its causes or one of a group of errors comes from infrastructure."""
+    """Return true if an error, one of its causes, or one of a group of errors comes from infrastructure."""
     raised = [(error.type, error.message), *_raised(error.traceback)]
     return any(_is_foreign(name, message) for name, message in raised)
 
 
 def _is_cut_off(spans: Sequence[Span], *, refusals: frozenset[int]) -> bool:
-    """Return whether a call failed without fault of its request, and none came after it.
+    """Return true if a call failed through no fault of its request, and no call came after it.
 
-    A call that starts after the failed one ended shows that the agent or its client went on.
+    A call that starts after the failed one has ended shows that the agent or its client continued.
     """
     calls = [span for span in spans if span.call is not None]
     failed = [span for span in calls if span.call is not None and _is_passing(span.call.status_code, refusals)]
@@ -125,7 +125,7 @@ def _is_foreign(name: str, message: str) -> bool:
 
 
 def _raised(traceback: str) -> Iterator[tuple[str, str]]:
-    """Yield the type and the first line of the message of every error in a formatted traceback."""
+    """Yield the type and the first message line of every error in a formatted traceback."""
     is_expected = True  # the front may have been cut off, in the middle of the first stack
     for line in traceback.splitlines():
         bare = re.sub(r"^ *[|+] ", "", line)  # the frame around a group of errors

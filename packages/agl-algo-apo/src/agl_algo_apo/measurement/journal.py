@@ -1,7 +1,7 @@
-"""The journal of a search: why each candidate was made, the gates that it met, and the costs of it.
+"""The journal of a search: the origin of each candidate, the gates that it met, and its costs.
 
-It is part of the search's state and written with it, so a step that is repeated after a crash leaves one entry, and
-`agl resources` reads it from the store.
+It is part of the search's state and written with it. So a step that is repeated after a crash leaves one entry, and
+`agl resources` reads the journal from the store.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,21 @@ from agl_algo_apo.measurement.estimates import Estimate, Range, estimate
 from agl_algo_apo.search.budget import Spent
 
 STATIC = "static gate"
-"""The gate that costs no rollout: placeholders, invariants, length, copies."""
+"""The name of the gate that costs no rollout: placeholders, invariants, length, copies."""
 
 
 class GateReport(Record, frozen=True, kw_only=True):
     """The outcome of one gate for one candidate.
 
     Attributes:
-        gate: The gate's name, in words.
-        has_passed: Whether the candidate passed it.
-        step: The step in which it was met.
-        rival: Id of the candidate that it was compared with, ``""`` where there was none.
-        score: Mean reward of the candidate on the tasks that both were measured on; ``rival_score`` of the rival.
-        gain: Mean of the paired differences with their interval; its ``n`` is the number of pairs.
-        reason: The reason of a gate that compares nothing.
+        gate: The gate's name, for display.
+        has_passed: True if the candidate passed the gate.
+        step: The step in which the candidate met the gate.
+        rival: Id of the candidate with which it was compared; ``""`` if there was none.
+        score: Mean reward of the candidate on the tasks measured for both.
+        rival_score: Mean reward of the rival on the same tasks.
+        gain: Mean of the paired differences with its interval; its ``n`` is the number of pairs.
+        reason: The reason given by a gate that compares nothing.
     """
 
     gate: str
@@ -41,14 +42,14 @@ class GateReport(Record, frozen=True, kw_only=True):
 
 
 class JournalEntry(Record, frozen=True, kw_only=True):
-    """Everything about one candidate that is neither its text nor its fate.
+    """A candidate's origin, gates, scores and costs; its text and status are in the lineage.
 
     Attributes:
         evidence: Ids of the rollouts that the critic was shown.
-        gates: The gates that it met, in order.
-        scores: Its mean rewards by their origin, such as ``selection`` and ``test tasks``.
-        agent: Rollouts of the agent that were run for it, with the tokens of their recorded model calls.
-        optimizer: Questions to the optimiser's model from which it came, with their tokens.
+        gates: The gates that the candidate met, in order.
+        scores: The candidate's mean rewards by their source, such as ``selection`` and ``test tasks``.
+        agent: Rollouts of the agent that were run for the candidate, with the tokens of their recorded model calls.
+        optimizer: Requests to the optimiser's model that produced the candidate, with their tokens.
     """
 
     evidence: tuple[str, ...] = ()
@@ -68,21 +69,21 @@ class Journal:
         return self._entries.get(candidate, JournalEntry())
 
     def proposed(self, candidate: str, *, evidence: Sequence[str] = (), spent: Spent | None = None) -> None:
-        """Note a proposal: the rollouts that its critic was shown, and the questions that it took."""
+        """Record a proposal: the rollouts that its critic was shown, and the cost of the requests for it."""
         entry = self[candidate]
         shown = tuple(dict.fromkeys((*entry.evidence, *evidence)))
         self._change(candidate, evidence=shown, optimizer=entry.optimizer.plus(spent or Spent()))
 
     def paid(self, candidate: str, spent: Spent) -> None:
-        """Note rollouts of the agent, or the tokens of their model calls."""
+        """Record rollouts of the agent, or the tokens of their model calls."""
         self._change(candidate, agent=self[candidate].agent.plus(spent))
 
     def met(self, candidate: str, report: GateReport) -> None:
-        """Note the outcome of a gate."""
+        """Record the outcome of a gate."""
         self._change(candidate, gates=(*self[candidate].gates, report))
 
     def scored(self, candidate: str, how: str, score: Estimate) -> None:
-        """Note a score by its origin; a newer one of the same origin replaces it."""
+        """Record a score under its source; a newer score from the same source replaces it."""
         self._change(candidate, scores={**self[candidate].scores, how: score})
 
     def dump(self) -> dict[str, Json]:
@@ -90,7 +91,7 @@ class Journal:
         return msgspec.json.decode(msgspec.json.encode(self._entries))
 
     def load(self, data: Json) -> None:
-        """Continue from :meth:`dump`."""
+        """Restore the entries from :meth:`dump`."""
         self._entries = msgspec.convert(data, dict[str, JournalEntry])
 
     def _change(self, candidate: str, **changes: object) -> None:
@@ -105,7 +106,7 @@ def compared(
     tasks: Sequence[int],
     within: Range,
 ) -> GateReport:
-    """Return the report with the numbers that rewards by task give; without them where no task is known for both."""
+    """Return the report with scores and gain from rewards by task; unchanged if the two have no task in common."""
     common = [task for task in tasks if task in ours and task in theirs]
     if not common:
         return report

@@ -11,21 +11,24 @@ from agl.schemas import Json, Record
 from agl_algo_apo.measurement.faults import Status
 
 Split = Literal["train", "val", "test"]
-"""Training tasks; the validation tasks of the search; those that are held back, by their place among all of them."""
+"""Training tasks; validation tasks of the search; held-back validation tasks, with positions among all of them."""
 
 FRESH = 1
-"""The `repeat` of the final measurement's rollouts on validation tasks; 0 is the first measurement, from 2 on come
-further ones. Nothing is chosen by test tasks, whose rollouts have the repeats 0, 1, 2 and so on, and all count."""
+"""The `repeat` of the final measurement's rollouts on validation tasks.
+
+There 0 is the first measurement, and further ones begin with 2. Rollouts on test tasks have the repeats 0, 1, 2 and so
+on; all of them count, because test tasks select nothing.
+"""
 
 
 class Measured(Record, frozen=True, kw_only=True):
     """The outcome of one rollout.
 
     Attributes:
-        reward: The score; that of a failure where the agent failed.
+        reward: The score; the failure reward if the agent failed.
         rollout: The rollout's id.
         status: How the rollout ended.
-        feedback: The feedback of its rewards and its error, as text.
+        feedback: The feedback of the rollout's rewards, and its error, as text.
     """
 
     reward: float
@@ -44,18 +47,18 @@ class Scores:
         return sum(len(known) for known in self._known.values())
 
     def get(self, candidate: str, split: Split, task: int, repeat: int = 0) -> Measured | None:
-        """Return what one rollout brought, ``None`` if it is not known."""
+        """Return the outcome of one rollout; ``None`` if it is unknown."""
         return self._known.get((candidate, split), {}).get((task, repeat))
 
     def put(self, candidate: str, split: Split, task: int, repeat: int, measured: Measured) -> None:
-        """Remember a reward."""
+        """Store the outcome of one rollout."""
         self._known.setdefault((candidate, split), {})[(task, repeat)] = measured
 
     def rewards(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> dict[int, float]:
-        """Return rewards by task, of ``tasks`` or of all that are known; unknown ones are absent.
+        """Return the known rewards by task, for ``tasks`` or for all; unknown tasks are absent.
 
-        A task that was measured several times has the mean. :data:`FRESH` ones of validation tasks are left out, as
-        nothing may be chosen by them.
+        A task that was measured several times has the mean. :data:`FRESH` rewards of validation tasks are left out,
+        because they must not influence any choice.
         """
         wanted = None if tasks is None else set(tasks)
         found: dict[int, list[float]] = {}
@@ -63,39 +66,39 @@ class Scores:
             is_fresh = split == "val" and repeat == FRESH
             if not is_fresh and (wanted is None or task in wanted):
                 found.setdefault(task, []).append(measured.reward)
-        # One number per task, however often it ran: tasks and not rollouts are what intervals and races count.
+        # One number per task, however often it ran: intervals and races count tasks, not rollouts.
         return {task: fmean(values) for task, values in found.items()}
 
     def fresh(self, candidate: str, split: Split) -> dict[int, float]:
-        """Return the rewards of the final measurement by task."""
+        """Return the rewards of the final measurement, by task."""
         known = self._known.get((candidate, split), {})
         return {task: measured.reward for (task, repeat), measured in known.items() if repeat == FRESH}
 
     def next_repeat(self, candidate: str, split: Split) -> int:
-        """Return a ``repeat`` that was not used yet, for measuring once more what was measured before."""
+        """Return a ``repeat`` that has not been used yet, for measuring a candidate again."""
         return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
 
     def keep_fresh(self) -> None:
-        """Count the final measurement's rewards as further ones: a search that goes on chooses by them too."""
+        """Count the final measurement's rewards as ordinary ones, because a search that continues chooses by them."""
         for known in [known for (_, split), known in self._known.items() if split == "val"]:
             repeat = 1 + max(repeat for _, repeat in known)
             for task in [task for task, old in known if old == FRESH]:
                 known[(task, repeat)] = known.pop((task, FRESH))
 
     def floor(self) -> float:
-        """Return the worst reward that was ever measured; 0 before there is any."""
+        """Return the worst reward measured so far; 0 if there is none."""
         return min(self._all(), default=0.0)
 
     def ceiling(self) -> float:
-        """Return the best reward that was ever measured; minus infinity before there is any."""
+        """Return the best reward measured so far; minus infinity if there is none."""
         return max(self._all(), default=-math.inf)
 
     def clear(self) -> None:
-        """Forget everything: what the rewards depended on has changed."""
+        """Forget everything, because resources that affect the rewards have changed."""
         self._known.clear()
 
     def dump(self) -> Json:
-        """Return everything as JSON, one row per measurement."""
+        """Return all outcomes as JSON, one row per measurement."""
         return [
             [*place, *key, msgspec.to_builtins(measured)]
             for place, known in self._known.items()
@@ -103,13 +106,13 @@ class Scores:
         ]
 
     def load(self, data: Json) -> None:
-        """Continue from :meth:`dump`."""
+        """Restore the outcomes from :meth:`dump`."""
         self._known = {}
         for row in msgspec.convert(data, list[tuple[str, Split, int, int, Measured]]):
             self.put(*row)
 
     def any(self) -> Measured | None:
-        """Return any measurement, ``None`` before there is one."""
+        """Return any outcome; ``None`` if there is none."""
         return next((measured for known in self._known.values() for measured in known.values()), None)
 
     def _all(self) -> Iterable[float]:

@@ -1,1 +1,1 @@
-"""Where new candidates come from: critics, editors, merges, demonstrations."""
+"""Sources of new candidates: critics, editors, merges, demonstrations."""

@@ -1,8 +1,7 @@
-"""The proposed text in an answer of the optimiser's model: between the tags that were asked for, or in a code fence.
+"""Extracts the proposed text from an answer of the optimiser's model: between the requested tags, or in a code fence.
 
-Models mention the tags as well as use them, wrap the text in a fence inside the tags, and write prompts that hold
-fences of their own. So pairs of tags that stand on lines of their own count first, and fences are matched like
-brackets.
+Models mention the tags as well as use them, wrap the text in a fence inside the tags, and write prompts that contain
+fences. So pairs of tags on separate lines have precedence, and fences are matched like brackets.
 """
 
 import re
@@ -22,11 +21,11 @@ _FENCE = re.compile(r"[ ]{0,3}(`{3,}|~{3,})[ \t]*([^`\n]*)")
 
 
 def extract(answer: str) -> str | None:
-    """Return the proposed text in an answer: between the tags, or in the only fenced block; ``None`` without one."""
+    """Return the proposed text: between the tags, or in the only fenced block; ``None`` if there is neither."""
     for pattern in (_ON_LINES, _AT_EDGES, _ANYWHERE):
         found = [text for text in pattern.findall(answer) if not _MENTIONED.fullmatch(text)]
         if found:
-            # A model that corrects itself gives the final text last.
+            # A model that corrects itself writes the final text last.
             return _unwrapped(re.sub(r"\A[ \t]*\n|\n[ \t]*\Z", "", found[-1]))
     rest = _ANYWHERE.sub("", answer)
     if _OPEN in rest.lower():  # the answer ended before the text did
@@ -36,22 +35,23 @@ def extract(answer: str) -> str | None:
 
 
 def before_text(answer: str) -> str:
-    """Return the words before the proposed text: the critique, where one answer gives both."""
+    """Return the text before the proposal: the critique, if one answer contains both."""
     start = answer.lower().rfind(_OPEN)
     return answer[: start if start >= 0 else answer.find("```")].strip() if start >= 0 or "```" in answer else ""
 
 
 def _unwrapped(text: str) -> str:
-    """Return the text without the fence that encloses all of it, or as it is."""
+    """Return the text without a fence that encloses all of it; other texts are unchanged."""
     lines = text.strip().splitlines()
     return "\n".join(lines[1:-1]) if list(_blocks(text.strip())) == [lines] else text
 
 
 def _blocks(text: str) -> Iterator[list[str]]:
-    """Yield the lines of every fenced block that is in no other, fences included.
+    """Yield the lines of every outermost fenced block, fences included.
 
-    A fence with a language opens a block, within another one too. One without closes the innermost block if it is as
-    long as its fence (CommonMark 0.31, section 4.5), and opens one outside of all.
+    A fence with a language opens a block, even inside another one. A fence without a language closes the innermost
+    block if it is at least as long as that block's fence (CommonMark 0.31, section 4.5); outside of all blocks it opens
+    one.
     """
     block: list[str] = []
     opened: list[str] = []

@@ -1,4 +1,4 @@
-"""Children of a parent: failures dealt out to critics, their questions, and the proposals that may be tried."""
+"""Children of a parent: failures distributed to critics, the requests, and the proposals that may be tried."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from agl_algo_apo.search.tools import Origin, SearchTools, Written
 from agl_algo_apo.texts.lineage import PromptCandidate, resource_of
 
 SHOWN = 4
-"""Most failing runs that one critic is shown: more would make its request long and its advice vague."""
+"""The most failing runs that one critic is shown; more would make its request long and its advice vague."""
 
 
 class Assignment(NamedTuple):
@@ -24,7 +24,7 @@ class Critics:
 
     Args:
         search: The search, whose tools it uses.
-        asks_twice: Whether critique and text are two questions.
+        asks_twice: True if critique and text are two requests.
     """
 
     def __init__(self, search: SearchTools, *, asks_twice: bool) -> None:
@@ -32,13 +32,13 @@ class Critics:
         self._asks_twice = asks_twice
 
     def assign(self, failures: Sequence[int], parent: PromptCandidate, step: int) -> list[Assignment]:
-        """Deal the failures out to the children, and give each a text to change, in turn."""
+        """Distribute the failures over the children, and assign each child a text to change, in turn."""
         names, count = list(parent.texts), self._search.settings.branch_factor
         assignments: list[Assignment] = []
         for k in range(count):
             name = names[(step + k) % len(names)]  # round robin over the texts, shifted by one in every step
-            # D_k: every count-th failure from the k-th on, so that siblings learn from different ones; with fewer
-            # failures than children some share one.
+            # D_k: every count-th failure from the k-th on, so that siblings learn from different failures; if there are
+            # fewer failures than children, some share one.
             dealt = [failures[i] for i in range(k % len(failures), len(failures), count)]
             assignments.append(Assignment(name, tuple(dealt[:SHOWN])))
         shown = {task for assignment in assignments for task in assignment.tasks}
@@ -54,7 +54,7 @@ class Critics:
         shown = [evidence_text(runs) for runs in evidence]
         ask = self._critiques_and_edits if self._asks_twice else self._improvements
         written = await ask(parent, assignments, shown, step)
-        # By id, which follows from the texts: two children with the same text are one candidate, paid for once.
+        # Keyed by id, which is derived from the texts: children with the same text are one candidate, paid for once.
         screened: dict[str, tuple[PromptCandidate, Assignment]] = {}
         for assignment, runs, answer in zip(assignments, evidence, written, strict=True):
             if answer.text is None:
@@ -74,7 +74,7 @@ class Critics:
     async def _improvements(
         self, parent: PromptCandidate, assignments: Sequence[Assignment], evidence: Sequence[str], step: int
     ) -> list[Written]:
-        """Return a critique g_k and a text p_k for each assignment, from one answer each; all are asked at once."""
+        """Return a critique g_k and a text p_k for each assignment, from one answer each; all requests run at once."""
         questions: list[tuple[str, str]] = []
         for k, (a, shown) in enumerate(zip(assignments, evidence, strict=True)):
             request = self._search.request("improve", name=a.name, text=parent.instructions[a.name], evidence=shown)
@@ -84,7 +84,7 @@ class Critics:
     async def _critiques_and_edits(
         self, parent: PromptCandidate, assignments: Sequence[Assignment], evidence: Sequence[str], step: int
     ) -> list[Written]:
-        """Return the same from two questions each: to the critic, all at once, and then to the editor."""
+        """Return a critique and a text for each assignment, from a request to the critic and one to the editor."""
         search = self._search
         given = [(a.name, parent.instructions[a.name], shown) for a, shown in zip(assignments, evidence, strict=True)]
         asked: list[tuple[str, str]] = []
@@ -93,14 +93,14 @@ class Critics:
             asked.append((request, search.question_seed(step, f"critique{k}")))
         found = [Written() for _ in given]
         questions: dict[int, tuple[str, str]] = {}
-        # g_k = critic(p, D_k); None where the model did not answer
+        # g_k = critic(p, D_k); None if the model did not answer
         for k, critique in enumerate(await search.critic.ask_all(asked)):
             if critique is not None:
                 name, text, shown = given[k]
                 request = search.request("edit", name=name, text=text, critique=critique.text, evidence=shown)
                 questions[k] = (request, search.question_seed(step, f"edit{k}"))
                 found[k] = Written(critique.text, None, critique.spent)
-        # p_k = edit(p, g_k); None where the answer holds no text
+        # p_k = edit(p, g_k); None if the answer contains no text
         for k, edit in zip(questions, await search.ask_editor(list(questions.values())), strict=True):
             found[k] = Written(found[k].critique, edit.text, found[k].spent.plus(edit.spent))
         return found
@@ -111,7 +111,7 @@ class Critics:
         resource = resource_of(parent.texts[name], like)
         agents = self._search.settings.texts.roles.get(name, "")
         own = [scores.get(parent.id, "train", task) for task in assignment.tasks]
-        # The parent's own failures come first; those of other algorithms' rollouts on the same tasks fill up.
+        # The parent's own failures come first; other algorithms' failures on the same tasks fill up the list.
         found = [*own, *(live_failures(self._search.progress, parent.id).get(task) for task in assignment.tasks)]
         measured = [m for m in found if m is not None][: 2 * SHOWN]
         return [await read_run(self._search.context, m, name=name, resource=resource, agents=agents) for m in measured]

@@ -1,10 +1,12 @@
 """Draws the demonstrations of new candidates from good runs.
 
-A run is good where its reward is the best that any candidate got on its task, and above the mean of the prompt that is
-to be improved: runs that are merely usual for it teach nothing. Its input is made of what filled the prompt in the call
-that read it (of a prompt of several messages, its last user message), its output of the answer to that call; where no
-recorded call read it, of the task as the agent sees it and of the last object that the agent reported. Neither is cut:
-half an answer is a wrong one.
+A run is good if its reward is the best that any candidate got on its task, and above the mean of the prompt that is to
+be improved: runs that are merely usual for that prompt teach nothing.
+
+The demonstration's input is the text that filled the prompt in the call that read it (for a prompt of several messages,
+in its last user message); its output is the answer to that call. If no recorded call read the prompt, the input is the
+task as the agent sees it, and the output is the last object that the agent reported. Neither is cut, because half an
+answer is a wrong one.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ if TYPE_CHECKING:
     from agl_algo_apo.measurement.scores import Measured, Scores
 
 DEMONSTRATE_EVERY = 3
-"""Every so many steps demonstrations are drawn instead of instructions written; the first time in step 4."""
+"""The interval, in steps, at which demonstrations are drawn instead of instructions written; the first is step 4."""
 
 
 class Demonstrator:
-    """Makes children that show other demonstrations than their parent, and have its instructions.
+    """Makes children with other demonstrations than their parent, but the same instructions.
 
     Args:
         search: The search, whose tools it uses.
@@ -44,7 +46,7 @@ class Demonstrator:
         self._search = search
 
     def is_due(self, step: int) -> bool:
-        """Return whether this step draws demonstrations."""
+        """Return true if this step draws demonstrations."""
         return self._search.settings.demonstrations.most > 0 and step % DEMONSTRATE_EVERY == 1
 
     async def children(
@@ -52,7 +54,7 @@ class Demonstrator:
     ) -> list[tuple[PromptCandidate, Assignment]]:
         """Return children that passed the static gate, each with the training tasks of its paired gate.
 
-        These are failures of the parent, and no demonstration comes from one of them.
+        These tasks are failures of the parent, and no demonstration comes from one of them.
         """
         tasks, search = tuple(failures[:SHOWN]), self._search
         # Templates and messages can hold demonstrations; other JSON cannot.
@@ -80,12 +82,12 @@ class Demonstrator:
     async def _drawn(
         self, parent: PromptCandidate, name: str, pool: Sequence[GoodRun], draw: random.Random
     ) -> tuple[Demonstration, ...]:
-        """Return a random part of the parent's demonstrations, filled up with others from the pool."""
+        """Return a random subset of the parent's demonstrations, filled up with others from the pool."""
         settings, had = self._search.settings, parent.demonstrations.get(name, ())
         like = next(rules.seed for rules in self._search.rules if rules.name == name)
         shown = draw.sample(had, draw.randint(0, len(had)))
         left = settings.demonstrations.max_chars - sum(len(each.text) for each in shown)
-        # At random, but runs with a better reward first: an answer that is right in part shows its mistakes as well.
+        # At random, but runs with a better reward first: a partly correct answer also shows its mistakes.
         for run in sorted(draw.sample(pool, len(pool)), key=lambda run: -run.measured.reward):
             if len(shown) >= settings.demonstrations.most:
                 break
@@ -108,9 +110,9 @@ class GoodRun(NamedTuple):
 
 
 def good_runs(candidates: Sequence[PromptCandidate], scores: Scores, *, above: float) -> list[GoodRun]:
-    """Return the best run of every training task whose best reward is above a mean, in the order of the tasks.
+    """Return the best run of every training task whose best reward is above ``above``, in task order.
 
-    Of equal ones it is that of the newest candidate, which is the most like those to come.
+    Among equal runs the newest candidate's is chosen, because it is the most similar to future ones.
     """
     best: dict[int, GoodRun] = {}
     for candidate in candidates:
@@ -124,10 +126,10 @@ def good_runs(candidates: Sequence[PromptCandidate], scores: Scores, *, above: f
 
 
 async def read_demonstration(context: AlgorithmContext, run: GoodRun, *, resource: Resource) -> Demonstration | None:
-    """Return what a run shows about a prompt, ``None`` where it recorded no output, or is no longer in the store.
+    """Return a run's demonstration for a prompt; ``None`` if it recorded no output, or is no longer in the store.
 
     Args:
-        context: Has the store.
+        context: Holds the store.
         run: The run.
         resource: The prompt as it was in that run.
     """
@@ -143,7 +145,7 @@ async def read_demonstration(context: AlgorithmContext, run: GoodRun, *, resourc
 
 
 def _question(resource: Resource) -> FilledTemplate | None:
-    """Return what recognises the last user message; ``None`` where that is the first message, and for one text."""
+    """Return a matcher for the last user message; ``None`` if that is the first message or there is only one text."""
     asked = [text for role, text in messages_of(resource)[1:] if role == "user"]
     return filled_template(PromptTemplate(template=asked[-1])) if asked else None
 
@@ -151,7 +153,7 @@ def _question(resource: Resource) -> FilledTemplate | None:
 def _exchange(
     call: ModelCall, prompt: FilledTemplate, rollout: Rollout, question: FilledTemplate | None
 ) -> tuple[str, str] | None:
-    """Return input and output of a call that read the prompt and was answered with text."""
+    """Return input and output of a call that read the prompt and was answered with text; ``None`` for other calls."""
     messages = call_messages(call)
     texts = [as_text(message.get("content") or "") for message in messages]
     if not messages or messages[-1].get("role") != "assistant" or messages[-1].get("tool_calls"):
@@ -177,6 +179,6 @@ def _input(filled: Mapping[str, str], rollout: Rollout) -> str:
 
 
 def _reported(spans: Sequence[Span], rollout: Rollout) -> tuple[str, str] | None:
-    """Return the task and the last object that the agent reported."""
+    """Return the task and the last object that the agent reported; ``None`` if it reported none."""
     objects = [span.attributes[semconv.OBJECT] for span in spans if semconv.OBJECT in span.attributes]
     return (as_text(rollout.visible_task), as_text(objects[-1])) if objects else None

@@ -1,8 +1,8 @@
-"""Evidence for a critic: failing runs, cut down to the calls that read the text under review, with their feedback.
+"""Evidence for a critic: failing runs, reduced to the calls that read the text under review, with their feedback.
 
-The text under review stands once in the request, so where an agent's messages repeat it they only refer to it.
+The text under review is in the request once, so an agent's messages that repeat it only refer to it.
 
-Failures that other algorithms paid for show tasks to try first, and further runs for the critic. They are evidence and
+Failures that other algorithms paid for suggest tasks to try first, and give the critic more runs. They are evidence and
 never a score, because other weights may have been live when they ran.
 """
 
@@ -24,10 +24,10 @@ from agl_algo_apo.texts.demonstrations import as_text
 from agl_algo_apo.texts.filled_templates import FilledTemplate, filled_template
 
 MESSAGE_CHARS = 600
-"""Most characters of one message that are shown, from its start and its end."""
+"""The most characters of one message that are shown, from its start and its end."""
 
 RUN_CHARS = 4000
-"""Most characters of one run's messages that are shown."""
+"""The most characters of one run's messages that are shown."""
 
 
 class EvidenceRun(Record, frozen=True, kw_only=True):
@@ -35,8 +35,8 @@ class EvidenceRun(Record, frozen=True, kw_only=True):
 
     Attributes:
         task: The task without its hidden keys, as JSON.
-        measured: Its reward and feedback.
-        lines: Its events, one a line.
+        measured: The run's reward and feedback.
+        lines: The run's events, one per line.
     """
 
     task: str
@@ -65,15 +65,15 @@ async def read_run(
 ) -> EvidenceRun:
     """Read a rollout from the store and return it as evidence about one resource.
 
-    A rollout that is no longer in the store has its reward and feedback alone.
+    A rollout that is no longer in the store only has its reward and feedback.
 
     Args:
-        context: Has the store.
+        context: Holds the store.
         measured: The rollout's outcome.
         name: The resource under review.
-        resource: Its content in that rollout.
-        agents: Regular expression over the names of the agents whose calls are shown; by default those whose messages
-            hold the text, or all where none does.
+        resource: The resource's content in that rollout.
+        agents: Regular expression for the names of the agents whose calls are shown; by default the agents whose
+            messages contain the text, or all agents if there are none.
     """
     if (recorded := await recorded_run(context, measured.rollout)) is None:
         return EvidenceRun(task="", measured=measured)
@@ -83,7 +83,7 @@ async def read_run(
 
 
 async def recorded_run(context: AlgorithmContext, rollout_id: str) -> tuple[Rollout, Sequence[Span]] | None:
-    """Return a rollout with its spans, ``None`` where it is no longer in the store."""
+    """Return a rollout with its spans; ``None`` if it is no longer in the store."""
     try:
         rollout = (await context.store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
         return rollout, await all_spans(context.store, rollout_id)
@@ -129,7 +129,7 @@ def _messages(span: Span, name: str, prompt: FilledTemplate | None) -> list[str]
 
 
 def _event(span: Span) -> list[str]:
-    """Return the lines of a span that is no model call: a tool's result, an observation, an object, an error."""
+    """Return the lines for a span that is not a model call: a tool's result, an observation, an object, an error."""
     attributes = span.attributes
     lines: list[str] = []
     if semconv.TOOL_RESULT in attributes:
@@ -149,7 +149,7 @@ def _reads(span: Span, prompt: FilledTemplate) -> bool:
 
 
 def _reference(name: str, filled: Mapping[str, str]) -> str:
-    """Return what stands in a message in place of the text under review."""
+    """Return the reference that replaces the text under review in a message."""
     values = "".join(f"; {key} = {value}" for key, value in filled.items())
     return f"(the text {name}{values})"
 
@@ -162,10 +162,10 @@ def _cut(text: str, limit: int) -> str:
 
 
 async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, perfect_score: float) -> None:
-    """Put the failures of the sources' new steps into ``progress.shared``, as far as they ran with the live texts.
+    """Add failures from new steps of the sources to ``progress.shared``, if they ran with the live texts.
 
-    Only rollouts with the texts that are live now count (staleness 0). Where algorithms run at the same time this
-    waits for a source's next step.
+    Only rollouts with the texts that are live now count (staleness 0). If algorithms run at the same time, this waits
+    for a source's next step.
     """
     if not context.sources:
         return
@@ -184,5 +184,5 @@ async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, 
 
 
 def live_failures(progress: SearchProgress, candidate: str) -> Mapping[int, Measured]:
-    """Return rollouts of other algorithms that fell short with these texts; only the best texts are live there."""
+    """Return other algorithms' failures with these texts; empty unless these are the best texts, which are live."""
     return progress.shared if candidate == progress.best else {}

@@ -1,12 +1,13 @@
-"""An experiment as the gepa library sees it: its adapter, its reflection model, its stopper.
+"""Presents an experiment to the gepa library: as its adapter, its reflection model and its stopper.
 
-The library is synchronous and runs in a thread of its own; everything here that pays or waits is posted to the event
-loop. Nothing here reads a wall clock or draws a random number, so a phase that is repeated after a crash makes the
-same requests under the same names, finds the rollouts and answers that were paid for, and goes on where it was cut.
+The library is synchronous and runs in a separate thread; all work here that pays or waits is passed to the event loop.
+Nothing here reads a wall clock or draws a random number. So a phase that is repeated after a crash makes the same
+requests under the same names, finds the rollouts and answers that were paid for, and continues where it was
+interrupted.
 
 The adapter accepts arguments that later releases of the library add to its calls. It depends on two methods of the
-library's adapter protocol, on the attribute ``propose_new_texts``, on ``EvaluationBatch`` and on stoppers being asked
-between iterations.
+library's adapter protocol, on the attribute ``propose_new_texts``, on ``EvaluationBatch``, and on the library calling
+stoppers between iterations.
 """
 
 import asyncio
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Stopped = StopReason | Literal["", "share"]
-"""The reason why a phase ended early: that of a search, or its spent share of the budget; ``""`` while it goes on."""
+"""The reason why a phase ended early: a search's reason, or its spent share of the budget; ``""`` while it runs."""
 
 TextByName = Mapping[str, str]
 TaskPlace = tuple[Split, int]
 """The library's data instance: a task by its split and position."""
 
 MAX_IDLE = 20
-"""After so many iterations in a row without a rollout nothing is left to learn."""
+"""After this many consecutive iterations without a rollout, nothing is left to learn."""
 
 
 class PhaseCancelledError(BaseException):
@@ -47,14 +48,14 @@ class GepaAdapter:
     """Serves ``gepa.optimize`` as its adapter, its reflection model and its stopper.
 
     Attributes:
-        propose_new_texts: ``None``, so that the library's own proposer asks :meth:`reflect`; it must exist.
-        stopped: The reason why the phase ended early, ``""`` while it goes on.
-        refused: Number of proposals in a row that the static gate refused.
+        propose_new_texts: ``None``, so that the library's own proposer calls :meth:`reflect`; the attribute must exist.
+        stopped: The reason why the phase ended early; ``""`` while it runs.
+        refused: Number of consecutive proposals that the static gate refused.
 
     Args:
         host: The phase, whose coroutines run on the event loop.
-        loop: The event loop that the search lives on.
-        patience: Refused proposals in a row that end the phase.
+        loop: The search's event loop.
+        patience: Number of consecutive refused proposals that ends the phase.
     """
 
     propose_new_texts = None
@@ -73,7 +74,7 @@ class GepaAdapter:
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """End the phase from the event loop's thread."""
+        """End the phase; called from the event loop's thread."""
         self._is_cancelled = True
         if self._waiting is not None:
             self._waiting.cancel()
@@ -81,7 +82,7 @@ class GepaAdapter:
     def evaluate(
         self, batch: list[TaskPlace], candidate: dict[str, str], capture_traces: bool = False, **_: Any
     ) -> "EvaluationBatch[Measured | None, str]":
-        """Return the rewards of a candidate on a batch; a refused one scores minus infinity and costs nothing."""
+        """Return the rewards of a candidate on a batch; a refused candidate scores minus infinity and costs nothing."""
         del capture_traces  # outcomes are returned as trajectories either way
         refusal = self._wait(lambda: self._host.refusal(candidate))
         if refusal:
@@ -116,7 +117,7 @@ class GepaAdapter:
         return {name: self._records(name, candidate, measured) for name in components_to_update}
 
     def reflect(self, prompt: str | list[dict[str, Any]], **_: Any) -> str:
-        """Ask the optimiser's model and return its answer; ends the phase when it is down or cannot be paid."""
+        """Ask the optimiser's model and return its answer; ends the phase if it is down or the budget is spent."""
         if self.stopped:
             raise RunError(self.stopped)
         request = prompt if isinstance(prompt, str) else "\n\n".join(str(part.get("content")) for part in prompt)
@@ -132,7 +133,7 @@ class GepaAdapter:
             raise
 
     def should_stop(self, _state: Any = None, **_: Any) -> bool:
-        """Return whether the library is to stop before its next iteration."""
+        """Return true if the library should stop before its next iteration."""
         if self._is_cancelled:
             raise PhaseCancelledError
         paid = self._host.spent_rollouts()
@@ -175,7 +176,7 @@ class GepaAdapter:
 
 
 def _filled(found: Sequence[Measured | None]) -> list[float]:
-    """Return the rewards of a batch, for the library wants one per task.
+    """Return the rewards of a batch, one per task, as the library requires.
 
     A task that infrastructure broke every time gets the mean of the others, which does not change the batch's mean.
     """

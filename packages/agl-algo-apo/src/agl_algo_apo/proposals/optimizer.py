@@ -1,10 +1,10 @@
-"""The optimiser's model: any endpoint that speaks OpenAI's chat completions, metered, retried and remembered.
+"""The optimiser's model: any endpoint with OpenAI's chat completions; metered, retried and remembered.
 
-An answer is kept on disk by the content of its request, so that a step which is repeated after a crash asks the same
-questions, gets the same answers, and pays nothing twice.
+Answers are stored on disk, keyed by the content of their requests. So a step that is repeated after a crash makes the
+same requests, gets the same answers, and pays for nothing twice.
 
-An outage of the endpoint is waited for: each question waits on its own, longer from try to try, or as long as the
-endpoint asks for in ``Retry-After`` (RFC 9110, section 10.2.3: seconds, or a date).
+An outage of the endpoint is waited for. Each request waits separately, for a time that grows from try to try, or as
+long as the endpoint asks for in ``Retry-After`` (RFC 9110, section 10.2.3: seconds, or a date).
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from agl.schemas import Json, Record, to_json
 from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, Settings, Spent
 
 TRIES = 4
-"""Most times that a request is sent where the answer is not one of the API."""
+"""The most times that a request is sent if the answers are not valid in the API."""
 
 LONGEST_PAUSE_S = 30.0
-"""Most seconds between two tries where the endpoint asks for no pause of its own."""
+"""The most seconds between two tries, unless the endpoint requests a pause."""
 
 _OPTIONAL = ("seed", "temperature", "max_tokens")
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -39,18 +39,18 @@ _UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 class OptimizerSettings(Settings, frozen=True, kw_only=True):
-    """The address of the optimiser's model, and how to ask it.
+    """The address of the optimiser's model, and the parameters of requests to it.
 
     Attributes:
-        base_url: Base URL of the endpoint, with its ``/v1``.
-        model: Model name that the endpoint knows.
+        base_url: Base URL of the endpoint, including ``/v1``.
+        model: The model's name at the endpoint.
         api_key_env: Environment variable that holds the key; ``""`` if none is needed.
         temperature: Sampling temperature; ``None`` leaves it to the endpoint.
-        max_tokens: Most tokens of an answer.
+        max_tokens: The most tokens of an answer.
         timeout_s: Seconds that one answer may take.
-        retry_s: Seconds before the second try, doubled for each further one, up to half a minute; where the endpoint
-            sends ``Retry-After``, that counts.
-        wait_s: Most seconds that an outage of the endpoint is waited for, refusals of too many requests included.
+        retry_s: Seconds before the second try, doubled for each further one, up to half a minute; a ``Retry-After`` of
+            the endpoint has precedence.
+        wait_s: The most seconds to wait for the end of an outage, refusals of too many requests included.
         extra: Further fields of the request's body.
     """
 
@@ -66,16 +66,16 @@ class OptimizerSettings(Settings, frozen=True, kw_only=True):
 
 
 class OptimizerDownError(Exception):
-    """The optimiser's model does not answer; caught within this package, it ends the search."""
+    """Raised if the optimiser's model does not answer; it is caught within this package and ends the search."""
 
 
 class OptimizerAnswer(Record, frozen=True, kw_only=True):
     """The model's answer.
 
     Attributes:
-        text: Its text, that of all parts of an answer in parts.
-        tokens: Tokens read and written, ``(-1, -1)`` where the endpoint names none.
-        is_cut: Whether it ended because it was as long as it may be.
+        text: The answer's text, with all parts joined.
+        tokens: Tokens read and written; ``(-1, -1)`` if the endpoint does not report them.
+        is_cut: True if the answer was cut at its maximum length.
     """
 
     text: str
@@ -84,7 +84,7 @@ class OptimizerAnswer(Record, frozen=True, kw_only=True):
 
 
 class PaidAnswer(NamedTuple):
-    """The text of an answer, and what it cost: the most that it can have cost where the endpoint names no tokens."""
+    """The text and cost of an answer; if the endpoint reports no tokens, the cost is the highest possible one."""
 
     text: str
     spent: Spent
@@ -94,11 +94,11 @@ class NoAnswer(NamedTuple):
     """A try that brought no answer.
 
     Attributes:
-        why: The reason in words.
-        kind: ``passing`` for an outage, ``spoilt`` for an answer that no API gives, ``refused`` where waiting is of no
-            use.
-        pause_s: Seconds that the endpoint asks to wait, ``None`` if it does not say.
-        may_cost: Whether the model may have answered all the same, and that answer may have to be paid for.
+        why: The reason as text.
+        kind: ``passing`` for an outage, ``spoilt`` for an answer that is not valid in the API, ``refused`` if waiting
+            is useless.
+        pause_s: Seconds that the endpoint asks to wait; ``None`` if it does not say.
+        may_cost: True if the model may have answered nevertheless, so that an answer may be charged.
     """
 
     why: str
@@ -108,7 +108,7 @@ class NoAnswer(NamedTuple):
 
 
 def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -> OptimizerSettings:
-    """Return the settings given, or those of a policy that the experiment serves; raises :class:`ConfigError`."""
+    """Return the given settings, or those of a policy that the experiment serves; raises :class:`ConfigError`."""
     if isinstance(optimizer, OptimizerSettings):
         return optimizer
     llm = context.endpoint(optimizer)
@@ -119,16 +119,16 @@ class Optimizer:
     """Asks the optimiser's model.
 
     Attributes:
-        hint: Advice to the user about answers that were cut off, ``""`` where none was.
+        hint: Advice to the user about answers that were cut off; ``""`` if there were none.
 
     Args:
-        settings: Its address.
-        budget: Pays for every question before it is asked.
-        memory: File of the answers so far; made if missing.
+        settings: The model's address and parameters.
+        budget: Pays for every request before it is sent.
+        memory: File of the answers so far; created if missing.
         say: Shows the user one line.
 
     Raises:
-        ConfigError: The base URL is no URL, or the key's environment variable is not set.
+        ConfigError: The base URL is not a URL, or the key's environment variable is not set.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class Optimizer:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """The most tokens of an answer."""
         return self._settings.max_tokens
 
     async def check(self) -> None:
-        """Check that the endpoint answers and takes the key; raises :class:`ConfigError`."""
+        """Check that the endpoint answers and accepts the key; raises :class:`ConfigError`."""
         try:
             response = await self._client.get("models")
         except httpx.HTTPError as error:
@@ -169,22 +169,23 @@ class Optimizer:
             )
 
     async def ask(self, text: str, *, seed: str) -> PaidAnswer:
-        """Return the model's answer; the same text and seed get the same answer, over restarts too.
+        """Return the model's answer; the same text and seed get the same answer, even after a restart.
 
         Raises:
-            BudgetExhaustedError: There is no room for another question; nothing was asked.
+            BudgetExhaustedError: There is no room for another request; nothing was sent.
             OptimizerDownError: The model did not answer.
         """
         text = _well_formed(text)
         return await self._answer(self._body(text, seed), self._reserve(text))
 
     async def ask_all(self, questions: Sequence[tuple[str, str]]) -> list[PaidAnswer | None]:
-        """Return the answers to (text, seed) pairs; ``None`` where one failed or the budget had no room for it.
+        """Return the answers to (text, seed) pairs; ``None`` for a pair that failed or had no room in the budget.
 
-        All are asked at once and paid for before, in order, so which are asked does not depend on which come first.
+        All requests are paid for in order before they are sent at once, so the choice of those sent does not depend on
+        timing.
 
         Raises:
-            BudgetExhaustedError: There is no room for any of them.
+            BudgetExhaustedError: There is no room for any request.
             OptimizerDownError: The model answered none of them.
         """
         questions = [(_well_formed(text), seed) for text, seed in questions]
@@ -213,7 +214,7 @@ class Optimizer:
         if answer is None:
             answer = await self._post(body, reserved)
             self._remember(key, answer)
-        # A remembered answer costs what it cost before: the step that is repeated pays it into a restored budget.
+        # A remembered answer costs as much as before: a repeated step pays for it from a restored budget.
         read, written = answer.tokens
         spent = reserved  # stays spent where no tokens are named: it is the most that the answer can have cost
         if read >= 0:
@@ -244,7 +245,7 @@ class Optimizer:
         return {**body, **settings.extra}
 
     async def _post(self, body: Mapping[str, Json], reserved: Spent) -> OptimizerAnswer:
-        """Send a request until it is answered, and give its reservation back where no answer was made."""
+        """Send a request until it is answered; refunds its reservation if no answer was made."""
         settings, clock = self._settings, asyncio.get_running_loop().time
         spoilt, may_cost, pause_s, ends, is_waiting = 0, False, settings.retry_s, 0.0, False
         try:
@@ -276,7 +277,7 @@ class Optimizer:
         try:
             response = await self._send(body)
         except httpx.HTTPError as error:
-            # Only a request that was never sent is sure to cost nothing.
+            # Only a request that was never sent certainly costs nothing.
             may_cost = not isinstance(error, _UNSENT)
             return NoAnswer(f"{type(error).__name__}: {error}", "passing", may_cost=may_cost)
         if response.status_code == 200:
@@ -286,7 +287,7 @@ class Optimizer:
         is_passing = response.status_code >= 500 or response.status_code in _RETRIED
         if not is_passing or _SPENT in response.text:  # a spent account answers 429, and waiting does not fill it
             return NoAnswer(why, "refused")
-        # A gateway that gives up on a model does not stop it: only a refusal is sure to cost nothing.
+        # A gateway that gives up on a model does not stop it: only a refusal certainly costs nothing.
         may_cost = response.status_code >= 500 or response.status_code == 408
         return NoAnswer(why, "passing", requested_pause(response.headers), may_cost)
 
@@ -295,7 +296,7 @@ class Optimizer:
         while True:
             sent = self._fitted(body)
             response = await self._client.post("chat/completions", json=sent)
-            # Compared with what was sent: another question may have dropped the field since.
+            # Compared with the body that was sent: another request may have dropped the field since.
             refused = [name for name in _OPTIONAL if name in sent and _is_refused(name, response.text)]
             if response.status_code != 400 or not refused:
                 return response
@@ -331,12 +332,12 @@ def _headers(settings: OptimizerSettings) -> dict[str, str]:
 
 
 def most_tokens(text: str) -> int:
-    """Return an upper bound of a text's tokens: no tokenizer makes more than there are bytes, plus the chat format."""
+    """Return an upper bound of a text's tokens: its bytes, which no tokenizer exceeds, plus the chat format."""
     return len(text.encode()) + 64
 
 
 def _is_refused(name: str, message: str) -> bool:
-    """Return whether an error refuses a field; for ``max_tokens`` it names the field that newer models want instead."""
+    """Return true if an error refuses a field; for ``max_tokens`` it names the field that newer models use instead."""
     return ("max_completion_tokens" if name == "max_tokens" else name) in message
 
 
@@ -356,7 +357,7 @@ def _read_answer(response: httpx.Response) -> OptimizerAnswer | None:
 
 
 def _text_of(content: Any) -> str:
-    """Return the text of an answer that is a string or a list of parts, of which those without a text are left out."""
+    """Return the text of an answer that is a string or a list of parts; parts without text are left out."""
     if isinstance(content, list):
         parts = cast("list[Any]", content)
         return "".join(part if isinstance(part, str) else _text_of(part.get("text")) for part in parts)
@@ -364,14 +365,14 @@ def _text_of(content: Any) -> str:
 
 
 def _well_formed(text: str) -> str:
-    """Return the text without halves of characters, which no file and no request can hold."""
-    # Two halves that belong together become one character; those that are alone go.
+    """Return the text without lone surrogates, which neither files nor requests can hold."""
+    # Two surrogates that form a pair become one character; lone ones are removed.
     joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
     return re.sub("[\ud800-\udfff]", "", joined)
 
 
 def _ends_a_line(file: BinaryIO) -> bool:
-    """Return whether a file that was opened at its end is empty, or ends with a newline."""
+    """Return true if a file that was opened at its end is empty or ends with a newline."""
     if file.tell() == 0:
         return True
     file.seek(-1, os.SEEK_END)
@@ -393,7 +394,7 @@ def _read_answers(memory: Path) -> dict[str, OptimizerAnswer]:
 
 
 def requested_pause(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a ``Retry-After`` header asks for, ``None`` without one that can be read."""
+    """Return the seconds that a ``Retry-After`` header asks for; ``None`` if it is absent or unreadable."""
     value = headers.get("retry-after", "").strip()
     try:
         return max(0.0, float(value))

@@ -1,14 +1,14 @@
-"""The choice of the parent, the candidate that the next proposals start from.
+"""The choice of the parent, the candidate from which the next proposals start.
 
-Five ways, of which ``pareto`` is that of GEPA (Agrawal et al. 2025, arXiv 2507.19457, section 3): a candidate that
-leads on some validation task is kept as a parent, even where its mean is low, for it knows something that the others
-do not. Candidates whose every lead is shared by one that stays are taken out; the others are drawn in proportion to
-the number of tasks that they lead. ``ucb`` is the bandit rule UCB1 (Auer et al. 2002) over parents:
+There are five ways. ``pareto`` is that of GEPA (Agrawal et al. 2025, arXiv 2507.19457, section 3): a candidate that
+leads on some validation task is kept as a parent, even if its mean is low, because it solves something that the others
+do not. Candidates whose every lead is shared by a remaining one are removed; the others are drawn in proportion to the
+number of tasks that they lead. ``ucb`` is the bandit rule UCB1 (Auer et al. 2002) over parents:
 
     mean reward + sqrt(log(N) / (1 + n))        n: children of the candidate, N: 1 + all children
 
-Deviations: in ``pareto`` a task that all score equally has no leader, for it tells nothing apart. In ``ucb`` the bonus
-counts children and not rollouts, since what a choice pays for is a child, and its constant is 1 and not sqrt(2).
+Deviations: in ``pareto`` a task on which all score equally has no leader, because it distinguishes nothing. In ``ucb``
+the bonus counts children and not rollouts, since a choice pays for a child, and its constant is 1 and not sqrt(2).
 """
 
 import math
@@ -34,10 +34,10 @@ def select_parent(
     Args:
         pool: The candidates that may be parents, each with at least one validation reward.
         best: The best candidate.
-        evaluator: Has the rewards.
-        settings: `parents.selector`: ``best``; ``beam``, the ``beam_width`` best ones in turn; ``pareto``, weighed
-            by the validation tasks that a candidate leads; ``mixed``, best with probability ``p_best``, else pareto;
-            ``ucb``, the largest mean plus a bonus for few children.
+        evaluator: Holds the rewards.
+        settings: `parents.selector`: ``best``; ``beam``, the ``beam_width`` best candidates in turn; ``pareto``,
+            weighted by the validation tasks that a candidate leads; ``mixed``, best with probability ``p_best``, else
+            pareto; ``ucb``, the largest mean plus a bonus for few children.
         draw: The random generator of this step.
         children: How often each candidate was a parent, by id.
     """
@@ -53,22 +53,22 @@ def select_parent(
         beam = sorted(pool, key=lambda c: means[c.id], reverse=True)[: settings.parents.beam_width]
         return min(beam, key=lambda c: children.get(c.id, 0))  # the fewest children, so that all take turns
     if kind == "ucb":
-        # N at least 1, whose log is 0: before there is any child the means decide alone. 1 + n, for a candidate
-        # without a child must not divide by zero.
+        # N is at least 1, whose log is 0: before there is any child the means alone decide. 1 + n, so that a candidate
+        # without a child does not divide by zero.
         total = 1 + sum(children.values())
         return max(pool, key=lambda c: means[c.id] + math.sqrt(math.log(total) / (1 + children.get(c.id, 0))))
     leads = _leads(pool, evaluator)  # task positions by candidate id
     front = _front(sorted(pool, key=lambda c: means[c.id]), leads)  # the Pareto front over validation tasks
-    # Without any lead all are equal on every task, and the best one is as good a parent as any.
+    # Without any lead all are equal on every task, and the best candidate is as good a parent as any.
     return draw.choices(front, weights=[len(leads[c.id]) for c in front])[0] if front else best
 
 
 def _leads(pool: Sequence[PromptCandidate], evaluator: Evaluator) -> dict[str, set[int]]:
-    """Return the validation tasks that each candidate leads, alone or with others; none leads where all are equal."""
+    """Return the validation tasks that each candidate leads, alone or tied; if all are equal, nobody leads."""
     rewards = {candidate.id: evaluator.scores.rewards(candidate.id, "val") for candidate in pool}
     leads: dict[str, set[int]] = {candidate: set() for candidate in rewards}
     for task in sorted({task for known in rewards.values() for task in known}):
-        # Races stop early, so candidates know different tasks: each is compared with those that know this one.
+        # Races stop early, so candidates have run different tasks: each is compared with those that ran this one.
         values = [known[task] for known in rewards.values() if task in known]
         if min(values) < max(values):
             for candidate, known in rewards.items():
@@ -78,9 +78,9 @@ def _leads(pool: Sequence[PromptCandidate], evaluator: Evaluator) -> dict[str, s
 
 
 def _front(worst_first: Sequence[PromptCandidate], leads: Mapping[str, set[int]]) -> list[PromptCandidate]:
-    """Return the candidates that lead a task which no other one of them leads."""
+    """Return the candidates that each lead a task which no other returned candidate leads."""
     staying = list(worst_first)
-    # By rising mean, so that of two candidates with the same leads the worse one goes.
+    # In the order of rising means, so that of two candidates with the same leads the worse one is removed.
     for candidate in worst_first:
         others = set[int]().union(*(leads[other.id] for other in staying if other.id != candidate.id))
         if leads[candidate.id] <= others:  # a candidate without a lead goes here as well: the empty set is in all

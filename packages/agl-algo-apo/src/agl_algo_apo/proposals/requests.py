@@ -1,10 +1,11 @@
-"""Requests to the optimiser's model, and merging texts without it.
+"""Requests to the optimiser's model, and merges of texts without it.
 
-The requests are data: text files with ``$name`` places, each of which a person can replace with a file of their own.
+The requests are data: text files with ``$name`` placeholders; a user can replace each file.
 
-:func:`merge3` is a three-way merge like that of diff3 (Khanna, Kunal and Pierce 2007): with the parent as the base,
-each side is a list of edits (start, stop, new lines) of the base's lines, and two edits conflict where they touch.
-Deviation: two insertions at one place do not conflict; both stand, as two rules added at the end of a prompt should.
+:func:`merge3` is a three-way merge like that of diff3 (Khanna, Kunal and Pierce 2007). With the parent as the base,
+each side is a list of edits (start, stop, new lines) of the base's lines, and two edits conflict if they touch.
+Deviation: two insertions at one position do not conflict; both are kept, as two rules added at the end of a prompt
+should be.
 """
 
 import difflib
@@ -30,11 +31,11 @@ class Requests:
     """Holds the text of each kind of request.
 
     Args:
-        replaced: A person's own files by kind, relative to ``folder``.
+        replaced: The user's own files by kind, relative to ``folder``.
         folder: The experiment's folder.
 
     Raises:
-        ConfigError: A kind is unknown, a file is missing, or it has a place that nothing fills.
+        ConfigError: A kind is unknown, a file is missing, or a file has an unknown placeholder.
     """
 
     def __init__(self, replaced: Mapping[str, str], *, folder: Path) -> None:
@@ -45,7 +46,7 @@ class Requests:
         self._texts = {kind: _read(kind, replaced.get(kind), folder) for kind in REQUESTS}
 
     def text(self, kind: str, **values: str) -> str:
-        """Return a request with its places filled."""
+        """Return a request with its placeholders filled."""
         return string.Template(self._texts[kind]).safe_substitute(values)
 
 
@@ -66,11 +67,11 @@ def _read(kind: str, path: str | None, folder: Path) -> str:
 
 
 def merge3(base: str, ours: str, theirs: str) -> str | None:
-    """Return ``base`` with both changes, line by line; ``None`` where they conflict.
+    """Return ``base`` with both changes, line by line; ``None`` if they conflict.
 
-    They conflict where they change the same lines, and where together they would lose a line that all three texts
-    hold: each side removed one of two copies, say. Lines that both insert at one place stand in order, ours first;
-    equal ones stand once.
+    They conflict if they change the same lines, or if together they would lose a line that all three texts contain, for
+    example because each side removed one of two copies. Lines that both insert at one position are kept in order, ours
+    first; equal lines are kept once.
     """
     lines = base.splitlines()
     common = {*lines} & {*ours.splitlines()} & {*theirs.splitlines()}
@@ -86,7 +87,7 @@ def merge3(base: str, ours: str, theirs: str) -> str | None:
             edits[edits.index(clash[0])] = (start, stop, [*kept, *(line for line in new if line not in kept)])
         else:
             return None
-    # From the end to the start, so that the places of the edits that are still to come stay right.
+    # From the end to the start, so that the positions of the remaining edits stay valid.
     for start, stop, new in sorted(edits, key=lambda edit: (edit[0], edit[1]), reverse=True):
         lines[start:stop] = new
     if not common <= {*lines}:
@@ -95,9 +96,9 @@ def merge3(base: str, ours: str, theirs: str) -> str | None:
 
 
 def merge_texts(base: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> dict[str, str] | None:
-    """Return all changes of several candidates' texts together, ``None`` where two of them conflict."""
+    """Return the combined changes of several candidates' texts; ``None`` if two of them conflict."""
     merged = dict(others[0])
-    # One after the other into the same texts, each against the base that all of them started from.
+    # One after the other into the same texts, each against the base from which all of them started.
     for other in others[1:]:
         for name, text in base.items():
             joined = merge3(text, merged[name], other[name])
@@ -118,10 +119,10 @@ def _edits(base: list[str], changed: list[str]) -> list[Edit]:
 
 
 def _touches(edit: Edit, start: int, stop: int) -> bool:
-    """Return whether two edits conflict: they share a line, or one inserts into lines that the other replaces."""
+    """Return true if two edits conflict: they overlap, insert at one position, or one inserts into the other."""
     if edit[0] == edit[1] and start == stop:  # two insertions, at one place or not
         return edit[0] == start
-    # Ranges overlap, or an insertion lies inside a range; one at the end of a range is beside it.
+    # Ranges overlap, or an insertion lies inside a range; one at the end of a range does not touch it.
     return max(edit[0], start) < min(edit[1], stop) or (
         (edit[0] == edit[1] and start < edit[0] < stop) or (start == stop and edit[0] < start < edit[1])
     )

@@ -1,7 +1,7 @@
-"""A hard, pre-paid budget: only what was reserved can be spent, so nothing overshoots.
+"""A hard, pre-paid budget: only reserved amounts can be spent, so nothing overshoots.
 
 It has four currencies: rollouts of the agent, calls of the optimiser's model, its tokens, and money. A reservation
-takes the most that something can cost, and what it did not cost is given back. At any time
+takes the highest possible cost, and the unused part is refunded. At any time
 
     spent + open reservations + rollouts held back <= limit        in every currency that has a limit
 """
@@ -22,14 +22,15 @@ Limit = Annotated[int, Meta(ge=0)] | None
 
 
 class Settings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of settings; a key that it does not have is an error."""
+    """A table of settings; an unknown key is an error."""
 
 
 class Prices(Settings, frozen=True, kw_only=True):
-    """Prices in a unit of money of the person's choice.
+    """Prices in a unit of money of the user's choice.
 
     Attributes:
-        input: Price of a million tokens that the optimiser's model reads; ``output`` of a million that it writes.
+        input: Price of a million tokens that the optimiser's model reads.
+        output: Price of a million tokens that the optimiser's model writes.
         rollout: Price of one rollout of the agent.
     """
 
@@ -46,7 +47,7 @@ class BudgetLimits(Settings, frozen=True, kw_only=True):
         calls: Answers of the optimiser's model, unusable ones included.
         tokens: Tokens that the optimiser's model reads and writes.
         money: Money, in the unit of the prices.
-        prices: The prices, for a limit in money.
+        prices: The prices; required with a limit in money.
     """
 
     rollouts: Limit = None
@@ -64,7 +65,7 @@ class BudgetLimits(Settings, frozen=True, kw_only=True):
 
 
 class Spent(Record, frozen=True, kw_only=True):
-    """The amounts spent; the fields are those of :class:`BudgetLimits`."""
+    """The amounts spent; for the fields see :class:`BudgetLimits`."""
 
     rollouts: int = 0
     calls: int = 0
@@ -77,10 +78,10 @@ class Spent(Record, frozen=True, kw_only=True):
 
 
 class BudgetExhaustedError(Exception):
-    """A reservation would exceed the budget; caught within this package, it ends the search.
+    """Raised if a reservation would exceed the budget; it is caught within this package and ends the search.
 
     Attributes:
-        currency: The currency whose limit it would exceed.
+        currency: The currency whose limit would be exceeded.
     """
 
     def __init__(self, currency: Currency, text: str) -> None:
@@ -89,7 +90,7 @@ class BudgetExhaustedError(Exception):
 
 
 class Budget:
-    """Reserves what something may cost before it starts, and counts what it did cost.
+    """Reserves the highest possible cost of an operation before it starts, and counts its actual cost.
 
     Args:
         limits: The ceilings.
@@ -108,18 +109,18 @@ class Budget:
         return self._spent
 
     def release(self, *, keeping: int = 0) -> None:
-        """Let the end of the search use what was held back, all but ``keeping`` rollouts."""
+        """Make the rollouts that were held back available, except ``keeping``."""
         self._kept = keeping
 
     def rollouts_left(self) -> int | None:
-        """Return the rollouts that may still be started now, ``None`` without a limit."""
+        """Return the number of rollouts that may still be started now; ``None`` without a limit."""
         left: list[int] = []
         if self.limits.rollouts is not None:
             left.append(self.limits.rollouts - self._spent.rollouts)
         if self.limits.money is not None and self.prices.rollout:
-            # Rounded down to whole rollouts; 1e-9 keeps 0.3 / 0.1 from being 2.
+            # Rounded down to whole rollouts; 1e-9 prevents 0.3 / 0.1 from being 2.
             left.append(int((self.limits.money - self._spent.money) / self.prices.rollout + 1e-9))
-        # The tighter limit counts, less what is held back; a run resumed with a lower budget may be below 0.
+        # The tighter limit counts, less the rollouts held back; a run resumed with a lower budget may be below 0.
         return max(0, min(left) - self._kept) if left else None
 
     def take_rollouts(self, count: int) -> None:
@@ -137,13 +138,13 @@ class Budget:
             max_output: The most tokens that the answer can have.
 
         Raises:
-            BudgetExhaustedError: There is no room for it in one of the currencies; nothing was reserved.
+            BudgetExhaustedError: One of the currencies has no room for the call; nothing was reserved.
         """
         cost = self._token_cost(max_input, max_output)
         wanted = Spent(calls=1, tokens=max_input + max_output, money=cost)
         for name in CURRENCIES:
             limit = getattr(self.limits, name)
-            # The final measurement's rollouts cost money too, which questions must leave untouched.
+            # The final measurement's rollouts cost money too, which requests must not use up.
             held = self._kept * self.prices.rollout if name == "money" else 0
             if limit is not None and getattr(wanted, name) + getattr(self._spent, name) + held > limit + 1e-9:
                 raise BudgetExhaustedError(name, f"the budget of {limit:g} {name} has no room for another call")
@@ -151,13 +152,13 @@ class Budget:
         return wanted
 
     def settle_call(self, reserved: Spent, *, input_tokens: int, output_tokens: int) -> Spent:
-        """Give back what a call did not cost, and return what it did."""
+        """Refund the unused part of a call's reservation; returns the actual cost."""
         paid = Spent(calls=1, tokens=input_tokens + output_tokens, money=self._token_cost(input_tokens, output_tokens))
         self._add(tokens=paid.tokens - reserved.tokens, money=paid.money - reserved.money)
         return paid
 
     def cancel_call(self, reserved: Spent) -> None:
-        """Give back all of a reservation: the model was never asked, or refused to answer."""
+        """Refund a whole reservation, because the model was never asked or refused to answer."""
         self._add(calls=-reserved.calls, tokens=-reserved.tokens, money=-reserved.money)
 
     def dump(self) -> Json:
@@ -165,7 +166,7 @@ class Budget:
         return msgspec.to_builtins(self._spent)
 
     def load(self, data: Json) -> None:
-        """Continue from :meth:`dump`."""
+        """Restore the amounts from :meth:`dump`."""
         self._spent = msgspec.convert(data, Spent)
 
     def _token_cost(self, input_tokens: int, output_tokens: int) -> float:

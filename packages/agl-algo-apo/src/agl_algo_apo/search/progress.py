@@ -1,4 +1,4 @@
-"""The counters of a search, and the reasons for which it stops."""
+"""The counters of a search, and the reasons why it stops."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -31,27 +31,28 @@ STOP_WORDS: Mapping[str, str] = {
     "optimizer_garbage": "the optimiser's model does not answer the question",
     "infrastructure": "not one rollout of a step could be scored",
 }
-"""Each reason as a clause, for the stop reason that a person reads."""
+"""Each reason as a clause, for the stop reason that users read."""
 
 
 class SearchProgress(msgspec.Struct, kw_only=True):
     """The counters of a search, saved as JSON.
 
     Attributes:
-        step: Steps done.
-        rounds: Those of them that tried to improve something.
-        seed: Id of the first candidate; ``best`` of the best one.
+        step: Number of completed steps.
+        rounds: Number of completed steps that tried to improve something.
+        seed: Id of the first candidate.
+        best: Id of the best candidate.
         published: Id of the candidate that was made live last.
-        stop_reason: The reason for which the search is over, ``None`` while it is not; the final measurement follows.
+        stop_reason: The reason why the search is over, followed by the final measurement; ``None`` while it continues.
         stop_detail: Details of that reason.
-        stale: Steps in a row without an improvement.
-        doubted: The value of ``stale`` at which the best candidate was measured once more; 0 for a new best one.
-        is_steady: Whether measuring the best one once more gave the same rewards, as it then always will.
-        barren: Answers in a row without a usable text.
-        idle: Steps in a row without a proposal that could be tried.
-        shared_steps: Steps of other algorithms whose rollouts were looked at, by algorithm.
-        shared: A rollout of another algorithm that fell short with the best candidate, by training task.
-        proven: Changes of texts that lost something when they were undone, by resource.
+        stale: Consecutive steps without an improvement.
+        doubted: The value of ``stale`` at which the best candidate was last measured again; 0 for a new best one.
+        is_steady: True if measuring the best candidate again gave the same rewards, as it then always will.
+        barren: Consecutive answers without a usable text.
+        idle: Consecutive steps without a proposal that could be tried.
+        shared_steps: The last step whose rollouts were read, by other algorithm.
+        shared: A failing rollout of another algorithm with the best candidate's texts, by training task.
+        proven: Changes of texts whose removal lost something, by resource.
         deletions_tried: Ids of the candidates whose changes were undone one by one.
         used: The training tasks whose failures a critic has seen, by candidate.
     """

@@ -1,11 +1,11 @@
-"""The results of a search's steps: live versions, files for people, scores, metrics, the reason for the end.
+"""The results of a search's steps: live versions, files for users, scores, metrics, the reason for the end.
 
-There is one score of a candidate at any time, and everything that names one has it from here: the store's versions,
-`lineage.jsonl`, the metrics of a step, and `result.json`. Before the final measurement it is the mean of all rewards
-on validation tasks; after it, that of the fresh ones for those who are in the result.
+A candidate has one score at any time, and all outputs use it: the store's versions, `lineage.jsonl`, the metrics of a
+step, and `result.json`. Before the final measurement the score is the mean of all rewards on validation tasks. After
+it, candidates in the result have the mean of their fresh rewards.
 
-A version has the score of the candidate that brought it. The live versions have that of the published candidate, all
-of whose texts are live together.
+A version has the score of the candidate that introduced it. The live versions have the score of the published
+candidate, all of whose texts are live together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 async def publish_best(search: SearchTools, step: int, *, is_final: bool) -> tuple[str, ...]:
-    """Make the best texts live where they are not, at every improvement or at the end; returns the versions."""
+    """Make the best texts live if they are not, at every improvement or at the end; returns the new versions."""
     is_new = search.progress.best != search.progress.published
     if not is_new or (search.settings.publish == "end" and not is_final):
         return ()
@@ -48,7 +48,7 @@ async def publish_best(search: SearchTools, step: int, *, is_final: bool) -> tup
 
 
 def write_files(search: SearchTools, *, is_improved: bool) -> None:
-    """Write the best texts where they are better, the lineage, and the result at the end."""
+    """Write the best texts if they have improved, the lineage, and, at the end, the result."""
     workdir = search.context.workdir
     if is_improved or search.progress.step == 1:
         write_best(workdir, search.best.texts)
@@ -84,14 +84,14 @@ def metrics_of(search: SearchTools) -> dict[str, float]:
 
 
 def stop_words(search: SearchTools) -> str:
-    """Return the reason for the end with the result, in one line."""
+    """Return the reason for the end, with the result, in one line."""
     reason: StopReason = search.progress.stop_reason or "budget"
     detail = f" ({search.progress.stop_detail})" if search.progress.stop_detail else ""
     return f"{reason}: {STOP_WORDS[reason]}{detail}. {search.result.words if search.result else ''}".strip()
 
 
 def note_scores(search: SearchTools) -> None:
-    """Note in the journal the score of every candidate on the tasks of the selection, and the final ones."""
+    """Record in the journal each candidate's score on validation tasks, and the scores of the final measurement."""
     for candidate in search.lineage.all():
         rewards = search.evaluator.scores.rewards(candidate.id, "val")
         if rewards:
@@ -119,13 +119,13 @@ def _write(path: Path, data: bytes) -> None:
 
 
 class CandidateScore(Estimate, frozen=True, kw_only=True, omit_defaults=False):
-    """The score of a candidate, and the rewards that it is made of."""
+    """The score of a candidate, and the source of the rewards behind it."""
 
     how: How
 
 
 def current_scores(search: SearchTools) -> dict[str, CandidateScore]:
-    """Return the score of every candidate that was measured on validation tasks, by id."""
+    """Return the score of every candidate with rewards on validation tasks, by id."""
     scores: dict[str, CandidateScore] = {}
 
     def put(candidate: str, value: Estimate, how: How) -> None:

@@ -1,8 +1,8 @@
 """The search around an optimiser's own way to propose: first measurement, stopping, files, state, final measurement.
 
-A search takes these steps: measure the first prompt; improve, as often as the budget allows; measure the winner again
-on fresh rollouts and report those. Everything that a step needs is in the state before it, and all randomness follows
-from (seed, step, purpose), so a step that is repeated does the same, under the same rollout ids.
+A search has these parts: measure the first prompt; improve, as often as the budget allows; measure the winner again on
+fresh rollouts and report those. Everything that a step needs is in the state before it, and all randomness follows from
+(seed, step, purpose). So a repeated step does the same, under the same rollout ids.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ from agl_algo_apo.search.tools import SearchTools
 from agl_algo_apo.texts.lineage import Lineage, PromptCandidate, candidate_id, resource_of, text_of
 
 MAX_BARREN = 6
-"""The search ends after so many answers in a row without a usable text."""
+"""The search ends after this many consecutive answers without a usable text."""
 
 
 _OUTAGES = ("optimizer_unreachable", "optimizer_garbage", "infrastructure")
@@ -47,9 +47,9 @@ class PromptSearch(SearchTools):
     """The base of an optimiser, which overrides :meth:`improve`.
 
     Args:
-        settings: The person's settings.
+        settings: The user's settings.
         algorithm: The optimiser's registered name, for errors.
-        calls: Questions to the optimiser's model per proposal.
+        calls: Requests to the optimiser's model per proposal.
 
     Raises:
         ConfigError: A setting is out of its range.
@@ -67,17 +67,17 @@ class PromptSearch(SearchTools):
         raise NotImplementedError
 
     async def tidy(self, step: int) -> None:
-        """Take out of the best candidate what gives nothing, when the search is over; may be overridden."""
+        """Remove useless parts of the best candidate when the search is over; may be overridden."""
 
     # --- the algorithm contract ---------------------------------------------------------------------------------
 
     async def check(self, context: AlgorithmContext) -> None:
         """Check tasks, prompts, budget, requests and the optimiser's endpoint; raises :class:`ConfigError`."""
-        # Kept here: steps and races read tasks, seed and store from it.
+        # Stored here because steps and races read tasks, seed and store from it.
         self.context = context
         check_splits(context)
         self.rules = text_rules(context, self.settings, algorithm=self._algorithm)
-        # Refused here, before a rollout is paid: a budget that ends before the method can tell anything.
+        # Refused here, before a rollout is paid for: a budget that ends before the method can show anything.
         self.plan: SpendingPlan = spending_plan(
             self.settings,
             tasks=len(context.train),
@@ -101,7 +101,7 @@ class PromptSearch(SearchTools):
             await optimizer.check()
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check everything that can be checked now, and say what will be spent."""
+        """Check everything that can be checked now, and log the spending plan."""
         await self.check(context)
         self.evaluator = Evaluator(
             context,
@@ -111,21 +111,22 @@ class PromptSearch(SearchTools):
         )
         # Positions of validation tasks; the last ones become the test tasks.
         order = list(range(len(context.val)))
-        # Shuffled once: files are often sorted, by difficulty say, and a first slice should look like all of them.
+        # Shuffled once: files are often sorted, for example by difficulty, and a first slice should resemble all of
+        # them.
         self.random(0, "validation order").shuffle(order)
         count = len(order) - self.settings.scoring.test_tasks(len(order))
         self.order: tuple[int, ...] = tuple(order[:count])
         self.test: tuple[int, ...] = tuple(sorted(order[count:]))
-        # The slices of every race: F tasks, 2 F, 4 F, ... and all.
+        # The slices of every race: F tasks, 2 F, 4 F, and so on, up to all tasks.
         self.rungs = slices(self.order, self.settings.val_batch_size)
         context.say(self.plan.words)
 
     async def step(self) -> StepReport:
         """Measure the first prompt, improve, or finish with the final measurement."""
-        # The state counts steps done, so a step that was cut is repeated under its number and rollout ids.
+        # The state counts completed steps, so an interrupted step is repeated under its number and rollout ids.
         step = self.progress.step + 1
         before, paid, scored = self.progress.best, self.budget.spent.rollouts, len(self.evaluator.scores)
-        # A search that has stopped takes one step more, the final measurement.
+        # A search that has stopped takes one more step, the final measurement.
         is_final = bool(self.progress.stop_reason)
         try:
             if step == 1:
@@ -144,12 +145,12 @@ class PromptSearch(SearchTools):
         if self.progress.best != before:  # what was known of the old best one says nothing about the new
             self.progress.shared.clear()
             self.progress.doubted, self.progress.is_steady = 0, False
-        # Rollouts were paid and none brought a reward: the agent or its server is down, and more would be wasted.
+        # Rollouts were paid for and none brought a reward: the agent or its server is down, and more would be wasted.
         is_paid = self.budget.spent.rollouts > paid
         if is_paid and len(self.evaluator.scores) == scored:
             self.progress.stop("infrastructure", f"{self.evaluator.broken.total()} broken rollouts in this process")
         self._decide_stop(is_improved=self.progress.best != before, is_paid=is_paid)
-        # After the decision to stop, so that files, metrics and versions tell of the same candidate.
+        # After the decision to stop, so that files, metrics and versions describe the same candidate.
         published = await publish_best(self, step, is_final=is_final)
         note_scores(self)
         write_files(self, is_improved=self.progress.best != before)
@@ -180,8 +181,8 @@ class PromptSearch(SearchTools):
         }
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from :meth:`state`; raises :class:`ConfigError` for a state that belongs to other tasks."""
-        # Rewards are remembered by the positions of tasks.
+        """Continue from :meth:`state`; raises :class:`ConfigError` if the state belongs to other tasks."""
+        # Rewards are stored by the positions of tasks.
         if state["dataset"] != dataset_digest(self.context):
             raise ConfigError(
                 f"{self._algorithm} cannot continue: the training or validation tasks have changed since it started, "
@@ -192,7 +193,7 @@ class PromptSearch(SearchTools):
         self.journal.load(state["journal"])
         self.evaluator.scores.load(state["scores"])
         self.budget.load(state["spent"])
-        # What the rewards depend on besides the texts; `_refresh` notices what has changed meanwhile.
+        # The other resources that affect rewards; `_refresh` notices which have changed meanwhile.
         self.evaluator.environment = dict(state["environment"])
         self.result = None if state["result"] is None else msgspec.convert(state["result"], Result)
         # The first texts of the run and not today's, which may be a winner that was published since.
@@ -203,15 +204,15 @@ class PromptSearch(SearchTools):
         if self.has_more(state, tasks=len(self.context.train), sources_go_on=False):
             self.progress.stop_reason, self.progress.stop_detail = None, ""
             self.progress.barren = self.progress.idle = 0
-            # The fresh rewards have been looked at now, so they may choose from here on.
+            # The fresh rewards have been used for the report, so they may influence choices from here on.
             self.evaluator.scores.keep_fresh()
             self.result = None
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return whether the reason for which the search ended is gone: an outage, or a limit that was raised.
+        """Return true if the reason why the search ended is gone: an outage, or a limit that was raised.
 
-        A search that continues differs from one of that length by the final measurement in its middle, whose rollouts
-        count as further measurements from then on.
+        A continued search differs from a longer one by the final measurement in its middle, whose rollouts then count
+        as ordinary measurements.
         """
         del sources_go_on
         progress = SearchProgress.load(state["progress"])
@@ -234,7 +235,7 @@ class PromptSearch(SearchTools):
                 is_over = self.settings.patience <= progress.stale
             case reason:
                 is_over = reason not in _OUTAGES
-        # Room for a step and another final measurement; the first prompt is measured already.
+        # Room for a step and another final measurement; the first prompt is already measured.
         spent, needed = msgspec.convert(state["spent"], Spent), plan.fewest - plan.seed
         has_room = plan.limits.rollouts is None or plan.limits.rollouts - spent.rollouts >= needed
         for name in ("calls", "tokens", "money"):
@@ -255,15 +256,15 @@ class PromptSearch(SearchTools):
         seed = await self.evaluator.register(
             PromptCandidate(id=candidate_id(texts), texts=texts, status="pool", step=step)
         )
-        # The person's own texts: the first candidate, and what a winner has to beat.
+        # The user's own texts: the first candidate, which a winner has to beat.
         self.lineage.put(seed)
         self.progress.seed = self.progress.best = self.progress.published = seed.id
-        # The trainer may have validated them before the first step; those rollouts are paid and count.
+        # The trainer may have validated them before the first step; those rollouts are paid for and count.
         await self.evaluator.adopt(seed, self.context.validated(), test=frozenset(self.test))
         await self.measure_whole(seed, step)
 
     async def _refresh(self, step: int) -> None:
-        """Forget all rewards when other resources have changed, and measure the best candidate again."""
+        """Forget all rewards if other resources have changed, and measure the best candidate again."""
         now, before = environment_of(self.context), self.evaluator.environment
         if now == before:
             return
@@ -275,18 +276,18 @@ class PromptSearch(SearchTools):
         for candidate in self.lineage.pool():
             if candidate.id not in (self.progress.best, self.progress.seed):
                 self.lineage.put(candidate.replace(status="beaten", reason="measured before other resources changed"))
-        # And so do the judgements that came from them.
+        # Nor do the judgements that came from them.
         self.progress.used.clear()
         self.progress.proven.clear()
         self.progress.deletions_tried.clear()
         await self.measure_whole(self.best, step)
 
     def _decide_stop(self, *, is_improved: bool, is_paid: bool) -> None:
-        """Stop where there is a reason to; a step that ran no rollout does not count against patience."""
+        """Stop if there is a reason to; a step that ran no rollout does not count against patience."""
         progress = self.progress
-        # A bool counts as 0 or 1: one more stale step where rollouts were paid for no improvement.
+        # A bool counts as 0 or 1: one more stale step if rollouts were paid for without an improvement.
         progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + is_paid
-        # The order is that of the reasons' weight; only the first one is kept.
+        # In the order of the reasons' weight, because only the first one is kept.
         if self.is_perfect:  # on all validation tasks: nothing could be better
             progress.stop("perfect")
         if progress.barren >= MAX_BARREN:  # the model does not do what it is asked for
@@ -298,8 +299,8 @@ class PromptSearch(SearchTools):
             progress.stop("patience")
 
     async def _finish(self, step: int) -> None:
-        """Measure the two best candidates and the first prompt on fresh rollouts, and keep the winner."""
-        # Scores of before other algorithms' turns must choose nothing.
+        """Measure the best two candidates and the first prompt on the final tasks, and keep the winner."""
+        # Scores from before other algorithms' turns must not influence the choice.
         await self._refresh(step)
         with suppress(BudgetExhaustedError):  # it goes as far as the search's own part of the budget
             await self.tidy(step)
@@ -320,8 +321,8 @@ class PromptSearch(SearchTools):
         self.budget.take_rollouts(self.plan.after)  # the trainer runs them when this step is done
 
     def _note_final(self, result: Result, step: int) -> None:
-        """Note how the best candidate did in the final measurement."""
-        # Where the first prompt stays, the best candidate was judged all the same.
+        """Record the best candidate's result in the final measurement."""
+        # If the first prompt stays, the best candidate was still judged.
         judged, seed = result.beaten or result.winner, self.progress.seed
         if judged == seed:
             return
@@ -331,8 +332,11 @@ class PromptSearch(SearchTools):
         self.journal.met(judged, compared(report, ours, theirs, tasks=sorted(ours), within=self.evaluator.range))
 
     def _final_tasks(self) -> FinalTasks:
-        """Return the tasks of the final measurement: those held back, or any, as races have looked at some the most."""
-        # None where they would fail anyway.
+        """Draw the tasks of the final measurement from the test tasks, or from all tasks if no task is a test task.
+
+        The draw is random because the races have measured some tasks more often than others.
+        """
+        # No tasks after a stop for infrastructure: their rollouts would fail too.
         paid = 0 if self.progress.stop_reason == "infrastructure" else self.plan.final
         split: Split = "test" if self.test else "val"
         size, tasks = paid // (2 if self.test else 3), self.test or self.order  # by the number of finalists
@@ -341,9 +345,10 @@ class PromptSearch(SearchTools):
         return FinalTasks(split, tuple(sorted(drawn)), repeats)
 
     async def _save_new_scores(self) -> None:
-        """Save the score of each version in the store, where it is new."""
+        """Save each version's score in the store if it has changed."""
         scores = version_scores(self)
-        # Each is saved once: a score changes with every further measurement, and most do not.
+        # Only changed scores are saved: a score changes with every further measurement of its candidate, and most have
+        # none.
         new = {(s.name, s.version): s for s in scores if self._told.get((s.name, s.version)) != s}
         if new:
             await self.context.store.save_scores(list(new.values()))

@@ -1,4 +1,4 @@
-"""The settings that the optimisers share, and the spending plan that follows from them.
+"""The settings that the optimisers share, and the spending plan derived from them.
 
 The plan counts rollouts. With V validation tasks, B training tasks of a step (``gradient_batch_size``), F tasks in the
 first slice of a race (``val_batch_size``) and K children of a step (``branch_factor``):
@@ -6,7 +6,7 @@ first slice of a race (``val_batch_size``) and K children of a step (``branch_fa
     first measurement   V
     one proposal        (2 * B + (F + V) / 2) / K    the parent's batch and the gate, and half of a race on average
     final measurement   from 3 * min(8, V) to 3 * V  the best, the runner-up and the first prompt, once per task
-    validation          at the end, by the trainer; that at its start is part of the first measurement
+    validation          at the end, by the trainer; its validation at the start is part of the first measurement
 """
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ PROPOSALS: Mapping[str, int] = {"light": 10, "medium": 25, "heavy": 60}
 """Number of proposals that each preset pays for."""
 
 FEWEST_PROPOSALS = 3
-"""A budget that does not reach for so many proposals is refused."""
+"""A budget that does not cover this many proposals is refused."""
 
 FEWEST_FINAL = 8
-"""Fewest fresh rollouts of each candidate in the final measurement, where there are so many validation tasks."""
+"""The fewest fresh rollouts of each candidate in the final measurement, if there are that many validation tasks."""
 
 Count = Annotated[int, Meta(ge=1)]
 Whole = Annotated[int, Meta(ge=0)]
@@ -43,7 +43,7 @@ class Parents(Settings, frozen=True, kw_only=True):
 
     Attributes:
         selector: ``mixed``, ``best``, ``pareto``, ``beam`` or ``ucb``.
-        p_best: How often ``mixed`` takes the best one.
+        p_best: Probability with which ``mixed`` takes the best candidate.
         beam_width: Number of candidates among which ``beam`` takes turns.
     """
 
@@ -56,8 +56,8 @@ class Examples(Settings, frozen=True, kw_only=True):
     """Recorded good runs of training tasks that a prompt shows as examples.
 
     Attributes:
-        most: Most of them in one prompt; 0 for none.
-        max_chars: Most characters of all of them; longer runs are left out, never cut.
+        most: The most examples in one prompt; 0 for none.
+        max_chars: The most characters of all examples together; longer runs are left out, never cut.
     """
 
     most: Whole = 0
@@ -71,8 +71,8 @@ class Scoring(Settings, frozen=True, kw_only=True):
         perfect: The best reward that a task can get; a rollout that gets more ends the run with an error.
         failure: The reward of a rollout in which the agent failed or ran out of time; below ``perfect``.
         reserve: Share of the rollouts that is held back for the final measurement.
-        test: Share of the validation tasks that take no part in the search and give the reported score; none do where
-            these are fewer than 8.
+        test: Share of the validation tasks that take no part in the search and give the reported score; no tasks if
+            the share would be fewer than 8.
     """
 
     perfect: float = 1.0
@@ -85,20 +85,20 @@ class Scoring(Settings, frozen=True, kw_only=True):
             raise ValueError(f"scoring.failure is {self.failure:g} and must be below scoring.perfect, {self.perfect:g}")
 
     def test_tasks(self, val: int) -> int:
-        """Return how many of the validation tasks take no part in the search: none where they would be too few."""
+        """Return the number of validation tasks that take no part in the search; 0 if they would be too few."""
         count = int(self.test * val)
         return count if count >= FEWEST_FINAL else 0
 
 
 class Texts(Settings, frozen=True, kw_only=True):
-    """The rules that every proposed text must keep, and who reads it.
+    """The rules that every proposed text must follow, and its readers.
 
     Attributes:
-        invariants: By resource, texts that must stay in it.
-        filled: Placeholders that the agent fills with something else than a key of the task.
+        invariants: Texts that must stay in a resource, by resource.
+        filled: Placeholders that the agent fills with something other than a key of the task.
         max_chars: Longest text in characters; 0 for four times the first one's length, and at least 4000.
-        roles: By resource, a regular expression over the names of the agents that read it; by default the calls
-            whose messages hold the text are its.
+        roles: Regular expression for the names of the agents that read a resource, by resource; by default, the calls
+            whose messages contain its text count as its readers.
     """
 
     invariants: dict[str, tuple[str, ...]] = {}
@@ -111,7 +111,7 @@ PARENTS, EXAMPLES, SCORING, TEXTS = Parents(), Examples(), Scoring(), Texts()
 
 
 class SearchSettings(Settings, frozen=True, kw_only=True):
-    """Parameters of a search; `apo.py` describes them where a person sets them."""
+    """Parameters of a search; `apo.py` describes those that users set."""
 
     optimizer: str | OptimizerSettings
     critic: str | OptimizerSettings | None = None
@@ -139,7 +139,7 @@ class SearchSettings(Settings, frozen=True, kw_only=True):
 
 
 class SpendingPlan(Record, frozen=True, kw_only=True):
-    """The rollouts and questions that a search may spend, and on what.
+    """The rollouts and requests that a search may spend, by purpose.
 
     Attributes:
         limits: The ceilings.
@@ -147,8 +147,8 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
         proposal: Rollouts that one proposal takes on average until it is decided.
         final: Rollouts held back for the final measurement.
         after: Rollouts of the trainer's validation at the end.
-        fewest: Rollouts that the method needs at least.
-        calls: Questions to the optimiser's model that one proposal takes.
+        fewest: The fewest rollouts that the method needs.
+        calls: Requests to the optimiser's model that one proposal takes.
     """
 
     limits: BudgetLimits
@@ -178,25 +178,26 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
 def spending_plan(
     settings: SearchSettings, *, tasks: int, val: int, after: int, calls: int, algorithm: str
 ) -> SpendingPlan:
-    """Return the spending plan; raises :class:`ConfigError` when the budget is less than the method needs.
+    """Return the spending plan; raises :class:`ConfigError` if the budget is less than the method needs.
 
     Args:
         settings: The settings, with the budget.
-        tasks: Number of training tasks; ``val`` of validation tasks.
-        after: Number of the tasks of the trainer's validation at the end.
-        calls: Questions to the optimiser's model per proposal.
+        tasks: Number of training tasks.
+        val: Number of validation tasks.
+        after: Number of tasks in the trainer's validation at the end.
+        calls: Requests to the optimiser's model per proposal.
         algorithm: The algorithm's name, for the error.
     """
     batch = min(settings.gradient_batch_size, tasks)  # B
     first = min(settings.val_batch_size, val)  # F
-    # Once B for the parent and once for its children together, which share the failures; a race ends between its
-    # first slice F and all of V. A step makes K children, and all of it is paid once per step.
+    # Once B for the parent and once for its children together, which share the failures; a race ends between its first
+    # slice F and all of V. A step makes K children, and all of this is paid for once per step.
     proposal = (2 * batch + (first + val) / 2) / settings.branch_factor
     fewest_final = 3 * min(FEWEST_FINAL, val)  # three finalists
     budget = settings.budget
     if isinstance(budget, str):
         rollouts = val + round(PROPOSALS[budget] * proposal) + 3 * val + after
-        # Twice the questions that the proposals take: answers without a usable text cost one as well.
+        # Twice as many requests as the proposals take: answers without a usable text cost one as well.
         budget = BudgetLimits(rollouts=rollouts, calls=2 * calls * PROPOSALS[budget])
     limits = BudgetLimits(rollouts=budget) if isinstance(budget, int) else budget
     if all(getattr(limits, name) is None for name in CURRENCIES):
@@ -223,12 +224,12 @@ def spending_plan(
 
 
 def check_question(plan: SpendingPlan, *, max_input: int, max_output: int, algorithm: str) -> None:
-    """Check that the budget has room for one question to the optimiser's model; raises :class:`ConfigError`.
+    """Check that the budget has room for one request to the optimiser's model; raises :class:`ConfigError`.
 
     Args:
-        plan: The limits, and the rollouts that have to be paid besides the question.
-        max_input: The most tokens that the shortest question can have.
-        max_output: The most tokens that its answer can have.
+        plan: The limits, and the rollouts that have to be paid for in addition to the request.
+        max_input: The most tokens that the shortest request can have.
+        max_output: The most tokens that the answer can have.
         algorithm: The algorithm's name, for the error.
     """
     limits, prices, tokens = plan.limits, plan.limits.prices, max_input + max_output

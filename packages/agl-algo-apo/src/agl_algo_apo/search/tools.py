@@ -1,6 +1,6 @@
-"""The tools of a search's improving steps: proposals and their static gate, questions, first measurements.
+"""The tools of a search's improving steps: proposals and their static gate, requests, first measurements.
 
-Everything here follows from the search's state and (seed, step, purpose), so a step that is repeated does the same.
+Everything here follows from the search's state and (seed, step, purpose), so a repeated step does the same.
 """
 
 import random
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from agl_algo_apo.acceptance.final_measurement import Result
 
 MAX_TRIES = 4
-"""Most tries of one candidate."""
+"""The most tries of one candidate."""
 
 
 class Written(NamedTuple):
-    """An answer of the editor: its words, the text that it proposes, ``None`` without one, and its cost."""
+    """An answer of the editor: its critique, the proposed text (``None`` if there is none), and its cost."""
 
     critique: str = ""
     text: str | None = None
@@ -41,7 +41,7 @@ class Origin(NamedTuple):
     Attributes:
         shown: Texts of the tasks that its author saw.
         evidence: Ids of the rollouts that its author saw.
-        spent: The questions that it took.
+        spent: The cost of the requests for it.
     """
 
     shown: tuple[str, ...] = ()
@@ -83,12 +83,12 @@ class SearchTools:
 
     @property
     def is_perfect(self) -> bool:
-        """True if the best candidate scores the perfect score on every validation task."""
+        """True if the best candidate has the perfect reward on every validation task."""
         known = self.evaluator.scores.rewards(self.progress.best, "val")
         return len(known) == len(self.order) and min(known.values()) >= self.settings.scoring.perfect
 
     def random(self, step: int, purpose: str) -> random.Random:
-        """Return a random generator that follows from seed, step and purpose alone."""
+        """Return a random generator determined by seed, step and purpose."""
         return random.Random(f"{self.context.seed}/{self.context.name}/{step}/{purpose}")
 
     async def screen(
@@ -96,8 +96,8 @@ class SearchTools:
     ) -> PromptCandidate | None:
         """Return a proposal ready to be tried, with versions that rollouts can pin; ``None`` if it may not be tried.
 
-        A proposal that breaks a rule stays in the lineage with the reason. One that was tried and beaten before may be
-        tried again when it is proposed again: chance may have been against it, and its rewards so far still count.
+        A proposal that breaks a rule stays in the lineage with the reason. A proposal that was beaten before may be
+        tried again if it is proposed again: it may have lost by chance, and its earlier rewards still count.
         """
         origin = origin or Origin()
         self.journal.proposed(child.id, evidence=origin.evidence, spent=origin.spent)
@@ -128,9 +128,9 @@ class SearchTools:
         critique: str = "",
         demonstrations: Demonstrations | None = None,
     ) -> PromptCandidate:
-        """Return a candidate with these instructions, which is not in the lineage yet.
+        """Return a candidate with these instructions, without adding it to the lineage.
 
-        Its demonstrations are those of its first parent where none are given.
+        By default it has the demonstrations of its first parent.
         """
         shown = parents[0].demonstrations if demonstrations is None else {n: d for n, d in demonstrations.items() if d}
         like = {rules.name: rules.seed for rules in self.rules}
@@ -147,7 +147,7 @@ class SearchTools:
         )
 
     async def ask_editor(self, questions: Sequence[tuple[str, str]]) -> list[Written]:
-        """Return what the editor wrote for (request, seed) pairs."""
+        """Return the editor's answers to (request, seed) pairs."""
         answers = await self.editor.ask_all(questions)
         found: list[Written] = []
         for answer in answers:
@@ -158,7 +158,7 @@ class SearchTools:
         return found
 
     def request(self, kind: str, *, name: str, **values: str) -> str:
-        """Return a request to the editor about one resource, with the rules that its text must keep."""
+        """Return a request to the editor about one resource, including the rules for its text."""
         lines = next(rules for rules in self.rules if rules.name == name).words()
         if self.settings.demonstrations.most:
             lines.append("- Write no examples of tasks with their answers: they are chosen and added apart.")
@@ -166,24 +166,24 @@ class SearchTools:
         return self.requests.text(kind, component=name, constraints=constraints, **values)
 
     def question_seed(self, step: int, purpose: str) -> str:
-        """Return a seed that makes the same request in another step another question, with an answer of its own."""
+        """Return a seed, so that the same request gets a new answer in another step."""
         return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"
 
     async def measure_whole(self, candidate: PromptCandidate, step: int) -> None:
-        """Run the validation tasks that are not known yet; raises :class:`RunError` when not one can be scored."""
+        """Run the validation tasks without a known reward; raises :class:`RunError` if none can be scored."""
         await self.evaluator.measure([MeasureJob(candidate, "val", self.order)], step=step, purpose="whole")
         if not self.evaluator.scores.rewards(candidate.id, "val"):
             raise nothing_scored(len(self.order), self.evaluator.broken)
 
     async def _validation_marks(self) -> ValidationMarks:
-        """Return the marks of the validation tasks, test tasks included."""
+        """Return the marks of the validation tasks, including test tasks."""
         if self._marks is None:
             hidden = await self.evaluator.hidden_keys()
             self._marks = ValidationMarks.of(self.context.val, self.context.train, hidden=hidden)
         return self._marks
 
     async def _identifiers(self) -> frozenset[str]:
-        """Return the words that belong to one training task each, of what the agent sees of it."""
+        """Return the words that identify a single training task, from the visible parts of the tasks."""
         if self._known_by is None:
             hidden = await self.evaluator.hidden_keys()
             self._known_by = identifiers_of(self.context.train, self.context.val, hidden=hidden)

@@ -1,21 +1,22 @@
-"""Demonstrations: recorded inputs with good outputs, which stand in a prompt with its instructions.
+"""Demonstrations: recorded inputs with good outputs, shown in a prompt together with its instructions.
 
-Choosing them for a prompt follows Opsahl-Ong et al. 2024, "Optimizing Instructions and Demonstrations for Multi-Stage
+The choice of demonstrations follows Opsahl-Ong et al. 2024, "Optimizing Instructions and Demonstrations for Multi-Stage
 Language Model Programs" (MIPROv2, arXiv 2406.11695), section 4. They are rendered in one form, before the line with the
-template's first placeholder, or at the end where it has none:
+template's first placeholder, or at the end if it has none:
 
     Examples of good answers:
 
     Input: Order train-003. Fields: date, amount.
     Output: {"date": "2026-11-22", "amount": "3.50 EUR"}
 
-A prompt of several messages shows each as a pair of messages instead, the user's input and the assistant's output,
-before its last user message, or at the end where it has none. Where that message has one placeholder, the input stands
-in its place there, as it will be asked.
+A prompt of several messages shows each demonstration as a pair of messages instead, the user's input and the
+assistant's output, before its last user message, or at the end if it has none. If that message has exactly one
+placeholder, the input takes the placeholder's position in a copy of that message, as in the real question.
 
-Input and output of several lines start on a line of their own. The text is escaped for the template's engine, so that
-filling the placeholders leaves it as it was recorded. The instructions are kept without it: the optimiser's model
-neither sees nor changes demonstrations, and they keep a rule of their own (`acceptance/static_gate.py`).
+An input or output of several lines starts on a separate line. The text is escaped for the template's engine, so that
+filling the placeholders leaves it as it was recorded. The instructions are stored without demonstrations: the
+optimiser's model neither sees nor changes demonstrations, and a separate rule applies to them
+(`acceptance/static_gate.py`).
 """
 
 import re
@@ -36,7 +37,7 @@ class Demonstration(Record, frozen=True, kw_only=True):
     Attributes:
         input: The values that filled the prompt's placeholders, or the task without its hidden keys.
         output: The answer.
-        rollout: Id of the rollout that it was recorded in.
+        rollout: Id of the rollout in which it was recorded.
         task: Position of the training task.
     """
 
@@ -47,12 +48,12 @@ class Demonstration(Record, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The words by which it is named where it is taken out of a prompt."""
+        """The name of the demonstration when it is removed from a prompt."""
         return f"the demonstration from {self.rollout}"
 
     @property
     def text(self) -> str:
-        """Input and output as they stand in a prompt, before escaping."""
+        """Input and output as a prompt shows them, before escaping."""
         return f"{_labelled('Input', self.input)}\n{_labelled('Output', self.output)}"
 
 
@@ -63,8 +64,8 @@ Demonstrations = Mapping[str, tuple[Demonstration, ...]]
 def demonstrated(instructions: str, shown: Sequence[Demonstration], *, like: Resource) -> str:
     """Return instructions with their demonstrations.
 
-    ``like`` is a template, whose engine decides how to escape, or a prompt of several messages. Messages that cannot be
-    read are returned as they are: the static gate refuses them.
+    ``like`` is a template, whose engine decides the escaping, or a prompt of several messages. Messages that cannot be
+    parsed are returned unchanged, because the static gate refuses them.
     """
     if shown and messages_of(like):
         return _with_turns(instructions, shown)
@@ -81,20 +82,20 @@ def demonstrated(instructions: str, shown: Sequence[Demonstration], *, like: Res
 
 
 def is_escapable(demonstration: Demonstration, *, like: Resource) -> bool:
-    """Return whether a demonstration can stand in a prompt of that kind without being taken for a part of it."""
+    """Return true if a prompt of that kind can show a demonstration without confusing it with its own syntax."""
     if messages_of(like):
         return MARK not in demonstration.text
     return isinstance(like, PromptTemplate) and not (like.engine == "jinja" and "endraw" in demonstration.text)
 
 
 def without_demonstrations(shown: Demonstrations, keys: Mapping[str, Collection[str]]) -> Demonstrations:
-    """Return the demonstrations without those of these keys, by resource name."""
+    """Return the demonstrations except those with the given keys; both are by resource name."""
     kept = {name: tuple(d for d in found if d.key not in keys.get(name, ())) for name, found in shown.items()}
     return {name: found for name, found in kept.items() if found}
 
 
 def as_text(value: Json) -> str:
-    """Return a value as a demonstration shows it: a text as it is, anything else as JSON."""
+    """Return a value as a demonstration shows it: a string unchanged, other values as JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
@@ -129,7 +130,7 @@ def _escaped(text: str, engine: str) -> str:
 
 
 def _first_placeholder(text: str, engine: str) -> int | None:
-    """Return where the first placeholder or statement of a template starts, ``None`` without one."""
+    """Return the position of a template's first placeholder or statement; ``None`` if there is none."""
     if engine == "plain":
         return None
     pattern = r"\{\{|\{%" if engine == "jinja" else r"\{\{|\}\}|\{"

@@ -1,12 +1,12 @@
-"""Filled templates: how a prompt is recognised in a recorded message, and what its placeholders were filled with.
+"""Filled templates: recognises a prompt in a recorded message, and extracts the values of its placeholders.
 
-The literal parts are looked for in their order, each from the end of the one before. The time is linear in the message,
-however many placeholders there are; a regular expression with ``(.*?)`` for each finds the same, but takes polynomial
-time where there is no match, and messages are written by agents and models.
+The literal parts are searched in order, each from the end of the one before. The time is linear in the message, however
+many placeholders there are. A regular expression with ``(.*?)`` for each placeholder finds the same, but takes
+polynomial time if there is no match, and messages are written by agents and models.
 
-Where a message can be read in several ways, the match starts at the first occurrence of the first literal part, and
-each placeholder is filled with as little as possible: it ends at the next occurrence of the literal part after it, and
-is empty where another placeholder follows at once. One at the end of the template takes the rest of the message.
+If a message can be read in several ways, the match starts at the first occurrence of the first literal part, and each
+placeholder gets as little text as possible: it ends at the next occurrence of the literal part after it, and is empty
+if another placeholder follows directly. A placeholder at the end of the template gets the rest of the message.
 """
 
 import re
@@ -19,7 +19,7 @@ from agl_algo_apo.texts.messages import messages_of
 
 
 class Filled(NamedTuple):
-    """One occurrence of a template in a text: where it starts and ends, and the values by placeholder."""
+    """One occurrence of a template in a text: its start and end, and the values by placeholder."""
 
     start: int
     end: int
@@ -31,14 +31,14 @@ class FilledTemplate(Record, frozen=True, kw_only=True):
 
     Attributes:
         literals: The literal parts, one more than there are placeholders; some may be empty.
-        names: The placeholders between them; ``""`` for one whose value is left out of :class:`Filled`.
+        names: The placeholders between the literal parts; ``""`` for one whose value is not in :class:`Filled`.
     """
 
     literals: tuple[str, ...]
     names: tuple[str, ...] = ()
 
     def search(self, text: str, start: int = 0) -> Filled | None:
-        """Return the first occurrence from a position on, ``None`` if there is none."""
+        """Return the first occurrence at or after ``start``; ``None`` if there is none."""
         first = text.find(self.literals[0], start)
         if first < 0:
             return None
@@ -47,7 +47,7 @@ class FilledTemplate(Record, frozen=True, kw_only=True):
             literal = self.literals[number]
             takes_rest = number == len(self.names) and not literal
             next_at = len(text) if takes_rest else text.find(literal, end)
-            # The earliest occurrence leaves the most text for the parts after it, so no later one could do better.
+            # The earliest occurrence leaves the most text for the later parts, so no later one could match more.
             if next_at < 0:
                 return None
             if name:
@@ -68,10 +68,11 @@ class FilledTemplate(Record, frozen=True, kw_only=True):
 
 
 def filled_template(resource: Resource) -> FilledTemplate | None:
-    """Return what recognises a prompt; ``None`` for a resource that is no template, or an empty one.
+    """Return a matcher for a prompt; ``None`` for a resource that is not a template, or an empty one.
 
-    Of jinja and plain text it knows the longest literal line only, of several messages the first one. A placeholder
-    that is used again has the value of its first use; one that is not a plain name, such as ``{a.b}``, has none.
+    For jinja and plain text the matcher uses only the longest literal line, and for several messages only the first
+    message. A placeholder that is used again has the value of its first use; one that is not a plain name, such as
+    ``{a.b}``, has no value.
     """
     if messages := messages_of(resource):
         return filled_template(PromptTemplate(template=messages[0][1]))

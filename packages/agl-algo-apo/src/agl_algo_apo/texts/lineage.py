@@ -1,7 +1,7 @@
-"""Candidates: one text for each tuned resource, with their origin and their fate.
+"""Candidates: one text for each tuned resource, with their origin and their status.
 
-A candidate is a value; its rewards are kept apart, in `evaluation.py`. Its id follows from its texts, so the same
-texts are the same candidate whoever proposes them.
+A candidate is a value; its rewards are stored separately, in `measurement/scores.py`. Its id is derived from its texts,
+so the same texts are the same candidate, whoever proposes them.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from agl_algo_apo.texts.demonstrations import Demonstration
 from agl_algo_apo.texts.messages import document_of, messages_of, read_document
 
 Status = Literal["pool", "proposed", "rejected", "beaten"]
-"""May be a parent; not tried to the end; refused by the static gate; tried and not better than its parent."""
+"""``pool``: may be a parent; ``proposed``: not decided yet; ``rejected`` by the static gate; ``beaten`` in a trial."""
 
 
 class PromptCandidate(Record, frozen=True, kw_only=True):
@@ -24,18 +24,18 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
 
     Attributes:
         id: 10 hex digits of the texts' digest.
-        texts: Text by resource name, all tuned resources included, as agents read it.
+        texts: Text by resource name, for all tuned resources, as agents read it.
         versions: Version by resource name, which rollouts pin; empty until the texts are in the store.
-        parents: Ids of the candidates that it was made from.
-        operator: The way in which it was made, such as ``edit``, ``merge`` or ``delete``; ``seed`` for the first.
+        parents: Ids of the candidates from which it was made.
+        operator: The operation that made it, such as ``edit``, ``merge`` or ``delete``; ``seed`` for the first.
         step: The step that made it.
-        status: Its fate so far.
-        reason: The reason for it, in words.
-        critique: The critic's answer that it was made from.
+        status: Its status so far.
+        reason: The reason for the status, as text.
+        critique: The critic's answer from which it was made.
         tries: How often it was proposed and tried.
-        gate: Mean reward difference to its parent on the gate's tasks, ``None`` without one.
-        demonstrations: Demonstrations by resource name, which are part of the texts.
-        bare: The texts without their demonstrations, of the resources that have some.
+        gate: Mean reward difference to its parent on the gate's tasks; ``None`` if it has not met the gate.
+        demonstrations: Demonstrations by resource name; they are part of ``texts``.
+        bare: The texts without their demonstrations, for the resources that have some.
     """
 
     id: str
@@ -54,7 +54,7 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
 
     @property
     def instructions(self) -> dict[str, str]:
-        """The texts without their demonstrations, by resource name: what editors see and change."""
+        """The texts without their demonstrations, by resource name, as editors see and change them."""
         return {**self.texts, **self.bare}
 
     def replace(self, **changes: object) -> "PromptCandidate":
@@ -88,7 +88,7 @@ def text_of(resource: Resource, *, name: str) -> str:
 
 
 def resource_of(text: str, like: Resource) -> Resource:
-    """Return a resource with this text, of the kind of ``like``; raises :class:`ValueError` where it cannot be one."""
+    """Return a resource with this text, of the kind of ``like``; raises :class:`ValueError` if that is impossible."""
     if isinstance(like, PromptTemplate):
         return msgspec.structs.replace(like, template=text)
     if isinstance(like, JsonResource) and isinstance(like.value, str):
@@ -105,7 +105,7 @@ class Lineage:
     """Holds all candidates, in the order in which they were made.
 
     Args:
-        candidates: Those of a saved state.
+        candidates: The candidates of a saved state.
     """
 
     def __init__(self, candidates: Iterable[PromptCandidate] = ()) -> None:
@@ -118,11 +118,11 @@ class Lineage:
         return self._all[candidate_id]
 
     def get(self, candidate_id: str) -> PromptCandidate | None:
-        """Return the candidate of that id, ``None`` if there is none."""
+        """Return the candidate with that id; ``None`` if there is none."""
         return self._all.get(candidate_id)
 
     def put(self, candidate: PromptCandidate) -> PromptCandidate:
-        """Add a candidate, or replace the one of that id where it stands; returns it."""
+        """Add a candidate, or replace the one with the same id at its position; returns the candidate."""
         self._all[candidate.id] = candidate
         return candidate
 
@@ -135,10 +135,10 @@ class Lineage:
         return [candidate for candidate in self._all.values() if candidate.status == "pool"]
 
     def dump(self) -> Json:
-        """Return everything as JSON, for :meth:`load`."""
+        """Return all candidates as JSON, for :meth:`load`."""
         return msgspec.json.decode(msgspec.json.encode(list(self._all.values())))
 
     @classmethod
     def load(cls, data: Json) -> "Lineage":
-        """Return the lineage that :meth:`dump` gave."""
+        """Return the lineage from the output of :meth:`dump`."""
         return cls(msgspec.convert(data, list[PromptCandidate]))

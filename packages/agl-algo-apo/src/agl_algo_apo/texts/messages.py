@@ -1,15 +1,15 @@
-"""Prompts of several messages as one text, which editors, merges and gates handle like any other.
+"""Prompts of several messages as one text, which editors, merges and gates handle like any other text.
 
 The resource is the JSON that OpenAI's clients take, a list of ``{"role": ..., "content": ...}``. Its text is a document
-in which a line with the role stands before each message:
+in which a line with the role precedes each message:
 
     === system ===
     You are the clerk.
     === user ===
     Complete the order: {order}
 
-The roles and their order are code to the agent and must stay; so must the placeholders of each message, which are
-written as in f-strings.
+The agent's code depends on the roles and their order, so they must stay. So must the placeholders of each message,
+which are written as in f-strings.
 """
 
 import re
@@ -23,7 +23,7 @@ ROLES = ("system", "developer", "user", "assistant")
 """The roles that a message may have."""
 
 MARK = "==="
-"""The beginning and the end of the line before a message."""
+"""The start and end of the line before a message."""
 
 _HEAD = re.compile(r"^=== (\w+) ===$", re.MULTILINE)
 
@@ -39,7 +39,7 @@ def messages_of(resource: Resource) -> list[Message]:
 
 
 def check_messages(name: str, resource: Resource) -> None:
-    """Check the roles and texts of what looks like messages; raises :class:`ConfigError`."""
+    """Check the roles and texts of a resource that looks like messages; raises :class:`ConfigError`."""
     found = _pairs(resource.value) if isinstance(resource, JsonResource) else []
     for number, (role, content) in enumerate(found, start=1):
         if role not in ROLES:
@@ -60,7 +60,7 @@ def document_of(messages: Sequence[Message]) -> str:
 
 
 def read_document(text: str) -> JsonResource:
-    """Return the messages that a text holds; raises :class:`ValueError` where it starts with no role."""
+    """Return the messages in a text; raises :class:`ValueError` if it does not start with a role."""
     heads = list(_HEAD.finditer(text))
     if not heads or text[: heads[0].start()].strip():
         raise ValueError("it does not start with a line that names a role, such as '=== system ==='")
@@ -70,7 +70,7 @@ def read_document(text: str) -> JsonResource:
 
 
 def changed_messages(resource: Resource, seed: Resource) -> str:
-    """Return how messages differ from the first version where nothing may change, ``""`` where they do not.
+    """Return a forbidden difference of messages from the first version; ``""`` if there is none.
 
     Raises :class:`ValueError` for a message that cannot be parsed.
     """
@@ -86,7 +86,7 @@ def changed_messages(resource: Resource, seed: Resource) -> str:
 
 
 def _pairs(value: Json) -> list[Message]:
-    """Return roles and texts of a list of objects that have just these; empty for anything else."""
+    """Return the roles and texts of a list of objects with exactly these keys; empty for other values."""
     given = cast("list[Any]", value) if isinstance(value, list) else []
     is_text = [isinstance(one, dict) and one.keys() == {"role", "content"} for one in given]
     pairs = [(one["role"], one["content"]) for one in given] if all(is_text) else []

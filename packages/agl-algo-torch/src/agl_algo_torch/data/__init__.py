@@ -1,1 +1,1 @@
-"""Sources of what the algorithms learn from: collected rollouts, files of texts, teachers and feedback."""
+"""The data that the algorithms learn from: collected rollouts, files of texts, teachers and feedback."""

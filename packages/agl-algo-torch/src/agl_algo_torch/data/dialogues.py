@@ -1,12 +1,12 @@
-"""Reads dialogues in OpenAI's message format and turns them into tokens of which only the assistant's are trained.
+"""Reads dialogues in OpenAI's message format and tokenises them; only the assistant's tokens are trained.
 
-One line is `{"messages": [...], "tools": [...]}`; `tools` may be absent. Preferences are pairs of dialogues that begin
-alike, `{"prompt": [...], "chosen": [...], "rejected": [...]}` as `agl data export --format dpo` and TRL write them, or
-single answers with a label, `{"prompt": [...], "completion": [...], "label": true}` as in TRL. Nobody sampled these
-texts with token ids, so the ids come from the policy's own tokenizer. Messages are rendered with its chat template,
-exactly as the policy server renders a request, so training sees what serving will.
-The assistant's tokens are those of the text that its turn adds to the prompt, up to and including the end-of-turn
-token. A template that renders earlier turns differently later (as reasoning models do) gives several rows.
+One line is `{"messages": [...], "tools": [...]}`; `tools` may be absent. Preferences are pairs of dialogues with a
+common prompt, `{"prompt": [...], "chosen": [...], "rejected": [...]}` as `agl data export --format dpo` and TRL write
+them, or single answers with a label, `{"prompt": [...], "completion": [...], "label": true}` as in TRL. These texts
+have no recorded token ids, so the ids come from the policy's own tokenizer. Messages are rendered with the policy's
+chat template, exactly as the policy server renders a request, so training and serving see the same text.
+The tokens of an assistant turn are those that the turn adds to the prompt, up to and including the end-of-turn token.
+A dialogue gives several rows if the template renders an earlier turn differently later (as reasoning models do).
 Weights, losses and updates are left to `sft` and `preferences`.
 """
 
@@ -34,7 +34,7 @@ Side = Literal["chosen", "rejected"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """A conversation and the tools that it was given; `where` is file and line, for error messages."""
+    """A conversation and its tools; `where` is the file and line that it was read from, for error messages."""
 
     where: str
     messages: tuple[Message, ...]
@@ -42,15 +42,15 @@ class Dialogue:
 
 
 def read_dialogues(path: Path) -> list[Dialogue]:
-    """Read a JSON-lines file; blank lines are skipped. Raises DatasetError with file and line."""
+    """Read a JSON-lines file of dialogues; blank lines are skipped. Raises DatasetError with file and line."""
     return [_dialogue(row, where) for where, row in read_objects(path, what="dialogues")]
 
 
 def read_objects(path: Path, *, what: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the objects of a JSON-lines file with the places where they stand, an empty one for other values.
+    """Return the objects of a JSON-lines file, each with its file and line; any other JSON value gives an empty object.
 
-    Blank lines are skipped. Raises DatasetError for a file of `what` that is not there, is empty, or has a line that
-    is not JSON.
+    Blank lines are skipped. Raises DatasetError if the file is absent or empty, or if a line is not JSON. `what` names
+    the content of the file in the messages.
     """
     if not path.is_file():
         raise DatasetError(
@@ -88,15 +88,16 @@ def _dialogue(row: dict[str, Any], where: str) -> Dialogue:
 
 
 def is_message(value: Any) -> bool:
-    """Return whether a value is an object with a role."""
+    """Return whether a value is an object with a role as text."""
     return isinstance(value, dict) and isinstance(cast("dict[str, Any]", value).get("role"), str)
 
 
 def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int, start: int = 0) -> list[RowSample]:
-    """Return the rows of a dialogue, one where the template only appends; messages before `start` are not trained.
+    """Return the rows of a dialogue; a template that only appends messages gives one row.
 
-    All rows carry `dialogue.where` as their rollout, so they share an update and one share of the gradient.
-    Raises DatasetError for a row above `max_tokens`, or one that the template cannot render.
+    Messages before `start` are not trained. All rows have `dialogue.where` as their rollout, so they are all in one
+    update and share one part of the gradient.
+    Raises DatasetError for a row above `max_tokens`, or a turn whose rendering does not continue its prompt.
     """
     samples: list[RowSample] = []
     for text, spans in _rows(dialogue, tokenizer, start):
@@ -108,17 +109,17 @@ def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int, start: int 
                 "Shorten or remove it."
             )
         offsets: list[tuple[int, int]] = encoded["offset_mapping"]
-        # A token belongs to the assistant when its first character does; one token cannot be trained by halves.
+        # A token belongs to the assistant if its first character does, because half a token cannot be trained.
         mask = [int(any(start <= a < stop for start, stop in spans)) for a, _ in offsets]
         samples.append(from_tokens(dialogue.where, ids, mask))
     return samples
 
 
 def _rows(dialogue: Dialogue, tokenizer: Any, first: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield texts with the assistant's character spans, longest first; every assistant turn is in one of them."""
+    """Yield texts, longest first, with the character spans to train; each assistant turn is a span of one text."""
     text, spans = "", list[tuple[int, int]]()
-    # From the last turn back: an earlier turn whose rendering the text begins with is trained there, at no extra
-    # tokens. One that the template renders differently by then needs a row of its own.
+    # From the last turn back: if the text begins with the rendering of an earlier turn, that turn is trained in the
+    # same row. A turn that the template rendered differently then needs a row of its own.
     for index in reversed(range(first, len(dialogue.messages))):
         if dialogue.messages[index]["role"] != "assistant":
             continue
@@ -132,7 +133,7 @@ def _rows(dialogue: Dialogue, tokenizer: Any, first: int) -> Iterator[tuple[str,
 
 
 def _turn(dialogue: Dialogue, tokenizer: Any, index: int) -> tuple[str, int]:
-    """Return the conversation up to the end of the assistant turn `index`, and the character where it begins."""
+    """Return the rendered text up to the end of the assistant turn `index`, and the character where the turn begins."""
     messages = [plain_message(message) for message in dialogue.messages]
     prompt = _render(tokenizer, messages[:index], dialogue, is_prompt=True)
     whole = _render(tokenizer, messages[: index + 1], dialogue, is_prompt=False)
@@ -154,28 +155,28 @@ def _render(tokenizer: Any, messages: list[Message], dialogue: Dialogue, *, is_p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenExample:
-    """A chosen and a rejected dialogue, by these names, or only one of them; what counts begins at message `start`."""
+    """A chosen and a rejected dialogue, or one of the two; messages before `start` are the prompt and do not train."""
 
     sides: Mapping[Side, Dialogue]
     start: int
 
     def where(self, side: Side) -> str:
-        """Return the file and line of the chosen or the rejected dialogue, empty where it is missing."""
+        """Return the `where` of the chosen or the rejected dialogue, `""` if there is no such dialogue."""
         return self.sides[side].where if side in self.sides else ""
 
     def rows(self, *, tokenizer: Any, max_tokens: int) -> Iterator[RowSample]:
-        """Yield the rows of its dialogues, named by their `where`; raises DatasetError like `tokenize`."""
+        """Yield the rows of the dialogues, with each dialogue's `where` as the rollout; raises as `tokenize` does."""
         for side in self.sides.values():
             yield from tokenize(side, tokenizer=tokenizer, max_tokens=max_tokens, start=self.start)
 
 
 def read_pairs(path: Path) -> list[WrittenExample]:
-    """Read a JSON-lines file; blank lines are skipped. Raises DatasetError with file and line."""
+    """Read a JSON-lines file of pairs; blank lines are skipped. Raises DatasetError with file and line."""
     return [_pair(row, where) for where, row in read_objects(path, what="pairs")]
 
 
 def read_answers(path: Path) -> list[WrittenExample]:
-    """Read a JSON-lines file of answers with labels, and of pairs, each a good and a bad answer.
+    """Read a JSON-lines file of answers with labels; a line may also be a pair, which is a good and a bad answer.
 
     Blank lines are skipped. Raises DatasetError with file and line.
     """

@@ -1,16 +1,16 @@
-"""Finds in the trace of a rollout what its policy could have learned from: errors of tools, words about it, a sibling.
+"""Finds the content of a lesson in the trace of a rollout: errors of tools, feedback of rewards, a sibling's answers.
 
-Nothing here knows tokens. Three sources of feedback are known, all recorded anyway:
+Everything here is text, without tokens. There are three sources, all of which are recorded anyway:
 
-    tools     tools that failed: their spans with status `error`, and tools' messages that begin with "error"
-    rewards   the words of rewards (`Reward.feedback`): failed checks, and what a judge said
-    siblings  the answers of a rollout of the same task that succeeded
+    tools     tools that failed: spans of tools with status `error`, and messages of tools that begin with "error"
+    rewards   the text feedback of rewards (`Reward.feedback`): failed checks, and the reasons of a judge
+    siblings  the answers of another rollout of the same task that succeeded
 
-What a reward or a tool says may quote fields of the task that are hidden from the agent. They are masked, so that the
-teacher never knows them: their values, each line of longer ones, and any three words in a row. The answers of siblings
-are shown as they are, because the policy wrote them without seeing a hidden field.
-Limit: a hidden value that is only paraphrased, or computed with, is not recognised, and keys within a hidden field are
-not masked, for they name values.
+The text of a reward or a tool may quote fields of the task that are hidden from the agent. Such quotes are masked, so
+that the teacher never reads them: whole values, single lines of longer values, and any three words in a row. The
+answers of siblings are not masked, because the policy wrote them without seeing a hidden field.
+Limits: a hidden value is not recognised if a text paraphrases it or computes with it. Keys within a hidden field are
+not masked, because they only name values.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 Source = Literal["tools", "rewards", "siblings"]
 
 MASKED = "[...]"
-"""Stands in place of what is hidden."""
+"""The text that replaces a quote of a hidden field."""
 
 _RUN = 3
-"""Words in a row that are enough to recognise a hidden value."""
-_WORD = re.compile(r"[\w\u0300-\u036f]+")  # accents may stand behind their letters
+"""Number of words in a row by which a hidden value is recognised."""
+_WORD = re.compile(r"[\w\u0300-\u036f]+")  # with combining accents, which follow their letters
 _SHORT = 4
-"""Shorter values are masked only where no letter or digit of their kind stands next to them."""
+"""A value with fewer characters is masked only as a whole word or a whole number."""
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """The words that the teacher of a call reads in addition to its prompt; `""` without any."""
+    """The texts that the teacher of a call reads in addition to the prompt: feedback, and a sibling's answers."""
 
     feedback: str = ""
     sibling: str = ""
@@ -55,7 +55,7 @@ class Lesson:
 
 
 class HiddenFields:
-    """The values of a task's hidden fields, as they may turn up in a text."""
+    """Masks the values of a task's hidden fields in texts."""
 
     def __init__(self, task: Json, hidden: Sequence[str]) -> None:
         fields: dict[str, Json] = cast("dict[str, Json]", task) if isinstance(task, dict) else {}
@@ -66,7 +66,7 @@ class HiddenFields:
         self._lengths = {len(run) for run in self._runs}
 
     def masked(self, text: str) -> str:
-        """Return `text` with `[...]` in place of every hidden value, in capitals or not, composed or not."""
+        """Return `text` with `[...]` in place of every hidden value; case and Unicode form make no difference."""
         folded, places = _folded(text)
         spans = [span for value in self._whole for span in _found(value, folded)]
         words = list(_WORD.finditer(folded))
@@ -82,16 +82,16 @@ class HiddenFields:
 def find_feedback(
     episode: Episode, spans: Sequence[Span], *, sources: Sequence[str], clean: Callable[[str], str]
 ) -> str:
-    """Return what was said about a rollout, one remark per paragraph, hidden fields masked; `""` for nothing.
+    """Return the feedback about a rollout, one remark per paragraph, with hidden fields masked; `""` without feedback.
 
-    `spans` are those of its deciding attempt, and are read only for the source `tools`. `clean` takes off a remark what
-    must not stand in a message, before anything is masked: what it removes could hide a hidden value.
+    `spans` are those of the rollout's deciding attempt; only the source `tools` reads them. `clean` removes text that
+    must not be in a message. It is applied before the masking, because removed text could hide a hidden value.
     """
     remarks: list[str] = []
     if "tools" in sources:
         remarks += _failed_tools(spans)
     if "rewards" in sources:
-        # What an agent says about itself is not evidence.
+        # An agent's feedback about itself is not evidence.
         remarks += [reward.feedback for reward in episode.rewards if reward.source != "agent"]
     hidden = HiddenFields(episode.rollout.task, episode.rollout.hidden)
     masked = (hidden.masked(clean(remark).strip()) for remark in remarks)
@@ -99,11 +99,12 @@ def find_feedback(
 
 
 def find_sibling(group: Sequence[Episode], index: int, *, success: float) -> Episode | None:
-    """Return the best other rollout of the same task with a reward of at least `success`; of equal ones the next.
+    """Return the other rollout of the same task with the highest reward, if that is at least `success`; else None.
 
-    With a `group_key` a group may have several tasks, whose answers are not each other's.
+    Of equal rewards the next rollout in the group counts, with the first after the last. A group may have rollouts of
+    other tasks (`group_key`); these are not siblings.
     """
-    # Beginning behind itself shows different siblings to a group's members, and the same ones in a repeated step.
+    # Starting after the rollout itself spreads the choice over equal siblings, and a repeated step chooses the same.
     task = canonical(group[index].rollout.task)
     others = [e for e in (*group[index + 1 :], *group[:index]) if canonical(e.rollout.task) == task]
     good = [episode for episode in others if episode.reward is not None and episode.reward >= success]
@@ -111,12 +112,12 @@ def find_sibling(group: Sequence[Episode], index: int, *, success: float) -> Epi
 
 
 def answers_of(episode: Episode, *, agent: str) -> list[Transition]:
-    """Return the calls of a rollout whose answers can be shown to one agent: its own, in order of time."""
+    """Return the calls of one agent in a rollout that have an answer, in order of time."""
     return [call for call in episode.transitions if not call.reject and call.agent == agent and call.response_ids]
 
 
 def _failed_tools(spans: Sequence[Span]) -> Iterator[str]:
-    """Yield what tools that failed have said, in order of time as far as a tracer saw them, then from the messages."""
+    """Yield the errors of tools: first from spans of tools, then from messages of tools, each in order of time."""
     ordered = [span for span in spans if not span.is_late]
     for span in ordered:
         if span.status == "error" and span.attributes.get(semconv.OPERATION) == semconv.OP_EXECUTE_TOOL:
@@ -143,7 +144,7 @@ def _leaves(value: Json) -> Iterator[Json]:
 
 
 def _spellings(leaf: Json) -> set[str]:
-    """Return the ways to write a value: as it is, by lines, in Python, in JSON, and numbers in groups of digits."""
+    """Return the ways to write a value: as it is, by lines, in Python, in JSON, and a number with digits in groups."""
     if isinstance(leaf, str):
         escaped = {repr(leaf)[1:-1], json.dumps(leaf)[1:-1]}
         found = {leaf.strip(), *(line.strip() for line in leaf.splitlines()), *escaped}
@@ -157,9 +158,10 @@ def _spellings(leaf: Json) -> set[str]:
 
 
 def _folded(text: str) -> tuple[str, list[int]]:
-    """Return a text without the difference of capitals and of forms, and where each of its characters stands in `text`.
+    """Return a text without case and Unicode forms, and for each of its characters the index in the original `text`.
 
-    Forms of a character are a letter with its accent or both apart, and digits of full or half width.
+    Forms of a character are, for example, an accented letter and the letter with a combining accent, or digits of full
+    and of half width.
     """
     parts = [_form(character) for character in text]  # one character may become several
     return "".join(parts), [at for at, part in enumerate(parts) for _ in part]
@@ -173,7 +175,7 @@ def _form(character: str) -> str:
 
 
 def _found(value: str, text: str) -> Iterator[tuple[int, int]]:
-    """Yield where a value stands in a text, both folded; of a number with the zeros that do not change it."""
+    """Yield the start and end of every occurrence of a value in a text, both folded; a number may have more zeros."""
     pattern = re.escape(value)
     if number := _NUMBER.fullmatch(value):
         pattern = f"0*{pattern}{'0*' if number[1] else ''}"
@@ -184,13 +186,13 @@ def _found(value: str, text: str) -> Iterator[tuple[int, int]]:
 
 
 def _goes_on(pair: str) -> bool:
-    """Return true if the second of two characters continues the word or the number that the first belongs to."""
+    """Return true if a pair of characters lies within one word or one number."""
     kinds = {_kind(character) for character in pair}
     return len(pair) == 2 and len(kinds) == 1 and "" not in kinds
 
 
 def _kind(character: str) -> str:
-    """Return `digit` or `letter`, and `""` for all else, as for letters of scripts that put no space between words."""
+    """Return `digit`, `letter`, or `""` for others, such as letters of scripts without spaces between words."""
     if character.isdecimal():
         return "digit"
     category = unicodedata.category(character)
@@ -198,7 +200,7 @@ def _kind(character: str) -> str:
 
 
 def _runs(words: list[str]) -> set[tuple[str, ...]]:
-    """Return every run of three words; a shorter text is one run by itself."""
+    """Return every run of three words; fewer words are one run."""
     if len(words) <= _RUN:
         return {tuple(words)} if words else set()
     return {tuple(words[at : at + _RUN]) for at in range(len(words) - _RUN + 1)}

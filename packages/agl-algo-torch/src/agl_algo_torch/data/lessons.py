@@ -1,7 +1,7 @@
-"""Builds the rows that the teacher of `sdpo` reads: those of rollouts, with a lesson in the prompts of their calls.
+"""Builds the rows that the teacher of `sdpo` reads: the recorded calls of rollouts, with a lesson in each prompt.
 
-`feedback` finds the lesson. It is put into a recorded prompt as one more user message, right before the place where the
-answer begins. A group about which nothing can be said, or with nothing left to learn, is silent.
+`feedback` finds the content of a lesson. The lesson becomes one more user message in the recorded prompt, directly
+before the tokens that open the answer. A group is silent if it gives no lesson or has nothing left to learn.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ CLOSING_WORDS = "Answer the task again, and get it right."
 
 
 class SelfTeacher(Settings, frozen=True, kw_only=True):
-    """The policy as its own teacher: the same weights, which read a lesson about how an answer turned out.
+    """The policy as its own teacher: the same weights, with a lesson in the prompt about how an answer turned out.
 
     Attributes:
-        sources: Where lessons come from: `tools`, `rewards`, `siblings`.
-        success: Least reward of a rollout that succeeded: it is shown to the others of its group.
-        teach_successes: What rollouts learn from each other that succeeded and about which nothing was said: `agreed`,
-            at the tokens that the teacher finds at least as likely as the policy does, or `all`.
+        sources: The sources of lessons: `tools`, `rewards`, `siblings`.
+        success: Smallest reward of a rollout that succeeded. Its answers are shown to the teacher of its siblings.
+        teach_successes: The tokens at which a rollout learns that succeeded without feedback: `agreed`, where the
+            teacher finds the token at least as likely as the policy does, or `all`.
         start: Share of the policy at this algorithm's start in the teacher, from 0 to 1.
-        max_tokens: Most tokens of a sibling's answers, and of feedback.
-        sibling_words: How a sibling is shown, with `{sibling}` for its answers.
-        feedback_words: How the rest is said, with `{feedback}`.
-        closing_words: The end of the message.
+        max_tokens: Largest number of tokens of a sibling's answers in a lesson, and of feedback; the rest is cut off.
+        sibling_words: Text of the lesson that shows a sibling, with `{sibling}` for the answers.
+        feedback_words: Text of the lesson that gives feedback, with `{feedback}` for the feedback.
+        closing_words: The end of every lesson.
     """
 
     sources: Annotated[tuple[Source, ...], msgspec.Meta(min_length=1)] = ("tools", "rewards", "siblings")
@@ -70,7 +70,7 @@ class SelfTeacher(Settings, frozen=True, kw_only=True):
                 raise ValueError(f"{name}_words = {text!r} shows nothing; write {{{name}}} in it")
 
     def message(self, lesson: Lesson) -> str:
-        """Return the user message with the lesson."""
+        """Return the lesson as the text of a user message."""
         parts = [
             self.sibling_words.replace("{sibling}", lesson.sibling) if lesson.sibling else "",
             self.feedback_words.replace("{feedback}", lesson.feedback) if lesson.feedback else "",
@@ -81,9 +81,12 @@ class SelfTeacher(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaughtRow:
-    """A row of the policy, and the same tokens in the teacher's contexts: one sample per call, in order of the row.
+    """A row of the policy, and the same sampled tokens in the teacher's contexts.
 
-    `is_solved` is true where its rollout succeeded and nothing was said about it.
+    Attributes:
+        policy: The row as the policy wrote it; the calls with a lesson train.
+        teacher: One sample per trained call, in the order of the row: the prompt with the lesson, and the answer.
+        is_solved: Whether the rollout succeeded and got no feedback.
     """
 
     policy: RowSample
@@ -93,20 +96,26 @@ class TaughtRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    """The rows that learn, the calls that do not with the reason for each, and how many rollouts have lessons."""
+    """The lessons of some rollouts.
+
+    Attributes:
+        rows: The rows with at least one call that learns.
+        untaught: The calls that do not learn: by rollout id, the reason by span id.
+        counts: Numbers for `metrics`.
+    """
 
     rows: list[TaughtRow] = field(default_factory=list[TaughtRow])
     untaught: dict[str, dict[str, str]] = field(default_factory=dict[str, "dict[str, str]"])
     counts: Counter[str] = field(default_factory=Counter[str])
 
     def add(self, other: Lessons) -> None:
-        """Take in the lessons of other rollouts."""
+        """Add the lessons of other rollouts."""
         self.rows.extend(other.rows)
         self.untaught.update(other.untaught)
         self.counts.update(other.counts)
 
     def metrics(self) -> dict[str, float]:
-        """Return how many rollouts have a lesson, how many calls learn from one, and how many do not, by reason."""
+        """Return the numbers of rollouts with each kind of lesson, of calls that learn, and of the others by reason."""
         names = {"with_sibling": "told_sibling", "with_feedback": "told_feedback", "taught": "calls_taught"}
         names |= {reason: f"calls_untaught_{reason}" for reason in _REASONS}
         return {name: float(self.counts[key]) for key, name in names.items()}
@@ -114,7 +123,7 @@ class Lessons:
     def uses(
         self, groups: Sequence[Sequence[Episode]], *, grpo: PreparedBatch | None
     ) -> dict[str, tuple[CallUse, ...]]:
-        """Return what became of every call, by rollout id."""
+        """Return the use of every call, by rollout id; with `grpo` a call without a lesson has the use from there."""
         uses: dict[str, tuple[CallUse, ...]] = {}
         for episode in (episode for group in groups for episode in group):
             rollout = episode.rollout.rollout_id
@@ -130,12 +139,15 @@ class Lessons:
 
 
 class Teaching:
-    """The lessons of one step's groups, each built once.
+    """Builds the lessons of one step's groups, for each group once.
 
     Args:
-        store: Where the spans of rollouts are.
-        loaded: The model in training; raises ConfigError for a chat template without a place for a lesson.
-        teacher: What the teacher reads.
+        store: The store with the spans of the rollouts.
+        loaded: The model in training.
+        teacher: The settings of the lessons.
+
+    Raises:
+        ConfigError: The model's chat template has no place for a lesson.
     """
 
     def __init__(self, store: Store, loaded: LoadedModel, teacher: SelfTeacher) -> None:
@@ -144,14 +156,14 @@ class Teaching:
         self._known: dict[tuple[str, ...], Lessons] = {}
 
     async def lessons(self, groups: Sequence[Sequence[Episode]]) -> Lessons:
-        """Return the rows of all rollouts that have a lesson."""
+        """Return the lessons of all rollouts of the groups."""
         found = Lessons()
         for group in groups:
             found.add(await self._of(group))
         return found
 
     async def is_silent(self, group: Sequence[Episode]) -> bool:
-        """Return true if no call of a group is taught, or if all its rollouts succeeded and nothing was said of any."""
+        """Return true if no call of a group has a lesson, or if all its rollouts succeeded without feedback."""
         found = await self._of(group)
         return not found.rows or (all(map(self._is_solved, group)) and not found.counts["with_feedback"])
 
@@ -189,7 +201,7 @@ class Teaching:
         return found
 
     async def _spans(self, episode: Episode) -> list[Span]:
-        """Return the spans of a rollout's deciding attempt, where errors of tools are looked for."""
+        """Return the spans of a rollout's deciding attempt; empty unless `tools` is a source of lessons."""
         if "tools" not in self._teacher.sources or episode.attempt is None:
             return []
         spans: list[Span] = []
@@ -206,7 +218,7 @@ class Teaching:
         return Lesson(feedback=self._retelling.cut(said), sibling=self._retelling.cut(shown))
 
     def _teacher_sample(self, call: Transition, lesson: Lesson) -> RowSample | str:
-        """Return a call in the teacher's context, or the reason why it has none."""
+        """Return the sample of a call in the teacher's context, or the reason why it cannot be taught."""
         if not lesson:
             return "nothing"
         prompt = self._retelling.prompt(unpack_ids(call.prompt_ids), self._teacher.message(lesson))
@@ -220,7 +232,7 @@ class Teaching:
 
 
 def _rows(episode: Episode, taught: Mapping[str, RowSample], *, is_solved: bool) -> list[TaughtRow]:
-    """Return the rows of an episode on which calls are taught."""
+    """Return the rows of an episode that contain a call in `taught`."""
     temperatures = {call.span_id: call.temperature for call in episode.transitions}
     rows: list[TaughtRow] = []
     for row in episode.rows:
@@ -247,10 +259,10 @@ class Retelling:
 
     Args:
         tokenizer: A Hugging Face tokenizer with a chat template.
-        max_tokens: Most tokens of a sibling's answers, and of feedback; the rest is cut off.
+        max_tokens: Largest number of tokens that `cut` leaves.
 
     Raises:
-        ConfigError: The template has no recognisable user message, or nothing that begins an answer.
+        ConfigError: The template has no recognisable user message, or puts nothing before an answer.
     """
 
     def __init__(self, tokenizer: Any, *, max_tokens: int) -> None:
@@ -265,7 +277,10 @@ class Retelling:
         self._structure = [text for text in tokenizer.all_special_tokens if text in frame]
 
     def prompt(self, prompt_ids: Sequence[int], message: str) -> list[int] | None:
-        """Return the prompt with a harmless message in it; None where no answer of the template begins in it."""
+        """Return the prompt with a user message before its last opening of an answer; None if it has no such opening.
+
+        `message` must be free of the tokens that frame messages, see `harmless`.
+        """
         at = _last(prompt_ids, self._begin)
         if at < 0:
             return None
@@ -273,24 +288,24 @@ class Retelling:
         return [*prompt_ids[:at], *lesson, *prompt_ids[at:]]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer without the tokens that frame messages."""
+        """Return the text of an answer's tokens, without those that frame messages."""
         return self.harmless(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)).strip()
 
     def cut(self, text: str) -> str:
-        """Return the beginning of a text, `max_tokens` long."""
+        """Return the first `max_tokens` tokens of a text as text."""
         ids = self._encode(text)
         return (
             text if len(ids) <= self._max_tokens else self._tokenizer.decode(ids[: self._max_tokens]).rstrip("\ufffd")
         )
 
     def harmless(self, text: str) -> str:
-        """Return a text that cannot end the message that it is in."""
+        """Return a text without the special tokens that frame messages, so that it cannot end its own message."""
         while found := next((token for token in self._structure if token in text), None):
             text = text.replace(found, "")
         return text
 
     def _user_message(self) -> tuple[str, str]:
-        """Return what the template writes before and after the text of a user message within a conversation."""
+        """Return the texts that the template puts before and after the content of a user message in a conversation."""
         for (
             opening
         ) in _OPENINGS:  # some templates want the roles to alternate, others change an answer that is not last
@@ -315,7 +330,7 @@ class Retelling:
 
 
 def _last(ids: Sequence[int], wanted: Sequence[int]) -> int:
-    """Return where `wanted` last begins in `ids`, -1 for nowhere."""
+    """Return the index of the last occurrence of `wanted` in `ids`, -1 if there is none."""
     size = len(wanted)
     found = (at for at in range(len(ids) - size, -1, -1) if list(ids[at : at + size]) == list(wanted))
     return next(found, -1)

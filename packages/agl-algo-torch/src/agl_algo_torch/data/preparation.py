@@ -1,8 +1,8 @@
 """Prepares finished episodes for training: credit, then advantages over rollouts, then rows with masks.
 
-Credit assignment says what each call is worth and which calls it is compared with. The estimator turns that into
-advantages, over the whole batch at once, because some estimators scale by the batch's deviation.
-The formulas are in `agl_objectives`, the tensors in `batch`.
+Credit assignment gives each call a value and a baseline key, which names the calls that it is compared with. The
+estimator turns these into advantages over the whole batch at once, because some estimators scale by the deviation of
+the batch. The formulas are in `agl_objectives`, the tensors in `batch`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,22 @@ if TYPE_CHECKING:
     from agl_objectives.registry import FoundEstimator
 
 ESTIMATOR = "grpo"
-"""The estimator of algorithms that learn from rewards and from something else, unless another one is asked for."""
+"""The default estimator of algorithms that learn from rewards in addition to something else."""
 
 NO_PUNISHMENT = SoftOverlong()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBatch:
-    """The rows of a batch in the order of its episodes, those of one rollout side by side, and metrics to log.
+    """A batch of episodes that is ready to train.
 
-    `calls` are those with credit, and `final` those of them whose credit was an advantage already. `loud` are the ids
-    of the rollouts that have a gradient, and `uses` what became of every call, by rollout id.
+    Attributes:
+        samples: The rows, in the order of the episodes.
+        metrics: Metrics to log.
+        calls: Number of calls with credit.
+        final: Number of those calls whose credit is a finished advantage.
+        loud: Ids of the rollouts with an advantage other than 0.
+        uses: The use of every call, by rollout id.
     """
 
     samples: list[RowSample]
@@ -51,9 +56,9 @@ class PreparedBatch:
 
 
 def estimator_of_samples(algorithm: str, name: str) -> FoundEstimator:
-    """Return an estimator for an algorithm whose rollouts are all sampled.
+    """Return the estimator `name` for an algorithm that has no greedy rollouts.
 
-    Raises ConfigError for one that compares with greedy rollouts, and as `find_estimator` does.
+    Raises ConfigError if the estimator compares with greedy rollouts, or `find_estimator` refuses it.
     """
     found = find_estimator(name)
     if found.entry.needs_baseline:
@@ -65,7 +70,7 @@ def estimator_of_samples(algorithm: str, name: str) -> FoundEstimator:
 
 
 def needed_by(algorithm: str, switch: str, value: float, *, estimator: str) -> None:
-    """Raise ConfigError for an estimator that has no effect because `switch` is 0."""
+    """Raise ConfigError if an estimator is set but has no effect, because the setting `switch` has the `value` 0."""
     if not value and estimator != ESTIMATOR:
         raise ConfigError(
             f"{algorithm} got estimator = {estimator!r} without {switch}, so nothing uses it. Remove it, or give "
@@ -84,12 +89,12 @@ def prepare(
 ) -> PreparedBatch:
     """Return samples with advantages for groups of episodes that share a task.
 
-    A call whose credit says `is_advantage` keeps its value. Rows without a creditable call are left out. With
-    `mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained; `overlong`
-    takes its punishment off the credit of long ones. `baselines` are what greedy rollouts got, one for each group.
+    A call whose credit says `is_advantage` keeps its value as the advantage. Rows without a trained token are left out.
+    With `mask_truncated` calls that were cut at a limit of tokens count in the statistics but are not trained.
+    `overlong` lowers the credit of long answers. `baselines` are those of the greedy rollouts, one for each group.
     """
     episodes = [episode for group in groups for episode in group]
-    # Credit sees one group at a time: a credit may compare rollouts of one task, and no others.
+    # Credit is assigned one group at a time, because a credit may compare the rollouts of one task only.
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
     credits = [overlong.applied(episode, calls) for episode, calls in zip(episodes, credits, strict=True)]
     places = [index for index, group in enumerate(groups) for _ in group]  # the group of each episode
@@ -105,7 +110,7 @@ def prepare(
     samples: list[RowSample] = []
     for episode, by_span in zip(episodes, advantages, strict=True):
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
-        # A shared beginning is read in every row and trained in one; a row may have nothing of its own to train.
+        # A shared prefix is in every row but trains in one row only, so a row may have no trained token.
         rows = [from_row(row, advantages=by_span, temperatures=temperatures) for row in episode.rows]
         samples += [row for row in rows if row.trained_tokens]
     final = sum(call.is_advantage for calls in credits for call in calls)
@@ -122,9 +127,9 @@ def prepare(
 
 
 def live_rows(episode: Episode, *, advantage: float = 1.0, has_temperature: bool = True) -> list[RowSample]:
-    """Return the rows of an episode that have trained tokens, as samples with one advantage at all of these.
+    """Return the rows of an episode with trained tokens, as samples in which all trained tokens have one advantage.
 
-    With `has_temperature` the policy is the distribution that was sampled from; else it is the model's own.
+    With `has_temperature` log-probabilities are taken at the sampling temperature, otherwise at temperature 1.
     """
     live = {call.span_id: advantage for call in episode.transitions if not call.reject}
     temperatures = {call.span_id: call.temperature for call in episode.transitions} if has_temperature else None

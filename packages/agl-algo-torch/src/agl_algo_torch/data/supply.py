@@ -1,6 +1,6 @@
 """Supplies a step with groups of rollouts: the algorithm collects its own, or reads those of another algorithm.
 
-`dpo`, `ipo`, `kto` and `rft` share it; they learn equally well from rollouts that somebody else paid for.
+`dpo`, `ipo`, `kto` and `rft` use it, because they can also learn from rollouts that another algorithm has collected.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ if TYPE_CHECKING:
 STEPS, TASKS_PER_STEP, GROUP_SIZE = 1, 16, 4
 
 Age = Annotated[int, msgspec.Meta(ge=-1)]
-"""Versions of the policy that a rollout may be behind; -1 for any number."""
+"""How many versions of the policy a rollout may be behind; -1 for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuppliedGroups:
-    """Groups of rollouts that share a task, metrics to log, and the uses of the calls of groups that were replaced.
+    """The groups of one step.
 
-    `stop_reason` says why no further step will have rollouts; it is empty while one may.
+    Attributes:
+        groups: The rollouts, by task.
+        metrics: Metrics to log.
+        stop_reason: Why this is the last step; empty if there may be another one.
+        uses: The uses of the calls of groups that were replaced, by rollout id.
     """
 
     groups: list[list[Episode]]
@@ -45,7 +49,7 @@ class SuppliedGroups:
 
     @property
     def episodes(self) -> list[Episode]:
-        """The rollouts of all groups."""
+        """The rollouts of all groups, in order."""
         return [episode for group in self.groups for episode in group]
 
 
@@ -53,11 +57,13 @@ class RolloutSupply:
     """The rollouts of an algorithm that may have a source. Call `begin` first.
 
     Args:
-        algorithm: Its registered name, for messages.
-        steps: Steps in all; `None` for 1, or with a source for as many as it has rollouts for.
-        tasks_per_step: Groups that it collects per step, with `group_size` rollouts each; `None` for the defaults.
-        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
-        sampling: The choice of tasks and the rounds in which groups of `silence` are replaced; refused with a source.
+        algorithm: The algorithm's registered name, for messages.
+        steps: Largest number of steps. `None` means 1 without a source, and no limit with one.
+        tasks_per_step: Groups per step, if the algorithm collects them; `None` for 16.
+        group_size: Rollouts per group, if the algorithm collects them; `None` for 4.
+        max_age: With a source, how many versions of the tuned policy a rollout may be behind; -1 for no limit.
+        sampling: The choice of tasks, and the rounds of replacing silent groups; refused with a source.
+        silence: Defines silent groups; by default those whose rewards do not differ.
     """
 
     def __init__(
@@ -87,7 +93,7 @@ class RolloutSupply:
 
     @property
     def given(self) -> dict[str, bool]:
-        """Whether each setting of the supply is set, by name."""
+        """For each setting of the supply, by name, whether it was set."""
         return {
             "tasks_per_step": self._tasks_per_step is not None,
             "group_size": self._group_size is not None,
@@ -96,7 +102,7 @@ class RolloutSupply:
 
     @property
     def own_steps(self) -> int:
-        """Steps in all of an algorithm without a source."""
+        """Number of steps of an algorithm without a source."""
         return self._steps or STEPS
 
     def begin(self, context: AlgorithmContext) -> None:
@@ -121,11 +127,11 @@ class RolloutSupply:
             )
 
     def size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of so many tasks a step draws, and how many times it runs each."""
+        """Return how many of `tasks` tasks a step draws, and how often it runs each."""
         return min(tasks, self._tasks_per_step or TASKS_PER_STEP), self._group_size or GROUP_SIZE
 
     async def take(self, step: int) -> SuppliedGroups:
-        """Return the groups of a step; from sources, all that are new since the last step."""
+        """Return the groups of a step: newly collected ones, or all new ones of the sources since the last step."""
         context = self._context
         if context.sources:
             found = await context.recorded(after=self._after, max_age=None if self._max_age < 0 else self._max_age)
@@ -144,17 +150,17 @@ class RolloutSupply:
         return SuppliedGroups(groups=sampled.groups, metrics=metrics, stop_reason=self._reason(step), uses=sampled.uses)
 
     def state(self) -> dict[str, Json]:
-        """Return how far the sources were read, if they are exhausted, and what the curriculum knows."""
+        """Return how far the sources were read, whether they are exhausted, and the state of the curriculum."""
         return {"after": dict(self._after), "is_over": self._is_over, "groups": self._groups.state()}
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue reading where `state` was taken."""
+        """Continue reading the sources from the position in `state`, and restore the curriculum."""
         self._after = dict(state["after"])
         self._groups.restore(state.get("groups", {}))
 
     def has_more(self, state: Mapping[str, Json], *, step: int, sources_go_on: bool) -> bool:
-        """Return true when another step follows the last one, `step`, whose state is `state`."""
-        # Exhausted sources stay so until their algorithm runs on; then `steps` is still the limit.
+        """Return true if another step follows the step number `step`, which has left `state`."""
+        # Exhausted sources have new rollouts only if their algorithms go on; `steps` limits the steps even then.
         if state["is_over"]:
             return sources_go_on and (self._steps is None or step < self._steps)
         return step < self.own_steps
@@ -167,26 +173,26 @@ class RolloutSupply:
 
 
 class Supplied:
-    """The part of an algorithm on supplied rollouts that has nothing to do with its loss.
+    """The base of an algorithm on supplied rollouts: all of it but the loss.
 
-    Subclasses set `_supply` and `_tuned`, and do the rest in `step`.
+    Subclasses set `_supply` and `_tuned`, and implement `step`.
     """
 
     _supply: RolloutSupply
     _tuned: TunedPolicy
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that one policy with reachable weights is tuned, and where the rollouts come from."""
+        """Check that one policy with reachable weights is tuned, and that no setting of the supply is ignored."""
         self._context = context
         self._tuned.begin(context)
         self._supply.begin(context)
 
     def state(self) -> Mapping[str, Json]:
-        """Return the counts, how far the sources were read, the newest checkpoint and the version it started from."""
+        """Return the states of the supply (`RolloutSupply.state`) and of the tuned policy (`TunedPolicy.state`)."""
         return self._supply.state() | self._tuned.state()
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, optimizer moments and the reference included."""
+        """Continue from a checkpoint: weights, optimizer moments, the reference, and the position in the sources."""
         self._supply.restore(state)
         await self._tuned.restore(state)
 
@@ -195,11 +201,11 @@ class Supplied:
         await self._tuned.go_back(state, rate=rate)
 
     def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many tasks a step draws of so many, and how often it runs each, for `agl check --forecast`."""
+        """Return how many of `tasks` tasks a step draws, and how often it runs each, for `agl check --forecast`."""
         return self._supply.size(tasks)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true while `steps` exceeds the steps done, or when an exhausted source continues."""
+        """Return true while `steps` exceeds the steps done and the sources are not exhausted, or will go on."""
         del tasks
         return self._supply.has_more(state, step=int(state["step"]), sources_go_on=sources_go_on)
 

@@ -1,8 +1,8 @@
-"""Teachers that say how likely a token is after the tokens before it: a model folder here, or a server elsewhere.
+"""Teachers that give the log-probability of every token of a text: a model in this process, or a server.
 
-Both are asked for the very tokens that the policy sampled, by their ids, so a teacher must have the policy's tokenizer.
-A server is any that answers `/v1/completions` with the log-probabilities of the prompt's tokens as vLLM does
-(`prompt_logprobs`); the embedded server of `torch` policies does too.
+A teacher scores the token ids that the policy sampled, so it must have the policy's tokenizer. A server must answer
+`/v1/completions` with the log-probabilities of the prompt's tokens (`prompt_logprobs`), as vLLM and the embedded server
+of `torch` policies do.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
     from agl_objectives.settings import Compute
 
 PROBE = "Seven times eight is fifty-six: 7*8=56.\n\nA list in Python, [1, 2, 3], has three items. ¿Qué? 你好"
-"""The text by which a server's tokenizer is compared."""
+"""The text by which two tokenizers are compared."""
 
 _AT_ONCE = 8
-"""Requests that wait for a server's answer at the same time."""
+"""Largest number of requests to a server at the same time."""
 _LEAST = -100.0
-"""Log-probability of a token that a server rules out, in nats; minus infinity would spread through every weight."""
+"""Smallest log-probability from a server, in nats; minus infinity for one token would spread through every weight."""
 _SAID_AFTER_S = 60.0
-"""Seconds between two lines about a server that does not answer."""
+"""Seconds between two messages about a server that does not answer."""
 
 
 class Teacher(Protocol):
     """A model whose log-probabilities a policy learns from."""
 
     async def start(self, tokenizer: Any) -> None:
-        """Check that the teacher answers and has the policy's `tokenizer`; raises ConfigError where it has another."""
+        """Check that the teacher answers and has the policy's `tokenizer`; raises ConfigError if it has another one."""
 
     async def score(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return the teacher's log-probabilities at temperature 1, [T] per sample, meaningful at its trained tokens."""
+        """Return the teacher's log-probabilities at temperature 1, [T] per sample; only trained tokens are defined."""
         ...
 
     async def close(self) -> None:
@@ -59,12 +59,12 @@ class Teacher(Protocol):
 
 
 class LocalTeacher:
-    """A model in this process, opened at the first step that asks it.
+    """A model in this process, loaded at the first `score`.
 
     Args:
         path: A folder in Hugging Face's format, or a hub name.
-        compute: Device, precision and memory, as those of the policy.
-        say: Shows the user one line about what the model does not allow.
+        compute: Device, precision and memory, the same as for the policy.
+        say: Shows the user a message about an optimisation that the model does not allow.
     """
 
     def __init__(self, path: str, compute: Compute, *, say: Callable[[str], None]) -> None:
@@ -86,7 +86,7 @@ class LocalTeacher:
             raise another_tokenizer(self._path, "it splits a text into other tokens")
 
     async def score(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return the log-probabilities from forward passes without gradient."""
+        """Return the log-probabilities at temperature 1, [T] per sample, from forward passes without gradient."""
         if self._loaded is None:
             self._loaded, notices = await asyncio.to_thread(self._open)
             for notice in notices:
@@ -110,10 +110,11 @@ class ServedTeacher:
     """A model behind an OpenAI-compatible server that returns the log-probabilities of prompts.
 
     Args:
-        llm: Returns the address, the model's name and the variable of its key, which may change while training runs.
+        llm: Returns the server's address, the model's name and the environment variable with the key. Called for every
+            request, because they may change while training runs.
         name: The teacher's name, for messages.
-        wait_s: Seconds for which a server that is away is asked again.
-        say: Shows the user one line.
+        wait_s: Seconds for which requests to a server that does not answer are repeated.
+        say: Shows the user a message.
     """
 
     def __init__(self, llm: Callable[[], LLM], *, name: str, say: Callable[[str], None], wait_s: float = 600.0) -> None:
@@ -121,7 +122,7 @@ class ServedTeacher:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self, tokenizer: Any) -> None:
-        """Ask for a text and compare the tokens that the server makes of it."""
+        """Send a text, check that the answer has log-probabilities, and compare the tokens that the server returns."""
         choice = await self._complete(PROBE)
         found = cast("list[int] | None", choice.get("prompt_token_ids"))
         if not found or choice.get("prompt_logprobs") is None:
@@ -134,10 +135,10 @@ class ServedTeacher:
             raise another_tokenizer(self._name, "it splits a text into other tokens")
 
     async def score(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return what the server says; a server that is away is asked again for `wait_s` seconds.
+        """Return the server's log-probabilities, [T] per sample; repeats unanswered requests for `wait_s` seconds.
 
         Raises:
-            AglError: It refuses a request, answers another one than was asked, or stays away.
+            AglError: The server refuses a request, its answer has other tokens than the request, or it stays away.
         """
         at_once = asyncio.Semaphore(_AT_ONCE)
 
@@ -160,7 +161,7 @@ class ServedTeacher:
             self._session = None
 
     def _read(self, ids: Sequence[int], entries: Sequence[Mapping[str, Any] | None] | None) -> Tensor:
-        """Return the log-probability of each of `ids`, 0 for the first, which nothing stands before."""
+        """Return the log-probability of each of `ids`, [T]; 0 for the first, which no earlier token predicts."""
         if entries is None or len(entries) != len(ids):
             raise AglError(
                 f"The teacher {self._name!r} was asked for {len(ids)} tokens and answered "
@@ -178,7 +179,7 @@ class ServedTeacher:
         return torch.tensor(found)
 
     async def _complete(self, prompt: str | Sequence[int]) -> dict[str, Any]:
-        """Return the one choice of an answer; asks again while the server is away."""
+        """Return the only choice of the answer to a prompt; repeats the request while the server is away."""
         start, shown = time.monotonic(), float("-inf")
         attempt = 0
         while True:
@@ -198,7 +199,7 @@ class ServedTeacher:
             attempt += 1
 
     async def _try(self, prompt: str | Sequence[int]) -> dict[str, Any] | str:
-        """Return the choice, or why there is none for now; raises AglError for a request that is refused."""
+        """Return the choice, or as text why the server is away; raises AglError if it refuses the request."""
         llm = self._llm()
         body = {"model": llm.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
         body |= {"prompt_logprobs": 0, "return_token_ids": True}
@@ -235,7 +236,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def another_tokenizer(teacher: str, difference: str) -> ConfigError:
-    """Return the error for a teacher whose tokens are not those of the policy."""
+    """Return the error for a teacher with another tokenizer than the policy; `difference` says how they differ."""
     return ConfigError(
         f"The teacher {teacher!r} has another tokenizer than the policy: {difference}. It cannot say how likely the "
         "policy's tokens are. Take a larger model of the policy's family, or write the teacher's runs to a file "

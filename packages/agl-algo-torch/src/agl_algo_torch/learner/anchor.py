@@ -1,12 +1,13 @@
-"""Holds agents that share the trained weights, and are not trained themselves, near where they began.
+"""Keeps agents that share the trained weights, but are not trained themselves, near the policy at the start.
 
-An update for one agent's calls moves the answers of every agent on the same weights. Each update adds to its loss
+An update on the calls of one agent changes the answers of every agent with the same weights. The anchor therefore adds
+to the loss of each update
 
     anchor_coef * mean over tokens of KL(pi || pi_ref)
 
-over the tokens that the other agents' calls sampled in the rollouts of the update, at the temperatures that they were
-sampled with. pi_ref is the policy at the algorithm's start, and the estimate of KL is that of the algorithm's penalty.
-The calls have no advantage and count in no statistics.
+The tokens are those that calls of untrained agents sampled in the rollouts of the update, at their sampling
+temperatures. pi_ref is the policy at the algorithm's start. The KL is estimated as in the algorithm's KL penalty.
+The calls of untrained agents have no advantage and count in no statistics.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Anchor:
     """The KL anchor of one algorithm.
 
     Args:
-        coef: Its weight; 0 turns it off.
-        kl: The estimate.
+        coef: Weight of the anchor in the loss; 0 turns it off.
+        kl: The estimate of the KL divergence.
     """
 
     def __init__(self, *, coef: float, kl: KL) -> None:
@@ -42,20 +43,20 @@ class Anchor:
 
     @property
     def is_on(self) -> bool:
-        """True if the anchor has a weight, so that the policy at the start is needed."""
+        """True if the anchor has a weight above 0; it then needs the policy at the start."""
         return self._coef > 0
 
     def rows(self, episodes: Sequence[Episode], *, policy: str) -> list[RowSample]:
-        """Return a row for each call that the policy answered for an agent that is not trained; none if it is off."""
+        """Return a row for each call that the policy answered for an untrained agent; empty if the anchor is off."""
         calls = [call for episode in episodes for call in episode.transitions] if self.is_on else []
         return [_row(call) for call in calls if _is_held(call, policy)]
 
     def add_gradient(
         self, learner: PolicyLearner, tuned: TunedPolicy, rows: Sequence[RowSample], *, rollouts: Collection[str]
     ) -> dict[str, float]:
-        """Add the anchor's gradient for the rows of these rollouts to that of an update; returns the distance to log.
+        """Add the anchor's gradient to an update's, for those of the `rows` that belong to the given rollouts.
 
-        The distance `anchor_kl` is in nats per token; nothing is returned where there are no such tokens.
+        Returns the metric `anchor_kl`, the estimated KL in nats per token; `{}` if the rollouts have no such rows.
         """
         held = [row for row in rows if row.rollout in rollouts]
         tokens = sum(row.trained_tokens for row in held)
@@ -71,7 +72,7 @@ class Anchor:
 
 
 def _is_held(call: Transition, policy: str) -> bool:
-    """Return true for a call that the policy answered with token ids and the agent filter leaves out."""
+    """Return true for a call with token ids that the policy answered, but whose agent the algorithm does not train."""
     return call.reject == "not_selected" and call.policy == policy and bool(call.prompt_ids and call.response_ids)
 
 

@@ -1,11 +1,11 @@
 """Turns rows of the call forest into tensors: samples, updates that keep rollouts whole, micro-batches.
 
-B is the number of rows of a micro-batch, T its longest row, N the number of all its tokens, M that of the trained ones.
+A micro-batch has B rows with N tokens in all, M of them trained; its longest row has T tokens.
 Rows carry prompt and observation tokens with mask 0 and policy tokens with mask 1. A row is never cut here.
 
-Two ways of splitting meet in this file. An *update* is one step of the optimizer, and its size is part of the
-algorithm: it holds whole rollouts. A *micro-batch* is one forward and backward pass, and its size is a matter of
-memory: its weights and total are those of its update, so the gradients of the micro-batches add up to the update's.
+Rows are split in two ways. An *update* is one step of the optimizer and consists of whole rollouts; its size is part of
+the algorithm. A *micro-batch* is one forward and backward pass; its size depends on memory. A micro-batch uses the
+weights and the total of its update, so the gradients of all its micro-batches add up to the gradient of the update.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 class RowSample:
     """One row ready to train, T tokens long; tensors are on the CPU.
 
-    `behaviour` are the sampler's log-probabilities. `old` are the trainer's before the step's first update, where
-    they were computed. `rollout` is the id whose rows share an update and one share of its gradient.
-    `importance` are weights that were taken over whole rollouts, and `extras` what a loss found in its survey.
-    `parts` are the calls that sampled its trained tokens, where they are known.
+    `rollout` is the id of a rollout, whose rows are all in one update and share its part of the gradient.
+    `behaviour` has the sampler's log-probabilities. `old` has the trainer's before the step's first update, if they
+    were computed. `importance` has weights that were computed in advance, over whole rollouts or for a replayed row.
+    `extras` has the values that a loss found in its survey of the update, by name.
+    `parts` has the segments of the calls that sampled the trained tokens, if they are known.
     """
 
     rollout: str
@@ -61,12 +62,12 @@ class RowSample:
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens with mask 1, without the row's first token: nothing stands before it to predict it from."""
+        """Number of tokens with mask 1, without the row's first token, which no earlier token predicts."""
         return int(self.mask[1:].sum())
 
     @property
     def is_silent(self) -> bool:
-        """True when every advantage is zero, so that the policy gradient of this row is exactly zero."""
+        """True if every advantage is zero; the policy gradient of this row is then exactly zero."""
         return not bool((self.advantages[self.mask] != 0).any())
 
     @property
@@ -80,13 +81,13 @@ class RowSample:
 def from_row(
     row: Row, *, advantages: Mapping[str, float], temperatures: Mapping[str, float] | None = None
 ) -> RowSample:
-    """Return the sample of a row; `advantages` and `temperatures` are by span id of the sampled parts.
+    """Return the sample of a row; `advantages` and `temperatures` are by the span ids of the row's segments.
 
-    A part without an advantage (its call was rejected or not selected) is not trained: its mask becomes 0.
-    A missing temperature, and that of greedy decoding, counts as 1.
+    A segment without an advantage (its call was rejected or not selected) is not trained: its mask becomes 0.
+    A missing temperature counts as 1, and so does 0, the temperature of greedy decoding.
     """
     ids_T = from_bytes(row.ids, kind="<i4", dtype=torch.int64)
-    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)  # not the row's own mask: parts without an advantage stay out
+    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)  # not the row's own mask: some segments have no advantage
     advantages_T = torch.zeros(len(ids_T), dtype=torch.float64)
     temperature_T = torch.ones(len(ids_T))
     behaviour_T = from_bytes(row.logprobs, kind="<f4", dtype=torch.float32)
@@ -108,7 +109,7 @@ def from_row(
 
 
 def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int], *, temperature: float = 1.0) -> RowSample:
-    """Return a sample for supervised training: every token of mask 1 has advantage 1."""
+    """Return a sample for supervised training, in which every token with mask 1 has the advantage 1."""
     mask_T = torch.tensor(mask, dtype=torch.bool)
     return RowSample(
         rollout=rollout,
@@ -122,33 +123,33 @@ def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int], *, temper
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows one behind the other, and the flat tensors of their trained tokens, on one device.
+    """Rows one after the other, and the flat tensors of their trained tokens, on one device.
 
-    Everything that ends in `_M` is [M], in the order of the positions where `predicts_N` is true.
-    `old_M` is absent unless every sample has it.
-    A pass computes the rows packed, or padded on the right to the longest one.
+    Every tensor whose name ends in `_M` is [M], in the order of the positions where `predicts_N` is true.
+    `old_M` and `importance_M` are None unless every sample has them.
+    A pass computes the rows packed, or padded on the right to the longest row.
     """
 
     ids_N: Tensor  # int64
-    predicts_N: Tensor  # bool, true where a position predicts a trained token, which is the next one
+    predicts_N: Tensor  # bool, true at a position whose next token is trained
     lengths: tuple[int, ...]  # tokens of each row, N in all
     is_packed: bool
-    targets_M: Tensor  # the tokens that are predicted
+    targets_M: Tensor  # ids of the trained tokens
     advantages_M: Tensor
     behaviour_M: Tensor  # log pi_behaviour
     temperature_M: Tensor
     weight_M: Tensor
     old_M: Tensor | None = None  # log pi_old
-    importance_M: Tensor | None = None  # weights of whole rollouts, where they were taken
-    row_M: Tensor  # int64, the index of the sample
-    rollout_M: Tensor  # int64, the number of its rollout
-    extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    rows: tuple[int, ...]  # indices of the samples, in the order of the rows
-    samples: tuple[RowSample, ...] = ()  # in the same order
+    importance_M: Tensor | None = None  # weights that were computed in advance
+    row_M: Tensor  # int64, the index of each token's sample
+    rollout_M: Tensor  # int64, the number of each token's rollout
+    extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # [M] each
+    rows: tuple[int, ...]  # index of each row's sample
+    samples: tuple[RowSample, ...] = ()  # the sample of each row
     total: float = 1.0  # the divisor of the whole update
 
     def scores(self, model: nn.Module, *, has_entropy: bool = False, has_bonus: bool = False) -> Scores:
-        """Run the model and return the scores of the trained tokens, with the entropies that are asked for."""
+        """Run the model and return the scores of the trained tokens; the flags ask for entropy and entropy bonus."""
         wanted = Wanted(
             targets_M=self.targets_M, temperature_M=self.temperature_M, has_entropy=has_entropy, has_bonus=has_bonus
         )
@@ -164,14 +165,14 @@ class MicroBatch:
             return self.run(whole_logits(model))
 
     def logprobs(self, model: nn.Module) -> Tensor:
-        """Run the model and return the log-probability of each trained token, [M], at its temperature."""
+        """Run the model and return the log-probability of each trained token at its sampling temperature, [M]."""
         return self.scores(model).logp_M
 
     def run(self, network: Callable[..., Tensor]) -> Tensor:
-        """Return what a network says at the positions before the trained tokens, [M, ...].
+        """Return the outputs of a network at the positions before the trained tokens, [M, ...].
 
-        `network` takes the inputs of a Hugging Face model and returns a value for every position: [B, T, ...] for
-        padded rows, [1, N, ...] for packed ones.
+        `network` takes the inputs of a Hugging Face model and returns an output for every position: [B, T, ...] for
+        padded rows, [1, N, ...] for packed rows.
         """
         if self.is_packed:
             return network(**packed_inputs(self.ids_N, self.lengths))[0][self.predicts_N]  # [N, ...] -> [M, ...]
@@ -186,11 +187,11 @@ class MicroBatch:
             return self.run(trunk(model))
 
     def _padded(self, values_N: Tensor) -> Tensor:
-        """Return values of all tokens as rows, [B, T], with 0 behind the shorter ones."""
+        """Return values of all tokens as rows padded with 0 on the right, [B, T]."""
         return _pad(split_sizes(values_N, self.lengths))
 
     def tokens(self, logp_M: Tensor, *, old_M: Tensor, entropy_M: Tensor | None = None) -> TokenBatch:
-        """Return the trained tokens as losses read them."""
+        """Return the trained tokens as the record that losses take."""
         return TokenBatch(
             logp_M=logp_M,
             old_M=old_M,
@@ -204,11 +205,11 @@ class MicroBatch:
         )
 
     def mean(self, values_M: Tensor) -> Tensor:
-        """Return the batch's part of the update's weighted mean, `sum w x / total`, a scalar."""
+        """Return this micro-batch's part of the update's weighted mean, `sum w x / total`, a scalar."""
         return (self.weight_M * values_M).sum() / self.total
 
     def scatter(self, values_M: Tensor) -> dict[int, Tensor]:
-        """Return values per trained token as one tensor [T] per row, by the sample's index, on the CPU."""
+        """Return values per trained token as one tensor per row, [T] on the CPU, by the index of the row's sample."""
         full_N = torch.zeros(self.ids_N.shape, dtype=values_M.dtype, device=values_M.device)
         full_N[1:][self.predicts_N[:-1]] = values_M  # a value belongs to the token, not to the position before it
         return dict(zip(self.rows, split_sizes(full_N.cpu(), self.lengths), strict=True))
@@ -225,10 +226,10 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches whose passes compute at most `token_budget` tokens, long rows first.
 
-    Padded rows compute their padding too: the number of rows times the longest one. Packed rows compute their tokens.
-    `weight` is that of a trained token of each sample, and `total` what the update's weighted sums are divided by.
-    A row that is longer than the budget comes alone. The order is deterministic. Rows that bring importance weights
-    are replayed, and come apart from the others, whose weights a micro-batch finds by itself.
+    A pass over padded rows computes the number of rows times the longest row; a pass over packed rows computes only
+    their tokens. A row longer than the budget is alone in its micro-batch. The order is deterministic.
+    `weight` has the weight of a trained token for each sample; `total` is the divisor of the update's weighted sums.
+    A micro-batch never mixes samples that have importance weights with samples that have none.
     """
     for is_weighed in (False, True):
         places = [at for at, sample in enumerate(samples) if (sample.importance is not None) == is_weighed]
@@ -239,8 +240,8 @@ def micro_batches(
 
 
 def row_chunks(lengths: Sequence[int], *, token_budget: int, is_packed: bool) -> Iterator[tuple[int, ...]]:
-    """Yield the places of the rows that one pass computes together, see `micro_batches`."""
-    # Rows of like length side by side waste the least padding; the index breaks ties.
+    """Yield the indices of the rows that one pass computes together, see `micro_batches`."""
+    # Rows of similar length in one pass need the least padding; the index breaks ties.
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     chunk: list[int] = []
     tokens = 0  # of the chunk, as a pass computes them
@@ -264,7 +265,7 @@ def _collate(
     total: float,
     is_packed: bool,
 ) -> MicroBatch:
-    """Return the micro-batch of the samples `rows`."""
+    """Return the micro-batch of the samples with the indices `rows`."""
     chosen = [samples[index] for index in rows]
     trained_N = torch.cat([sample.trained for sample in chosen])  # never the first token of a row
     number = {rollout: n for n, rollout in enumerate(dict.fromkeys(sample.rollout for sample in samples))}
@@ -290,7 +291,7 @@ def _collate(
         behaviour_M=flat([sample.behaviour for sample in chosen]),
         temperature_M=flat([sample.temperature for sample in chosen]),
         weight_M=spread([weight[index] for index in rows], torch.float32),
-        old_M=flat(old) if len(old) == len(chosen) else None,  # half of it would be of no use
+        old_M=flat(old) if len(old) == len(chosen) else None,  # a tensor of some rows would be of no use
         importance_M=flat(importance) if len(importance) == len(chosen) else None,
         row_M=spread(list(rows), torch.int64),
         rollout_M=spread([number[sample.rollout] for sample in chosen], torch.int64),
@@ -310,9 +311,9 @@ def _pad(tensors: list[Tensor]) -> Tensor:
 def recompute_logprobs(
     model: nn.Module, samples: Sequence[RowSample], *, token_budget: int, device: torch.device
 ) -> list[Tensor]:
-    """Return the log-probabilities of each sample's trained tokens, [T] per sample on the CPU, 0 elsewhere.
+    """Return the log-probabilities of each sample's trained tokens, [T] per sample on the CPU, 0 at other tokens.
 
-    They are taken at the temperature that each token was sampled with, and come in the order of `samples`.
+    The log-probability of a token is taken at its sampling temperature. The tensors are in the order of `samples`.
     """
     found: dict[int, Tensor] = {}
     # Weights are 0 because nothing is summed here.

@@ -1,9 +1,9 @@
-"""Keeps weights and optimizer state on disk, as safetensors and JSON: never pickle, and never half a checkpoint.
+"""Saves weights and optimizer state as safetensors and JSON, never as pickle, and never half a checkpoint.
 
-A directory is filled under a temporary name, flushed and renamed, so a directory with the final name is whole.
-Two kinds are written: for serving (`save_served`: a Hugging Face directory, or a peft adapter) and for continuing
-(`save_training`: trainable tensors, AdamW moments, the update count).
-Only this module, `transformers` and `peft` read these files back.
+A directory is filled under a temporary name, flushed and renamed, so a directory with the final name is complete.
+There are two kinds: one to serve from (`save_served`: a Hugging Face directory, or a peft adapter) and one to continue
+training from (`save_training`: trainable tensors, AdamW moments, the update count).
+Only this module, `transformers` and `peft` read these files.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ FORMAT = 1
 def save_served(loaded: LoadedModel, target: Path) -> Weights:
     """Write the files that a policy serves and return the resource that names them.
 
-    Full weights become a Hugging Face directory with the tokenizer, in the type that the model computes in; LoRA a
-    peft adapter that names its base model.
-    A probe next to them (`agl.schemas.WeightsProbe`) says how probable the model finds a fixed text, so that a server
-    of these weights can be checked.
+    Full weights are written as a Hugging Face directory with the tokenizer, in the type that the model computes in.
+    LoRA is written as a peft adapter that names its base model. The directory also gets a probe
+    (`agl.schemas.WeightsProbe`): the model's log-probabilities of a fixed text, by which a server of these weights can
+    be checked.
     """
     loaded = without_master(loaded)
     model = cast("Any", loaded.model)
-    # To an adapter of the head peft would add all of the head's weights, and of the embedding's.
+    # Otherwise peft adds all weights of the head or the embedding to an adapter that has either as a target.
     options = {"save_embedding_layers": False} if has_lora(model) else {}
 
     def fill(directory: Path) -> None:
@@ -57,7 +57,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
 
 
 def served_weights(loaded: LoadedModel, target: Path) -> Weights:
-    """Return the resource that names what `save_served` writes."""
+    """Return the resource that names the files of `save_served` in `target`, which need not exist yet."""
     if has_lora(loaded.model):
         return Weights(uri=str(target), base_model=loaded.name, format="lora")
     return Weights(uri=str(target), format="hf")
@@ -66,7 +66,7 @@ def served_weights(loaded: LoadedModel, target: Path) -> Weights:
 def save_training(
     target: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, updates: int, origin: Weights
 ) -> None:
-    """Write a checkpoint that training continues from; `origin` is the resource that the model was opened from."""
+    """Write a checkpoint to continue training from; `origin` is the resource that the model was opened from."""
     moments, steps = _optimizer_tensors(model, optimizer)
 
     def fill(directory: Path) -> None:
@@ -84,10 +84,10 @@ def read_origin(source: Path) -> Weights:
 
 
 def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
-    """Restore model and optimizer in place from `save_training`; returns the number of updates done.
+    """Restore model and optimizer in place from the files of `save_training`; returns the number of updates done.
 
-    Nothing of the optimizer's own moments stays, nor of a gradient that no update has used.
-    Raises ConfigError when the directory is absent, newer, or belongs to another model.
+    The optimizer's present moments are dropped, and so are gradients that no update has used.
+    Raises ConfigError if there is no checkpoint, its format is newer than this version, or it is of another model.
     """
     state = _read_state(source)
     load_trainable_state(model, read_tensors(source / "trainable.safetensors"))
@@ -101,7 +101,7 @@ def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Adam
             if name not in state["steps"]:  # AdamW keeps no moments for a parameter that never had a gradient
                 continue
             optimizer.state[parameter] = {
-                # The fused optimizer reads the count where the parameter is, the other one on the CPU.
+                # The fused optimizer needs the step count on the parameter's device, the other one on the CPU.
                 "step": torch.tensor(
                     float(state["steps"][name]), device=parameter.device if group["fused"] else torch.device("cpu")
                 ),
@@ -112,9 +112,9 @@ def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Adam
 
 
 def keep_start(origin: Weights, target: Path) -> Weights:
-    """Keep the files of `origin` in `target`, where no other algorithm removes them; returns the resource of the copy.
+    """Copy the files of `origin` to `target`, where no other algorithm removes them; returns the resource of the copy.
 
-    Files are linked where the file system can, so the copy costs no space while the original exists.
+    Files are hard-linked if the file system can, so the copy takes no space while the original exists.
     """
     source = Path(origin.uri)
 
@@ -150,7 +150,7 @@ def _parameter_names(model: nn.Module) -> dict[Any, str]:
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return AdamW's moments as tensors by name, and the number of steps of each parameter."""
+    """Return AdamW's moments as tensors by name, and the number of updates of each parameter."""
     moments: dict[str, Tensor] = {}
     steps: dict[str, float] = {}
     for parameter, name in _parameter_names(model).items():
@@ -170,10 +170,10 @@ _FEWEST_TOKENS = 8
 
 @torch.no_grad()
 def make_probe(loaded: LoadedModel) -> WeightsProbe | None:
-    """Return the log-probabilities of a fixed text, adapters included, in nats.
+    """Return the model's log-probabilities of a fixed text, adapters included, in nats.
 
-    Takes one forward pass of at most 48 tokens in evaluation mode and restores the model's own mode. Returns None when
-    the tokenizer gives too few tokens for the text to identify a model.
+    Runs one forward pass of at most 48 tokens in evaluation mode and restores the model's mode. Returns None if the
+    tokenizer splits the text into too few tokens to identify a model.
     """
     token_ids = list(loaded.tokenizer.encode(_TEXT, add_special_tokens=False))[:_MOST_TOKENS]
     if len(token_ids) < _FEWEST_TOKENS:

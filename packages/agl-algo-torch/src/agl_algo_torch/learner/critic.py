@@ -1,11 +1,11 @@
 """PPO's critic: a copy of the policy's network with a value head in place of the vocabulary, and its own optimizer.
 
-V(s_t) is the return that is expected before token t is drawn. The state s_t is all tokens before t, so the value
-stands at the position that also predicts token t.
+V(s_t) is the expected return before token t is drawn. The state s_t is all tokens before t, so the value is read at the
+position that also predicts token t.
 
-The critic is a network of its own and not a second head on the policy: the value's gradient cannot disturb the policy,
-and what is served stays a plain language model. That costs the memory of a second model.
-Targets and advantages are computed in `gae`, by `ppo`.
+The critic is a separate network and not a second head on the policy. The value's gradient then cannot disturb the
+policy, and the served model stays a plain language model. The price is the memory of a second model.
+`ppo` computes targets and advantages (`gae`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 class ValueModel(nn.Module):
-    """Maps every position to the return that is expected after it. Starts at zero everywhere."""
+    """Maps every position to the return that is expected from there on; before training all values are 0."""
 
     def __init__(self, language_model: nn.Module) -> None:
-        """Take the network below the vocabulary of a Hugging Face causal LM."""
+        """Take the network below the head of a Hugging Face causal LM."""
         super().__init__()
         whole = cast("Any", language_model)
         self.trunk: nn.Module = whole.base_model
         self.head = nn.Linear(whole.config.hidden_size, 1)
-        # V = 0 to begin with, so the first advantages are the returns themselves and not a random network's noise.
+        # With V = 0 the first advantages are the returns themselves and not the noise of a random head.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -53,22 +53,22 @@ class ValueModel(nn.Module):
         """Return the value before each trained token of the batch, [M], float32."""
         with computing(self.trunk):
             hidden_M_H = batch.run(last_hidden_states(self.trunk))
-        # [M, H] -> [M]: the position before a token has seen the tokens before it, and no more.
+        # [M, H] -> [M]: the position before a token depends on the earlier tokens only.
         return self.head(hidden_M_H.float())[:, 0]
 
 
 class CriticLearner:
-    """A value model, its AdamW and the number of updates done."""
+    """A value model, its AdamW optimizer and the number of updates done."""
 
     def __init__(self, learner: PolicyLearner, settings: Optim, *, clip: float) -> None:
-        """Copy the learner's network; `clip` bounds how far a value moves in one step, 0 turns that off.
+        """Copy the learner's network; `clip` bounds how far a value moves in one step, and 0 means no bound.
 
-        Layers are computed again in the backward pass where the learner's are.
+        The critic uses gradient checkpointing if the learner does.
         """
-        seed_everything(0)  # the new head draws from the global generator, which a resumed run must find alike
+        seed_everything(0)  # the new head draws from the global generator; a resumed run must draw the same
         loaded = serving_copy(learner.loaded)
         self._device = loaded.device
-        pack(loaded.model)  # the policy's notice says so where it cannot
+        pack(loaded.model)  # if it cannot, the policy's own notice has said so
         self._is_packed = packs_rows(loaded.model)
         # float32 even with a bfloat16 policy: returns are compared, and 8 bits of precision blur them. All weights
         # train, under LoRA too: adapters were merged into the copy.
@@ -83,7 +83,7 @@ class CriticLearner:
 
     @torch.no_grad()  # values are data for GAE; only `update` differentiates them
     def values(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return the value before each trained token, [T] per sample on the CPU, 0 elsewhere."""
+        """Return the value before each trained token, [T] per sample on the CPU, 0 at other tokens."""
         found: dict[int, Tensor] = {}
         # Weights are 0 because nothing is summed here.
         for batch in self._batches(samples, [0.0] * len(samples), total=1.0):
@@ -99,8 +99,11 @@ class CriticLearner:
         targets: Sequence[Tensor],
         old: Sequence[Tensor],
     ) -> dict[str, float]:
-        """Do one optimizer update towards `targets` from the values `old`, both [T] per sample; returns metrics."""
-        carried = [  # a batch carries two numbers per token; here they are the target and the old value
+        """Do one optimizer update towards `targets` and return its metrics.
+
+        `old` has the values before the step's first update; `targets` and `old` are [T] per sample.
+        """
+        carried = [  # the batch's advantages hold the targets here, and its log-probabilities the old values
             replace(sample, advantages=target.float(), behaviour=value.float())
             for sample, target, value in zip(samples, targets, old, strict=True)
         ]
@@ -116,7 +119,7 @@ class CriticLearner:
             )
             backward(loss)
             summed += float(loss.detach())
-        # Its own norm is clipped, apart from the policy's: a critic that is far off cannot shorten the policy's step.
+        # The critic's gradient norm is clipped separately, so a large one does not shorten the policy's step.
         norm = apply_gradients(self._optimizer, self._settings, update=self.updates, total=self._total)
         is_skipped = self._skipped.note(norm, update=self.updates)
         self.updates += 1
@@ -130,9 +133,9 @@ class CriticLearner:
         )
 
     def save(self, workdir: Path, learner: PolicyLearner, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a checkpoint next to the learner's and remove old ones, except those of the steps `kept`.
+        """Write a checkpoint next to the learner's and remove old ones, except the newest `keep` and those of `kept`.
 
-        The last two stay at least, because the run's state names the one before until the new state is saved.
+        At least two stay, because the run's stored state names the previous checkpoint until the new state is stored.
         """
         target = step_directory(workdir / "critic", step)
         save_training(target, model=self.model, optimizer=self._optimizer, updates=self.updates, origin=learner.origin)
@@ -147,7 +150,7 @@ class CriticLearner:
 def value_loss(
     values_M: Tensor, *, targets_M: Tensor, old_M: Tensor, weight_M: Tensor, clip: float, total: float = 1.0
 ) -> Tensor:
-    """Return `sum w max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / (2 total)`; c = 0 leaves the first term alone.
+    """Return `sum w max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / (2 total)`; c = 0 omits the second term.
 
     The clipped form comes from the PPO implementation of the paper's authors and is not in the paper (Huang et al.
     2022, "The 37 Implementation Details of Proximal Policy Optimization", detail 9).
@@ -156,8 +159,8 @@ def value_loss(
     if clip:
         # clip(V, old - c, old + c), in the order of VERL's minimum and maximum.
         clipped_M = torch.maximum(torch.minimum(values_M, old_M + clip), old_M - clip)
-        # The larger error is pessimistic, as in the policy's loss: once V has moved by c towards R the clipped term
-        # rules, which has no gradient. A value that moved away from R is still pulled back.
+        # The maximum is pessimistic, as in the policy's loss: once V has moved by c towards R, the clipped term is the
+        # larger one and has no gradient. A value that moved away from R is still pulled back.
         error_M = torch.maximum(error_M, (clipped_M - targets_M) ** 2)
     # Weighted like the policy's loss; the half makes the gradient of one term w (V - R).
     return 0.5 * ((weight_M * error_M).sum() / total)

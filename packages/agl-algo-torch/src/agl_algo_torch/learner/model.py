@@ -1,9 +1,9 @@
-"""Loads a causal language model for training, with full weights or a LoRA adapter, and exports what is served.
+"""Loads a causal language model for training, with full weights or a LoRA adapter, and gives the weights to serve.
 
 A model is a directory or hub name in Hugging Face's format; nothing here knows an architecture.
-Optimisers are in `optim`, files on disk in `checkpoint`, sampling in `engine`.
+Optimizers are in `optim`, files on disk in `checkpoint`, sampling in `engine`.
 
-Limits: one device; quantised base weights can be loaded, but their LoRA cannot be merged for serving.
+Limits: one device. Quantised base weights can be loaded, but an adapter on them cannot be merged for serving.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from agl_objectives.settings import Lora
 
 _COMPUTED = "agl_computed_dtype"
-"""Attribute of a master: the type that it computes in."""
+"""Attribute of a master, a model with float32 weights that computes in another type: that type."""
 
 _CHECKPOINTS = "agl_checkpoints_gradients"
-"""Attribute of a model whose layers are computed again in the backward pass."""
+"""Attribute that is true for a model whose layers are computed again in the backward pass."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A causal LM and its tokenizer on one device; `name` is the directory or hub name that was asked for."""
+    """A causal LM and its tokenizer on one device; `name` is the directory or hub name that it was loaded from."""
 
     name: str
     model: nn.Module
@@ -50,14 +50,14 @@ class LoadedModel:
 
     @property
     def context_length(self) -> int:
-        """Most tokens (prompt plus response) that the position embedding was made for."""
+        """Largest number of tokens, prompt plus response, for which the model has positions."""
         config = cast("Any", self.model).config
         return int(config.max_position_embeddings)
 
 
 @contextmanager
 def no_bars() -> Generator[None]:
-    """Keep transformers from drawing progress bars inside the block, where the experiment draws its own."""
+    """Switch off transformers' progress bars inside the block; the experiment draws its own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -70,7 +70,7 @@ def no_bars() -> Generator[None]:
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """Return the device that `name` means; "auto" is the first GPU where one is usable, else the CPU."""
+    """Return the device named `name`; "auto" is the first GPU if torch can use one, else the CPU."""
     if name != "auto":
         return torch.device(name)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,10 +79,11 @@ def pick_device(name: str = "auto") -> torch.device:
 def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_master: bool = False) -> LoadedModel:
     """Load model and tokenizer from a directory or hub name, in evaluation mode.
 
-    A master holds its weights in float32 and computes in `dtype` inside `computing`. An update of AdamW is about `lr`,
-    and bfloat16 rounds it away where the weight is more than 256 times as large.
+    With `is_master` the model holds its weights in float32 and computes in `dtype` inside `computing`; otherwise it
+    holds them in `dtype`. An update of AdamW moves a weight by about `lr`, and bfloat16 would round this away for a
+    weight more than 256 times as large.
 
-    Raises ConfigError when `dtype` is unknown, the model cannot be read or has no chat template.
+    Raises ConfigError if `dtype` is unknown, the model cannot be read, or it has no chat template.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -112,7 +113,7 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_ma
 
 @contextmanager
 def computing(model: nn.Module) -> Generator[None]:
-    """Let a master compute in its `dtype` inside the block, and recompute layers in the backward pass if it is to."""
+    """Inside the block a master computes in its `dtype`, and checkpointed layers recompute in the backward pass."""
     with _autocast(model), _checkpointed(model):
         yield
 
@@ -126,14 +127,14 @@ def _autocast(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _checkpointed(model: nn.Module) -> Generator[None]:
-    """Mark the layers that recompute as in training, because transformers recomputes no others; dropout stays off."""
+    """Mark the layers that recompute as in training; transformers recomputes no others. Dropout stays off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     is_on = getattr(model, _CHECKPOINTS, False) and torch.is_grad_enabled()
     layers: list[Any] = [layer for _, layer in modules(model) if isinstance(layer, GradientCheckpointingLayer)]
     before = [(layer, layer.training, layer._gradient_checkpointing_func) for layer in layers] if is_on else []
     for layer, mode, recompute in before:
-        layer.training = True  # of the layer alone; `train()` would reach the dropout inside it
+        layer.training = True  # `train()` would also switch on the dropout inside the layer
         layer._gradient_checkpointing_func = partial(_recompute_evaluated, layer, mode, recompute)
     try:
         yield
@@ -143,9 +144,9 @@ def _checkpointed(model: nn.Module) -> Generator[None]:
 
 
 def _recompute_evaluated(layer: Any, mode: bool, recompute: Callable[..., Any], compute: Any, *inputs: Any) -> Any:
-    """Let transformers' `recompute` run a layer, now and in the backward pass, as a layer in `mode`.
+    """Let transformers' `recompute` run a layer with `training` set to `mode`, in the forward and the backward pass.
 
-    Some layers drop out by a flag of their own, and would do so in the first pass and not in the second.
+    Some layers apply dropout by their own `training` flag. Without this they would do so in the first pass only.
     """
 
     def computed(*again: Any) -> Any:
@@ -159,9 +160,9 @@ def _recompute_evaluated(layer: Any, mode: bool, recompute: Callable[..., Any], 
 
 
 def checkpoint_gradients(model: nn.Module) -> None:
-    """Keep only what goes into each layer, and compute the layer again in the backward pass (Chen et al. 2016).
+    """Make a model keep only the inputs of each layer and recompute the layer in the backward pass (Chen et al. 2016).
 
-    Raises ConfigError for a model whose layers cannot do that.
+    Raises ConfigError for a model whose layers do not support this.
     """
     base: Any = cast("Any", model).get_base_model() if has_lora(model) else model
     if not base.supports_gradient_checkpointing:
@@ -176,7 +177,7 @@ def checkpoint_gradients(model: nn.Module) -> None:
 
 
 def without_master(loaded: LoadedModel) -> LoadedModel:
-    """Return the model as it is served: a copy in the type that a master computes in, any other model itself."""
+    """Return the model to serve: of a master a copy in the type that it computes in, any other model unchanged."""
     dtype = getattr(loaded.model, _COMPUTED, None)
     if dtype is None:
         return loaded
@@ -188,7 +189,7 @@ def without_master(loaded: LoadedModel) -> LoadedModel:
 def _is_absent(model: str) -> bool:
     """Return true when `model` names a directory, not a model of the hub, and the directory does not exist."""
     path = Path(model)
-    # "org/name" may be either; it is taken for a directory when its parent exists here.
+    # "org/name" may be a directory or a hub name; it is taken for a directory if `org` exists here.
     is_place = model.startswith((".", "/")) or (len(path.parts) > 1 and path.parent.is_dir())
     return is_place and not path.is_dir()
 
@@ -208,14 +209,14 @@ def add_lora(model: nn.Module, settings: Lora) -> nn.Module:
         target_modules="all-linear" if every else list(settings.targets),
         task_type="CAUSAL_LM",
     )
-    return cast("nn.Module", get_peft_model(cast("Any", model), config)).eval()  # peft makes dropout that is on
+    return cast("nn.Module", get_peft_model(cast("Any", model), config)).eval()  # peft's own dropout is on at first
 
 
 def open_adapter(model: nn.Module, path: str, *, settings: Lora) -> nn.Module:
-    """Return `model` with the adapter in `path`, to train on; for rank 0 merged, with all weights to train.
+    """Return `model` with the trainable adapter in `path`, in evaluation mode.
 
-    It is in evaluation mode, whatever dropout the adapter was made with.
-    Raises ConfigError when the adapter is not the one that the settings describe, or peft is missing.
+    With rank 0 in `settings` the adapter is merged, and all weights are trainable.
+    Raises ConfigError if rank, alpha or targets of the adapter differ from the settings, or peft is missing.
     """
     try:
         from peft import PeftModel
@@ -233,9 +234,9 @@ def open_adapter(model: nn.Module, path: str, *, settings: Lora) -> nn.Module:
 
 
 def refuse_tied_adapters(model: nn.Module) -> None:
-    """Raise ConfigError for an adapter on one of two layers that share their weights, as a head with its embedding.
+    """Raise ConfigError for an adapter on the head or the embedding of a model in which both share their weights.
 
-    It trains that layer alone, and merged into the weights it would change the other one as well.
+    Such an adapter trains only its own layer. Merged into the shared weights it would also change the other layer.
     """
     base = cast("Any", model).get_base_model()
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
@@ -252,7 +253,7 @@ def _is_adapted(layer: nn.Module) -> bool:
 
 
 def _check_adapter(adapted: Any, found: Any, settings: Lora, path: str) -> None:
-    """Raise ConfigError unless the adapter has the rank, the alpha and the targets that were asked for."""
+    """Raise ConfigError unless the adapter has the rank, alpha and targets of the settings."""
     targets = cast("tuple[str, ...]", tuple(sorted(found.target_modules)))
     every = settings.targets == ("all-linear",)
     fits = not _left_out(adapted) if every else set(settings.targets) == set(targets)
@@ -267,7 +268,7 @@ def _check_adapter(adapted: Any, found: Any, settings: Lora, path: str) -> None:
 
 
 def _left_out(adapted: Any) -> list[str]:
-    """Return the linear layers without an adapter, except for the head."""
+    """Return the names of the linear layers without an adapter, except for the head."""
     base = adapted.get_base_model()
     head = base.get_output_embeddings()
     adapters = [module for _, module in modules(base) if hasattr(module, "get_delta_weight")]
@@ -280,12 +281,12 @@ def _left_out(adapted: Any) -> list[str]:
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Return true when `model` carries adapters made by `add_lora`."""
+    """Return true if `model` has LoRA adapters."""
     return hasattr(model, "peft_config")
 
 
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that training changes, by parameter name, as views and not as copies."""
+    """Return the tensors that training changes, by parameter name; they share memory with the parameters."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -306,9 +307,8 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 def served_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a detached copy of the weights to serve, under the base model's names, with adapters merged.
 
-    The merge is computed on the side (W + delta W) and not by peft's merge and unmerge, which would leave rounding in
-    the weights that train; a copy of the model is merged by peft where adapters are more than pairs of matrices (DoRA,
-    trained modules).
+    W + delta W is computed separately, because peft's merge and unmerge would leave rounding errors in the weights that
+    train. If adapters are more than pairs of matrices (DoRA, trained modules), peft merges a copy of the model.
     """
     if not has_lora(model):
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -319,12 +319,12 @@ def served_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_more_than_pairs(model: nn.Module) -> bool:
-    """Return true when trained tensors are other than the two matrices of an adapter and biases."""
+    """Return true if any trained tensor is neither one of an adapter's two matrices nor a bias."""
     return any(not re.search(r"\.lora_[AB]\.|\.bias$", name) for name in trainable_state(model))
 
 
 def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the base model with the adapters' part added to it."""
+    """Yield a copy of every tensor of the base model with the adapters' part added, by its plain name."""
     deltas: dict[str, Tensor] = {}
     # delta W = B A * alpha / rank for each adapted layer, [out, in]; active adapters add up.
     for name, module in modules(base):
@@ -340,10 +340,10 @@ def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Reference:
-    """The frozen policy that a KL penalty or DPO compares with: `model` as it is when this is constructed.
+    """The frozen policy that a KL penalty or DPO compares with: `model` as it was at construction.
 
-    Under LoRA it keeps the adapters' tensors, which take the place of the trained ones while it is asked; otherwise
-    it keeps a copy of the weights.
+    Under LoRA this holds a copy of the adapters, which replaces the trained adapters inside `active`. Otherwise it
+    holds a copy of the whole model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -355,13 +355,13 @@ class Reference:
 
     @contextmanager
     def active(self) -> Generator[nn.Module]:
-        """Yield the reference; under LoRA the trained adapters are out of place inside the block."""
+        """Yield the reference; under LoRA this is `model` itself, with the frozen adapters inside the block."""
         with torch.no_grad(), nullcontext() if self._copy is not None else self._swapped():
             yield self._copy if self._copy is not None else self._model
 
     @contextmanager
     def _swapped(self) -> Generator[None]:
-        """Put the kept adapters in place for the block.
+        """Replace the trained adapters by the frozen ones inside the block.
 
         Tensors are exchanged and not overwritten: a graph that was recorded before still needs the trained ones.
         """

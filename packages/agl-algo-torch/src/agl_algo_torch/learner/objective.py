@@ -2,8 +2,8 @@
 
     sum_t w_t c_t loss_t / total  +  kl_coef * KL  -  entropy_coef * H
 
-`loss_t` comes from a loss of `agl_objectives` or of another plugin, c_t from importance weights, w_t and the total from
-the aggregation. What a loss or a weight must know of other rows is found here before the first micro-batch.
+`loss_t` comes from a loss of `agl_objectives` or of another plugin. c_t is an importance weight; w_t and the total come
+from the aggregation. A loss or a weight that depends on several rows is prepared here before the first micro-batch.
 M is the number of trained tokens of a micro-batch, T the length of a row.
 """
 
@@ -38,14 +38,19 @@ if TYPE_CHECKING:
 
 
 MASK_FLOOR = 0.5
-"""Weight below which `mask` drops a token, the alpha of IcePop (Ling team 2025, arXiv 2510.18855)."""
+"""In the mode `mask` tokens with an importance weight below this are dropped (alpha of IcePop, arXiv 2510.18855)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Numbers of an update's micro-batches, to log: sums over tokens, and peaks.
+    """Collects the metrics of an update over its micro-batches.
 
-    `tokens` keeps those of single tokens, where somebody wants them.
+    Attributes:
+        sums: Sums over tokens, by metric.
+        peaks: Largest values of any token, by metric.
+        weights: Sum of the importance weights.
+        squares: Sum of the squared importance weights.
+        tokens: Takes the numbers of single tokens; None if they are not stored.
     """
 
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
@@ -60,10 +65,10 @@ class Tally:
         self.squares += float((weight_M**2).sum())
 
     def report(self) -> dict[str, float]:
-        """Return the loss and the tokens as they are, the other sums per token, the peaks, and the effective share.
+        """Return the loss and the number of tokens, the means of the other sums per token, the peaks, and more.
 
-        The effective share is the effective sample size of the importance weights, (sum k)^2 / sum k^2, over the
-        tokens: 1 where all weigh the same.
+        `effective_share` is the effective sample size of the importance weights k, (sum k)^2 / sum k^2, divided by the
+        number of tokens. It is 1 if all weights are equal.
         """
         totals, tokens = {"loss", "tokens"}, self.sums["tokens"]
         found = {name: value if name in totals else value / tokens for name, value in self.sums.items()}
@@ -76,13 +81,13 @@ class PolicyObjective:
     """The policy's objective.
 
     Args:
-        algorithm: For messages.
+        algorithm: The algorithm's name, for messages.
         settings: The loss, the weights of tokens and the penalties.
         correction: The importance weights between the sampler and the old policy.
-        updates: Updates of a step.
+        updates: Number of updates of a step.
 
     Raises:
-        ConfigError: A loss is unknown or cannot be called, or a setting has no effect.
+        ConfigError: The loss is unknown or cannot be called, or a setting has no effect.
     """
 
     def __init__(
@@ -107,21 +112,21 @@ class PolicyObjective:
             )
 
     def has_gradient(self, sample: RowSample) -> bool:
-        """Return whether a row can have a gradient at all; the others cost no forward pass."""
-        # A = 0 makes the policy gradient exactly 0; penalties and the entropy bonus have one all the same.
+        """Return whether a row can have a gradient; rows without one need no forward pass."""
+        # A = 0 makes the policy gradient exactly 0, but a penalty or an entropy bonus still has a gradient.
         others = self._settings.kl_coef or self._settings.entropy_coef or self._entry.trains_silent
         return bool(sample.trained_tokens) and (bool(others) or not sample.is_silent)
 
     def weights(self, samples: Sequence[RowSample]) -> tuple[list[float], float]:
-        """Return the weight of a trained token of each sample and the total of the update that they are."""
+        """Return the weight of a trained token of each sample, and the total of the update of these samples."""
         return loss_weights(samples, aggregation=self._aggregation, constant=self._settings.constant_tokens)
 
     def prepared(
         self, samples: Sequence[RowSample], *, learner: PolicyLearner, skips_silent: bool = True
     ) -> list[RowSample]:
-        """Return a step's `samples` with log pi_old where its updates cannot take it from their own forward pass."""
+        """Return a step's samples, with log pi_old unless the update can take it from its own forward pass."""
         # With one update pi_old is pi itself (r = 1), and the forward pass of the update gives it for free.
-        # With several, the weights move under the samples, so pi_old is fixed before the first of them.
+        # With several updates the weights move, so pi_old is computed before the first one.
         if self._updates == 1 and not self._importance.needs_rollouts:
             return list(samples)
         return self.with_old_logprobs(samples, learner=learner, skips_silent=skips_silent)
@@ -129,10 +134,10 @@ class PolicyObjective:
     def with_old_logprobs(
         self, samples: Sequence[RowSample], *, learner: PolicyLearner, skips_silent: bool = True
     ) -> list[RowSample]:
-        """Return `samples` with log pi_old, the log-probabilities before the step's first update, where it is read.
+        """Return the samples with log pi_old, the log-probabilities before the step's first update.
 
-        With `skips_silent` rows without a gradient cost no forward pass, unless importance weights or a survey need
-        those of whole rollouts.
+        With `skips_silent` rows without a gradient get no log pi_old and cost no forward pass, unless importance
+        weights or the survey of the loss need whole rollouts.
         """
         is_whole = not skips_silent or self._importance.needs_rollouts or isinstance(self._loss, SurveyedLoss)
         wanted = [s for s in samples if (s.trained_tokens if is_whole else self.has_gradient(s))]
@@ -142,7 +147,7 @@ class PolicyObjective:
         return self._with_importance(rows) if self._importance.needs_rollouts else rows
 
     def surveyed(self, samples: Sequence[RowSample], *, learner: PolicyLearner) -> list[RowSample]:
-        """Return the rows of an update with what the loss finds in a survey of them."""
+        """Return an update's rows; if the loss surveys updates, with the values of its survey in `extras`."""
         if not isinstance(self._loss, SurveyedLoss):
             return list(samples)
         rows = [sample for sample in samples if sample.trained_tokens]
@@ -156,21 +161,21 @@ class PolicyObjective:
         return [replace(s, extras=by_row[id(s)]) if id(s) in by_row else s for s in samples]
 
     def loss(self, batch: MicroBatch, *, model: nn.Module, tuned: TunedPolicy, tally: Tally) -> Tensor:
-        """Return a micro-batch's part of the update's objective, a scalar with gradient, and add to `tally`.
+        """Return a micro-batch's part of the update's objective, a scalar with gradient, and add metrics to `tally`.
 
-        `tuned` holds the reference of the KL penalty.
+        `tuned` has the reference of the KL penalty.
         """
         scores = batch.scores(model, has_entropy=True, has_bonus=bool(self._settings.entropy_coef))
         logp_M = scores.logp_M  # [M], log pi(y_t), with gradient
-        # log pi_old(y_t), [M]. In a step of one update it is logp itself: r = 1 in value, but the detach keeps
-        # the gradient of r, which is that of logp.
+        # log pi_old(y_t), [M]. In a step of one update it has the values of logp, without gradient: r is 1, and its
+        # gradient is that of logp.
         old_M = logp_M.detach() if batch.old_M is None else batch.old_M
         tokens = batch.tokens(logp_M, old_M=old_M, entropy_M=scores.entropy_M)
         terms = checked_terms(self._entry.name, self._loss(tokens), logp_M)
         loss = batch.mean(self._weighted(terms.loss_M, batch, old_M=old_M, tally=tally))
         if self._settings.kl_coef:
-            # The penalty is a term of the loss, as in GRPO's paper, and not of the reward, as in PPO for RLHF: the
-            # advantages stay those of the task, and a critic need not learn what the policy's drift will cost.
+            # The penalty is a term of the loss, as in GRPO's paper, and not of the reward, as in PPO for RLHF. The
+            # advantages then come from the task alone, and a critic need not predict the penalty.
             with torch.no_grad(), tuned.reference.active() as model_ref:
                 reference_M = batch.logprobs(model_ref)  # [M]
             kl_M = kl_estimate(logp_M, reference_M, kind=self._settings.kl)
@@ -185,8 +190,8 @@ class PolicyObjective:
         return loss
 
     def _weighted(self, loss_M: Tensor, batch: MicroBatch, *, old_M: Tensor, tally: Tally) -> Tensor:
-        """Return the loss of every token times its importance weight."""
-        weight_M = batch.importance_M  # of whole rollouts, or of replayed ones
+        """Return the loss of every token times the token's importance weight."""
+        weight_M = batch.importance_M  # computed in advance, over whole rollouts or for replayed rows
         if weight_M is None and not self._importance.cap:
             return loss_M
         if weight_M is None:
@@ -207,7 +212,7 @@ class PolicyObjective:
             tally.sums[name] += value
 
     def _with_importance(self, samples: list[RowSample]) -> list[RowSample]:
-        """Return the samples with importance weights that were taken over whole rollouts."""
+        """Return the samples with importance weights that are computed over whole rollouts."""
         rows = [sample for sample in samples if sample.old is not None]
         tokens = self._tokens(rows, [sample.behaviour for sample in rows])
         found_M = self._importance.weights(tokens.old_M, tokens.behaviour_M, rollout_M=tokens.rollout_M)
@@ -238,7 +243,7 @@ class PolicyObjective:
 
 
 def _rows_of(values_M: Tensor, rows: Sequence[RowSample]) -> list[Tensor]:
-    """Return values per trained token as one tensor [T] per row, 0 elsewhere."""
+    """Return values per trained token as one tensor [T] per row, 0 at other tokens."""
     found: list[Tensor] = []
     start = 0
     for row in rows:
@@ -253,5 +258,5 @@ def _note_peaks(tally: Tally, logp_M: Tensor, *, old_M: Tensor, behaviour_M: Ten
     if not len(logp_M):
         return
     tally.peaks["ratio_max"] = max(tally.peaks["ratio_max"], float((logp_M - old_M).max().exp()))
-    # In nats. Large values mean that sampler and trainer disagree about the same tokens.
+    # The gap is in nats. Large values mean that sampler and trainer disagree about the same tokens.
     tally.peaks["logprob_gap"] = max(tally.peaks["logprob_gap"], float((old_M - behaviour_M).abs().max()))

@@ -1,7 +1,7 @@
 """Applies AdamW with warm-up and gradient clipping.
 
-The update itself is torch's. This module chooses what is decayed, computes the learning rate, and lets gradients that
-are not finite change nothing. The rate is a pure function of the update number, so a resumed run continues on the same
+The update itself is torch's. This module chooses the parameters that decay, computes the learning rate, and skips
+gradients that are not finite. The rate is a pure function of the update number, so a resumed run continues on the same
 curve.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def learning_rate(settings: Optim, update: int, *, total: int = 0) -> float:
-    """Return the rate of update number `update`, counted from 0, in a run of `total` updates, at which a decay ends."""
+    """Return the learning rate of update number `update`, counted from 0; a decay reaches 0 at update `total`."""
     # Update 0 already moves, by lr / (warmup + 1); update `warmup` is the first at the full rate. Early moments of
     # AdamW are means of few gradients, and full steps along them would go far in accidental directions.
     warm = min(1.0, (update + 1) / (settings.warmup + 1))
@@ -32,7 +32,7 @@ def learning_rate(settings: Optim, update: int, *, total: int = 0) -> float:
 
 
 def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.AdamW:
-    """Return an optimizer over the trainable parameters, matrices and vectors in a group each."""
+    """Return AdamW over the trainable parameters: matrices in one group, vectors in another, which does not decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     # Decay pulls weights towards 0. That is meant for the matrices; a norm's scale of 0 would switch its layer off.
     groups = [
@@ -50,7 +50,7 @@ def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.AdamW:
 def apply_gradients(optimizer: torch.optim.AdamW, settings: Optim, *, update: int, total: int = 0) -> float:
     """Clip the gradient, do one update and clear the gradient; returns the 2-norm before clipping.
 
-    A gradient that is not finite is cleared too, and leaves weights and moments as they were.
+    A gradient that is not finite is cleared without an update; weights and moments stay as they were.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # g <- g * min(1, max_grad_norm / |g|): the direction stays, only long steps are shortened.

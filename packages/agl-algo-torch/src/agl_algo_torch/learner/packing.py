@@ -1,11 +1,12 @@
-"""Runs rows one behind the other in a single long row, without padding, where a model allows it.
+"""Runs several rows as a single long row, without padding, in models that allow it.
 
-Rows meet only in attention. transformers lets a name stand for an attention function: the one here cuts queries, keys
-and values at the ends of the rows and gives each row to torch's own causal attention. The cost is that of the rows and
-no mask is made; a block-diagonal mask would cost the square of all tokens. Position ids count from 0 in every row.
+Only attention lets the tokens of different rows affect each other. transformers looks attention functions up by name:
+the one registered here cuts queries, keys and values at the ends of the rows and gives each row to torch's own causal
+attention. This costs as much as the rows alone and needs no mask; a block-diagonal mask would grow with the square of
+all tokens. Position ids count from 0 in every row.
 
-`pack` tries a model out: two rows side by side have to give what they give alone. Models that mix tokens otherwise
-(state-space layers, sliding windows, positions that nobody can set) keep rows padded, each in a row of its own.
+`pack` tries a model out: rows that are packed must give the same states as rows that run alone. Models that mix tokens
+in other ways (state-space layers, sliding windows, positions that cannot be set) get padded rows.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _PACKED = "agl_packs_rows"
-"""Attribute of a model that takes packed rows."""
+"""Attribute that is true for a model that takes packed rows."""
 
 _ATTENTION = "agl_rows"
-"""Name of the attention function in transformers."""
+"""Name under which this module registers its attention function in transformers."""
 
 
 def packs_rows(model: nn.Module) -> bool:
@@ -38,9 +39,9 @@ def packs_rows(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def pack(model: nn.Module) -> str:
-    """Let a Hugging Face causal LM take packed rows; returns a sentence for people if it cannot, else `""`.
+    """Let a Hugging Face causal LM take packed rows; returns `""`, or a notice to show if the model cannot.
 
-    Other passes of the model give what they gave before. A model that cannot pack is left as it was.
+    Passes over other inputs give the same outputs as before. A model that cannot take packed rows is left unchanged.
     """
     base = bare(model)
     is_packed = _is_plain(base) and _takes(base, model)
@@ -54,9 +55,10 @@ def pack(model: nn.Module) -> str:
 
 
 def packed_inputs(ids_N: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the inputs of a pass over rows of these lengths, whose tokens follow one another in `ids_N`."""
+    """Return the model inputs of a pass over packed rows: `ids_N` has the tokens of all rows, `lengths` their sizes."""
     positions_N = torch.cat([torch.arange(length, device=ids_N.device) for length in lengths])
-    # A mask of four dimensions reaches attention as it is, so that none is made, [N, N]; attention here reads none.
+    # transformers passes a mask of four dimensions on as it is, instead of making one of [N, N]; `_attention` ignores
+    # it.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids_N.device)
     return {
         "input_ids": ids_N[None],
@@ -68,7 +70,7 @@ def packed_inputs(ids_N: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def _is_plain(base: Any) -> bool:
-    """Return true for a model with torch's attention in all layers over all earlier tokens."""
+    """Return true for a model that uses torch's attention over all earlier tokens in every layer."""
     config: Any = getattr(base, "config", None)
     if config is None or config._attn_implementation not in ("sdpa", _ATTENTION):
         return False
@@ -76,7 +78,7 @@ def _is_plain(base: Any) -> bool:
 
 
 def _takes(base: Any, model: nn.Module) -> bool:
-    """Put the attention function in place and return whether packed rows give what they give alone."""
+    """Set the attention function and return whether packed rows give the same states as rows alone; undo it if not."""
     _register()
     before = base.config._attn_implementation
     base.set_attn_implementation(_ATTENTION)
@@ -97,7 +99,7 @@ def _agrees(model: nn.Module) -> bool:
         packed_N_H = network(**packed_inputs(torch.cat(rows), [len(row) for row in rows]))[0]
         alone = [network(input_ids=row[None], use_cache=False)[0] for row in rows]
     expected_N_H = torch.cat(alone)
-    # A model that lets rows see one another differs by as much as its states are large.
+    # If rows affect one another, the difference is as large as the states themselves.
     tolerance = 1e-4 if expected_N_H.dtype == torch.float32 else 2e-2
     scale = float(expected_N_H.float().abs().max())
     return float((packed_N_H - expected_N_H).float().abs().max()) <= tolerance * scale
@@ -120,9 +122,9 @@ def _attention(
     agl_lengths: Sequence[int] = (),
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return transformers' attention of each row by itself; without lengths, that of the whole batch.
+    """Apply transformers' attention to each packed row separately; without `agl_lengths`, to the batch as it is.
 
-    Queries, keys and values are [1, heads, N, head_dim], and the result is [1, N, heads, head_dim].
+    With `agl_lengths` queries, keys and values are [1, heads, N, head_dim], and the result is [1, N, heads, head_dim].
     """
     from transformers.integrations import sdpa_attention
 

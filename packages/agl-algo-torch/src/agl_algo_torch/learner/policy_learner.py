@@ -1,6 +1,6 @@
-"""The model in training: opened from a published resource, saved, restored and exported again.
+"""The model in training: opened from a published resource, updated, saved, restored and exported.
 
-The algorithms share it, so that each of them reads as its own loop. It decides nothing about losses.
+Algorithms share this module, so that the file of each contains only its own loop. Nothing here depends on the loss.
 Everything here blocks; algorithms call it in a thread.
 """
 
@@ -46,7 +46,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """The settings of a model in training; `total` updates are those of the whole run, at which a decay ends."""
+    """The settings of a model in training.
+
+    Attributes:
+        optim: AdamW and its learning rate.
+        lora: Adapters in place of all weights.
+        compute: Device, precision and memory.
+        total: Updates of the whole run, after which a decay of the learning rate is 0; 0 if the number is unknown.
+    """
 
     optim: Optim
     lora: Lora = Lora()
@@ -62,14 +69,17 @@ class LearnerSettings:
 
 
 class PolicyLearner:
-    """A model, its AdamW and the number of updates done; `origin` is the resource that it was opened from.
+    """A model in training, its AdamW optimizer and the number of updates done.
 
-    `skipped` counts the updates that were not made since then, and `notices` are sentences for people about what the
-    model does not allow.
+    Attributes:
+        origin: The resource that the model was opened from.
+        updates: Number of updates done, skipped ones included.
+        skipped: Counts the updates that were skipped since the model was opened.
+        notices: Sentences to show about optimisations that the model does not allow.
     """
 
     def __init__(self, *, origin: Weights, settings: LearnerSettings) -> None:
-        """Load `origin`; raises ConfigError when it cannot be loaded."""
+        """Load `origin`; raises ConfigError if it cannot be loaded."""
         self.settings = settings
         self.origin = origin
         self.updates = 0
@@ -83,24 +93,24 @@ class PolicyLearner:
 
     @classmethod
     def resume(cls, source: Path, *, settings: LearnerSettings) -> PolicyLearner:
-        """Open the checkpoint that `save` wrote; continues bit for bit on the same machine and thread count."""
+        """Open a checkpoint of `save`; training continues bit for bit on the same machine with as many threads."""
         learner = cls(origin=read_origin(source), settings=settings)
         learner.load(source)
         return learner
 
     def load(self, source: Path) -> None:
-        """Continue from the checkpoint that `save` wrote for the same origin and settings."""
+        """Continue from a checkpoint that `save` wrote with the same origin and settings."""
         self.updates = load_training(source, model=self.loaded.model, optimizer=self.optimizer)
 
     def use_threads(self) -> None:
-        """Set torch to the configured number of threads in the calling thread; one is fastest for tiny models."""
+        """Set torch's number of threads for the calling thread, if it is configured; 1 is fastest for tiny models."""
         if self.settings.compute.threads:
             torch.set_num_threads(self.settings.compute.threads)
 
     def batches(
         self, samples: Sequence[RowSample], weight: Sequence[float], *, total: float = 1.0
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of rows, see `micro_batches`."""
+        """Yield micro-batches of the samples, see `micro_batches`."""
         return micro_batches(
             samples,
             weight,
@@ -111,7 +121,10 @@ class PolicyLearner:
         )
 
     def logprobs(self, samples: Sequence[RowSample], *, model: nn.Module | None = None) -> list[Tensor]:
-        """Return the log-probabilities of trained tokens, see `recompute_logprobs`; of `model` if given."""
+        """Return the log-probabilities of trained tokens under `model`, by default the one in training.
+
+        See `recompute_logprobs`.
+        """
         self.use_threads()  # the setting belongs to the calling thread, and each call may come from another
         return recompute_logprobs(
             model or self.loaded.model,
@@ -121,10 +134,11 @@ class PolicyLearner:
         )
 
     def apply(self, report: Mapping[str, float]) -> dict[str, float]:
-        """Do one optimizer update with the accumulated gradient; returns `report` with the 2-norm before clipping.
+        """Do one optimizer update with the accumulated gradient; returns `report` with `grad_norm` added.
 
-        A gradient that is not finite is skipped: `updates` goes on, the weights stay, and the report has its finite
-        numbers and `updates_nonfinite`. Raises AglError when too many in a row are not finite.
+        This is the 2-norm before clipping. If the gradient is not finite, the update is skipped: the weights stay,
+        `updates` still counts it, and the result has the finite numbers of `report` and `updates_nonfinite`.
+        Raises AglError if too many updates in a row are skipped.
         """
         norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates, total=self.settings.total)
         is_skipped = self.skipped.note(norm, update=self.updates)
@@ -135,13 +149,13 @@ class PolicyLearner:
 
     @property
     def moves(self) -> int:
-        """Updates since this learner was opened, or since the checkpoint's first one, that changed the weights."""
+        """A counter that rises by 1 with every update that changes the weights; skipped updates leave it as it is."""
         return self.updates - self.skipped.total
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a training checkpoint and remove all but the newest `keep`, the last two and those of `kept`.
+        """Write a training checkpoint and remove old ones, except the newest `keep` and those of the steps `kept`.
 
-        The run's state names the one before until the new state is saved.
+        At least two stay, because the run's stored state names the previous checkpoint until the new state is stored.
         """
         save_training(
             step_directory(workdir / "state", step),
@@ -153,23 +167,23 @@ class PolicyLearner:
         prune(workdir / "state", step=step, keep=max(2, keep), kept=kept)
 
     def served(self, workdir: Path, *, step: int) -> Weights:
-        """Return the resource that names the weights to serve of a step, which need not be written yet."""
+        """Return the resource that names a step's weights to serve; the files need not exist yet."""
         return served_weights(self.loaded, step_directory(workdir.absolute() / "weights", step))
 
     def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
-        """Write the weights to serve and return the resource that names them; prunes like `save`."""
+        """Write the weights to serve and return the resource that names them; removes old ones as `save` does."""
         weights = save_served(self.loaded, step_directory(workdir.absolute() / "weights", step))
         prune(workdir / "weights", step=step, keep=max(2, keep), kept=kept)
         return weights
 
 
 def saved_path(workdir: Path, step: int) -> str:
-    """Return the path that `PolicyLearner.save` wrote for a step, `""` before the first."""
+    """Return the path of the checkpoint that `PolicyLearner.save` writes for a step, `""` for step 0."""
     return str(step_directory(workdir.absolute() / "state", step)) if step else ""
 
 
 def tuned_name(context: AlgorithmContext, *, algorithm: str) -> str:
-    """Return the one resource that the algorithm tunes; raises ConfigError unless there is exactly one."""
+    """Return the name of the resource that the algorithm tunes; raises ConfigError unless there is exactly one."""
     if len(context.tunes) != 1:
         raise ConfigError(
             f"{algorithm} trains the weights of one policy, but tunes {list(context.tunes)}. "
@@ -179,7 +193,7 @@ def tuned_name(context: AlgorithmContext, *, algorithm: str) -> str:
 
 
 def tuned_weights(resource: Resource, *, name: str) -> Weights:
-    """Return the resource as weights; raises ConfigError for an endpoint, whose weights cannot be reached."""
+    """Return the resource if it is weights; raises ConfigError for others, such as an endpoint, which cannot train."""
     if not isinstance(resource, Weights):
         raise ConfigError(
             f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "
@@ -194,7 +208,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
-    """Load the weights as the settings ask: with a new adapter, with the published one, or all of them to train."""
+    """Load the weights for training: with a new adapter, with the published adapter, or with all weights trainable."""
     seed_everything(0)  # adapters start from the same random matrices on every start
     path = origin.uri if origin.format == "hf" else origin.base_model
     # Under LoRA the base is frozen and the adapters are float32 anyway; else the weights in training are a master.
@@ -210,7 +224,7 @@ def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
 
 
 MEASURED_S = 5.0
-"""Seconds that the measurement of an update may take, about."""
+"""Approximate limit on the seconds that a measurement of updates takes."""
 
 _FEW = 4
 
@@ -218,12 +232,12 @@ _FEW = 4
 def update_seconds(
     update: Callable[[Sequence[RowSample]], object], rows: Sequence[tuple[int, int]], *, vocabulary: int
 ) -> float:
-    """Return the seconds of `update` on rows of so many tokens, of which so many train.
+    """Return the seconds that `update` takes on `rows`, each given as (tokens, trained tokens).
 
-    The cost follows from the lengths of rows and from nothing that they say, so random rows can be tried out. A first
-    update of a few rows is not counted: torch allocates and chooses kernels in it. The time of the next one says how
-    many rows can be tried; where that is not all of them, the seconds of the others follow from their tokens.
-    The weights move, so the learner must be one that is dropped afterwards.
+    The cost depends only on the lengths of the rows, so rows of random tokens are measured. A first update of a few
+    rows is not counted, because torch allocates memory and chooses kernels in it. The time of a second update of the
+    same rows limits the number of rows that are measured; the time of all rows is then extrapolated by their tokens.
+    `update` changes the weights, so the learner must not be used for training afterwards.
     """
     made = [random_row(number, tokens, trained, vocabulary) for number, (tokens, trained) in enumerate(rows)]
 
@@ -240,7 +254,7 @@ def update_seconds(
 
 
 def random_row(number: int, tokens: int, trained: int, vocabulary: int) -> RowSample:
-    """Return a row of random tokens, the last of which train, with advantages of both signs."""
+    """Return a row of random tokens; its last `trained` tokens train, with the advantage 1 or -1 by `number`."""
     draw = random.Random(number)
     size = max(2, tokens)  # a row's first token is never predicted
     answer = min(max(1, trained), size - 1)

@@ -1,8 +1,8 @@
-"""The rollouts of earlier steps that `grpo` and `ppo` train once more, with weights for the policy that drew them.
+"""Rollouts of earlier steps that `grpo` and `ppo` train once more: their importance weights and their files.
 
-`agl_objectives.replay` says which rollouts those are and within what bounds. Here are their weights,
-c_t = min(pi_old / mu, bound), which is the correction that `objective.py` makes for the sampler's numerics, here
-for a sampler that is some versions old; and the files in which they outlast a restart.
+`agl_objectives.replay` chooses the rollouts. An older version mu of the policy sampled them, so their tokens get the
+weights c_t = min(pi_old / mu, bound). `objective.py` makes the same correction for the sampler's numerics. The files
+keep the rollouts over a restart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agl_objectives.settings import Replay
 
 TENSORS = ("ids", "mask", "advantages", "behaviour", "temperature")
-"""The tensors of a row that are kept; what a later step computes anew is not."""
+"""The tensors of a row that are saved; a later step computes the others again."""
 
 
 class ReplayBuffer:
@@ -37,8 +37,8 @@ class ReplayBuffer:
 
     Attributes:
         pool: The rollouts.
-        share: Their share of a step's trained rollouts; 0 turns replay off.
-        bound: Bound on their importance weights.
+        share: Share of replayed rollouts among a step's trained rollouts; 0 turns replay off.
+        bound: Upper bound on the importance weights of replayed rollouts.
     """
 
     def __init__(self, algorithm: str, settings: Replay) -> None:
@@ -48,12 +48,12 @@ class ReplayBuffer:
     def weighed(
         self, rows: Sequence[RowSample], *, objective: PolicyObjective, learner: PolicyLearner
     ) -> list[RowSample]:
-        """Return rows with log pi_old and with importance weights for the policy that drew them."""
+        """Return the rows with log pi_old, and with importance weights against the version that sampled each row."""
         found = objective.with_old_logprobs(rows, learner=learner, skips_silent=False)
         return [replace(row, importance=self._weights(row)) for row in found]
 
     def truncated(self, rows: Sequence[RowSample]) -> dict[str, float]:
-        """Return the mean weight of the trained tokens of weighed rows, and the share of them at the bound."""
+        """Return as metrics the mean importance weight of the rows' trained tokens, and the share at the bound."""
         weights = [row.importance[row.trained] for row in rows if row.importance is not None]
         if not weights:
             return {}
@@ -64,7 +64,7 @@ class ReplayBuffer:
         }
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write the rows next to the checkpoint of a step, and remove old ones as `PolicyLearner.save` does."""
+        """Write the rows of the pool for a step, and remove older files by the rule of `PolicyLearner.save`."""
         if not self.share:
             return
 
@@ -79,7 +79,7 @@ class ReplayBuffer:
         prune(workdir / "replay", step=step, keep=max(2, keep), kept=kept)
 
     def load(self, workdir: Path, *, step: int) -> None:
-        """Continue with the rows that were saved at a step; with none where replay was off then."""
+        """Continue with the rows that were saved at a step; without saved rows the pool stays as it is."""
         source = step_directory(workdir / "replay", step)
         if not self.share or not source.is_dir():
             return
@@ -89,7 +89,7 @@ class ReplayBuffer:
         self.pool.restore(state["pool"], rows)
 
     def _weights(self, row: RowSample) -> Tensor:
-        """Return c_t of every token, [T]; it is read at trained tokens only."""
+        """Return c_t of every token, [T]; only the values at trained tokens are meaningful."""
         if row.old is None:
             raise AssertionError("log pi_old of a replayed row is computed first")
         return (row.old - row.behaviour).exp().clamp(max=self.bound)

@@ -1,13 +1,13 @@
-"""Scores trained tokens: their log-probabilities and the entropies before them, without the logits of a whole pass.
+"""Scores trained tokens, by log-probability and entropy, without ever holding the logits of a whole pass.
 
-Logits are the largest tensors of a pass: 16,384 positions of a vocabulary of 151,936 take 9 GiB in float32, and a loss
-needs several such tensors at a time. A model therefore runs up to its last hidden state, the positions before trained
-tokens are chosen, and its head turns them into logits a chunk at a time. The backward pass computes the logits of a
-chunk again, so one chunk is in memory at any time.
+Logits are the largest tensors of a pass: 16,384 positions with a vocabulary of 151,936 take 9 GiB in float32, and a
+loss needs several such tensors at a time. A model therefore runs up to its last hidden state. The hidden states before
+trained tokens are selected, and the head turns them into logits one chunk at a time. The backward pass computes the
+logits of a chunk again, so only one chunk is in memory at any time.
 
-That is exact where the model's logits are what its head returns for the last hidden state, which `find_head` tries out.
-Other models (a cap or a scale on the logits) run as a whole.
-M is the number of trained tokens of a micro-batch, H the width of a hidden state, V the vocabulary.
+This is exact for a model with a plain head, which means that the model's logits are the output of its head for the last
+hidden state. `find_head` tests it. Other models (with a cap or a scale on the logits) run as a whole.
+M is the number of trained tokens of a micro-batch, H the width of a hidden state, V the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PLAIN = "agl_plain_head"
-"""Attribute of a model whose logits are what its head returns for the last hidden state."""
+"""Attribute that is true for a model with a plain head."""
 
 FEWEST_POSITIONS = 128
-"""Positions of a chunk at least: each chunk writes one gradient of the head, which is V x H numbers."""
+"""Fewest positions of a chunk. Each chunk writes a gradient of the head, V x H numbers, so small chunks cost time."""
 
 CHUNK_LOGITS = 2**22
-"""Logits of a chunk, 16 MiB in float32; a large vocabulary has more."""
+"""Logits of a chunk, 16 MiB in float32; with a large vocabulary `FEWEST_POSITIONS` makes it more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """The scores that a model gives trained tokens, [M] each, at least float32.
+    """The scores that a model gives to trained tokens, [M] each, at least float32, in nats.
 
     Attributes:
-        logp_M: Log-probability of each token at the temperature that it was sampled with, nats.
-        entropy_M: Entropy of the model's own distribution, nats, without gradient; where it was asked for.
-        bonus_M: Entropy at the temperature, with gradient; where it was asked for.
+        logp_M: Log-probability of each token at its sampling temperature, with gradient.
+        entropy_M: Entropy of the model's distribution at temperature 1, without gradient; None unless requested.
+        bonus_M: Entropy of the distribution at the sampling temperature, with gradient; None unless requested.
     """
 
     logp_M: Tensor
@@ -53,7 +53,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The tokens to score, [M] each, and which entropies are wanted with them."""
+    """The tokens to score and their sampling temperatures, [M] each, and the entropies that are requested."""
 
     targets_M: Tensor
     temperature_M: Tensor
@@ -64,12 +64,12 @@ class Wanted:
         """Return the scores of these tokens."""
         logp_M = token_logprobs(logits_M_V, targets_M=self.targets_M, temperature_M=self.temperature_M)
         bonus_M = policy_entropy(logits_M_V, temperature_M=self.temperature_M) if self.has_bonus else None
-        # Last: it has no gradient, so the backward pass stops before it when it computes a chunk again.
+        # The entropy comes last: it has no gradient, so the backward pass skips it when it computes a chunk again.
         entropy_M = entropy(logits_M_V.detach()) if self.has_entropy else None
         return Scores(logp_M=logp_M, entropy_M=entropy_M, bonus_M=bonus_M)
 
     def chunks(self, size: int) -> list[Wanted]:
-        """Return the tokens in chunks of at most `size`, at least one chunk."""
+        """Return the tokens in one or more chunks of at most `size`."""
         parts = zip(split(self.targets_M, size), split(self.temperature_M, size), strict=True)
         return [
             Wanted(targets_M=y, temperature_M=tau, has_entropy=self.has_entropy, has_bonus=self.has_bonus)
@@ -78,7 +78,7 @@ class Wanted:
 
 
 def score_hidden(model: nn.Module, hidden_M_H: Tensor, wanted: Wanted) -> Scores:
-    """Return the scores of tokens by the last hidden states before them; the model has a plain head."""
+    """Return the scores of M tokens from the last hidden states before them; needs a plain head."""
     size = max(FEWEST_POSITIONS, CHUNK_LOGITS // int(bare(model).config.get_text_config().vocab_size))
 
     def score(part_H: Tensor, part: Wanted) -> Scores:
@@ -101,13 +101,13 @@ def _joined(parts: list[Scores]) -> Scores:
 
 
 def apply_head(model: nn.Module, hidden_M_H: Tensor) -> Tensor:
-    """Return the logits of the last hidden states before M tokens, [M, V]; the model has a plain head."""
+    """Return the head's logits for M hidden states, [M, V]; needs a plain head."""
     with computing(model):
         return _head(model)(hidden_M_H)
 
 
 def trunk(model: nn.Module) -> Callable[..., Tensor]:
-    """Return the network below the head of a Hugging Face causal LM, adapters included; it gives [B, T, H]."""
+    """Return the network below the head of a Hugging Face causal LM, adapters included, as in `last_hidden_states`."""
     return last_hidden_states(bare(model).base_model)
 
 
@@ -130,16 +130,16 @@ def whole_logits(model: nn.Module) -> Callable[..., Tensor]:
 
 
 def has_plain_head(model: nn.Module) -> bool:
-    """Return true for a model in which `find_head` found a plain head."""
+    """Return true if `find_head` has found that the model has a plain head."""
     return getattr(model, _PLAIN, False)
 
 
 @torch.no_grad()
 def find_head(model: nn.Module) -> str:
-    """Note on the model whether its head is plain; returns a sentence for people if it is not, else `""`.
+    """Test whether a model's head is plain, and mark the model; returns `""`, or a notice to show if it is not plain.
 
-    One forward pass of a few tokens has its head's output replaced. The head is plain if what the model returns is this
-    output as it is, and if the head got what the network below it returns.
+    The output of the head is replaced in one forward pass of a few tokens. The head is plain if the model returns
+    exactly this output, and if the input of the head is the output of the network below it.
     """
     is_plain = _head(model) is not None and _passes_through(model)
     setattr(model, _PLAIN, is_plain)
@@ -179,14 +179,14 @@ def bare(model: nn.Module) -> Any:
 
 
 def _head(model: nn.Module) -> Any:
-    """Return the layer that makes logits, `None` for a model without one."""
+    """Return the layer that computes the logits, `None` for a model without such a layer."""
     base = bare(model)
     return base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
 
 
 def scaled(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
     """Return `logits / temperature`, [M, V], at least float32."""
-    # The sampler drew from softmax(z / tau), so that is the policy; with tau = 1 it is the model itself.
+    # The sampler drew from softmax(z / tau), so this is the policy; with tau = 1 it is the model's own distribution.
     # bfloat16 has 8 bits of precision, too few for a log-sum over a vocabulary: compute in float32 or better.
     return logits_M_V.to(torch.promote_types(logits_M_V.dtype, torch.float32)) / temperature_M[:, None]
 
@@ -202,7 +202,7 @@ def token_logprobs(logits_M_V: Tensor, *, targets_M: Tensor, temperature_M: Tens
 def entropy(logits_M_V: Tensor) -> Tensor:
     """Return the entropy of `softmax(logits)` per position in nats, [M], without gradient.
 
-    The temperature is left out: this watches the model, whatever it was sampled with.
+    The sampling temperature does not enter, because this metric is about the model.
     """
     with torch.no_grad():
         logp_M_V = logits_M_V.float().log_softmax(dim=1)  # [M, V]
@@ -210,6 +210,6 @@ def entropy(logits_M_V: Tensor) -> Tensor:
 
 
 def policy_entropy(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
-    """Return the entropy of `softmax(logits / temperature)` in nats, [M], with gradient: that of what was sampled."""
+    """Return the entropy of `softmax(logits / temperature)`, the sampling distribution, in nats, with gradient, [M]."""
     logp_M_V = scaled(logits_M_V, temperature_M=temperature_M).log_softmax(dim=1)
     return -(logp_M_V.exp() * logp_M_V).sum(dim=1)

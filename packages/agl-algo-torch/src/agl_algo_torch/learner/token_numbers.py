@@ -1,7 +1,7 @@
-"""Keeps what a step knows of single tokens, their entropies and advantages, for `agl why` and the console.
+"""Stores the entropy and the advantage of every token of a step, for `agl why` and the console.
 
-The update computes both anyway; keeping them costs a copy to the CPU. Of several passes over a token the first one
-counts, which is closest to the policy that sampled it.
+The update computes both anyway; storing them costs a copy to the CPU. If a step has several passes over a token, the
+numbers of the first pass count, because its policy is closest to the one that sampled the token.
 T is the length of a row, M the number of trained tokens of a micro-batch.
 """
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from agl_algo_torch.learner.batch import MicroBatch, RowSample
 
 ENTROPY, ADVANTAGE = "entropy", "advantage"
-"""Names in `CallUse.tokens`."""
+"""Keys of `CallUse.tokens`."""
 
 
 class TokenNumbers:
-    """The numbers of the tokens of a step's calls, in half precision, by rollout and call."""
+    """The entropies and advantages of the tokens of a step's calls, in half precision, by rollout and call."""
 
     def __init__(self) -> None:
         self._found: defaultdict[tuple[str, str], dict[str, bytes]] = defaultdict(dict[str, bytes])
 
     def note_entropies(self, batch: MicroBatch, entropy_M: Tensor) -> None:
-        """Keep the entropies of a micro-batch's trained tokens, unless an earlier pass gave those of the call."""
+        """Store the entropies of a micro-batch's trained tokens, except in calls whose entropies are already stored."""
         self._note_batch(ENTROPY, batch, entropy_M)
 
     def note_gaps(self, batch: MicroBatch, gap_M: Tensor) -> None:
-        """Keep by how much a teacher prefers each token of a micro-batch as its advantage."""
+        """Store as each token's advantage by how much the teacher prefers it, except in calls that have advantages."""
         self._note_batch(ADVANTAGE, batch, gap_M)
 
     def note_advantages(self, samples: Iterable[RowSample]) -> None:
-        """Keep the advantages of calls whose tokens differ in theirs."""
+        """Store the advantages of each call in which the advantage differs from token to token."""
         for sample in samples:
             chosen = sample.trained
             for part in sample.parts:
@@ -53,7 +53,7 @@ class TokenNumbers:
                     self._note(ADVANTAGE, sample, part, sample.advantages)
 
     def added(self, uses: Mapping[str, tuple[CallUse, ...]]) -> dict[str, tuple[CallUse, ...]]:
-        """Return the uses of calls, by rollout id, with the numbers of their tokens."""
+        """Return the uses of calls, by rollout id, with the stored numbers of the calls' tokens."""
         return {
             rollout: tuple(replace(use, tokens=self._found.get((rollout, use.span_id), {})) for use in calls)
             for rollout, calls in uses.items()

@@ -1,7 +1,7 @@
-"""The policy that an algorithm trains over its steps, and the part of such algorithms that has no mathematics.
+"""The policy that an algorithm trains over its steps, and the code that all such algorithms share apart from the loss.
 
-The model is opened when the first step needs it, and again when another algorithm has published weights since.
-The algorithms share this, so that each of them reads as its own loop. It decides nothing about losses.
+The model is opened for the first step, and again for a step after another algorithm has published weights.
+Algorithms share this module, so that the file of each contains only its own loop. Nothing here depends on the loss.
 """
 
 from __future__ import annotations
@@ -32,27 +32,32 @@ if TYPE_CHECKING:
     from agl_objectives.settings import Saving
 
     WriteFn = Callable[[int, Collection[int]], None]
-    """Writes files of a step, and removes old ones except those of the kept steps."""
+    """Writes an algorithm's own files of a step, and removes old ones except those of the given steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A checkpoint of fewer updates than were done: the one that training went back to; `""` for none."""
+    """The state after training went back, until the next step ends.
+
+    Attributes:
+        checkpoint: Path of the checkpoint that training went back to; `""` if there was none.
+        updates: Updates done, those that going back has undone included.
+    """
 
     checkpoint: str
     updates: int
 
 
 class TunedPolicy:
-    """One policy in training, and the steps and updates that it has behind it. Call `begin` first.
+    """One policy in training, with the numbers of steps and updates done. Call `begin` first.
 
     Args:
         algorithm: The algorithm's registered name, for messages.
         settings: Optimizer, adapters, device.
-        saving: When states are saved, and how many stay on disk besides those to which the experiment may go back and
-            the weights that were live at the last two saves.
-        has_reference: Can give the policy as it was at this algorithm's start, a resumed run included. Its copy of the
-            weights takes memory only from the first time that it is asked for.
+        saving: When states are saved, and how many stay on disk. States to which the experiment may go back and the
+            weights that were live at the last two saves stay in addition.
+        has_reference: Whether `reference` is needed: the policy at this algorithm's start, also in a resumed run.
+            Without LoRA the copy of the weights takes memory only from its first use.
         others: Writes the algorithm's own files next to a checkpoint.
     """
 
@@ -73,15 +78,18 @@ class TunedPolicy:
         self._unwritten: int | None = None  # the step whose published weights are in memory only
         self._learner: PolicyLearner | None = None
         self._reference: Reference | None = None
-        self._start: Weights | None = None  # what the reference was opened from
-        self._untouched = -1  # updates at which the learner has the weights that it was opened from; -1 for never
+        self._start: Weights | None = None  # the resource that the reference was opened from
+        self._untouched = -1  # the learner's updates while it still has the weights of its origin; -1 for never
         self._opened = ""  # the version that `_learner` was opened from
         self._said = set[str]()
         self._rate = 1.0  # factor of the learning rate, smaller after each time that training went back
         self._behind: Behind | None = None  # the older checkpoint that training went back to, until the next one
 
     def begin(self, context: AlgorithmContext, *, publishes_steps: bool = True) -> None:
-        """Take the algorithm's context; raises ConfigError unless one policy with reachable weights is tuned."""
+        """Take the algorithm's context; raises ConfigError unless it tunes one policy with reachable weights.
+
+        `publishes_steps` is false for an algorithm that does not publish in every step.
+        """
         self._context = context
         self.name = tuned_name(context, algorithm=self.algorithm)
         self._live = LiveAtSaves(context, self.name)
@@ -107,13 +115,13 @@ class TunedPolicy:
         return self._reference
 
     def tried_out(self, weights: Weights) -> PolicyLearner:
-        """Return a learner of weights to try updates out, without a context; it is the reference as well."""
+        """Return a learner for timing updates on `weights`, without a context; its model is also the reference."""
         learner = PolicyLearner(origin=weights, settings=self.settings)
         self._reference = Reference(learner.loaded.model) if self._has_reference else None
         return learner
 
     async def learner(self) -> PolicyLearner:
-        """Return the learner, opened again when another algorithm has published weights since."""
+        """Return the learner; it is opened again if another algorithm has published weights since the last step."""
         version = self._context.current(self.name)
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._learner is None or is_foreign:
@@ -124,13 +132,13 @@ class TunedPolicy:
         return self._learner
 
     def start_updates(self) -> None:
-        """Note that the weights begin to change: until the step has finished they are those of no step."""
+        """Note that the weights begin to change; they cannot be saved until `finish` ends the step."""
         self._is_moving = True
 
     async def finish(self, *, has_moved: bool) -> tuple[str, ...]:
-        """End a step: make its weights live if they have moved, and save them unless that may wait.
+        """End a step: publish the weights if they have moved, and save a state unless the experiment defers saving.
 
-        Returns `name@version` of what was published.
+        Returns `name@version` of the published resource, or nothing.
         """
         learner, step = self.opened, self.step + 1
         published = (await self._publish(step),) if has_moved else ()
@@ -143,7 +151,11 @@ class TunedPolicy:
         return published
 
     async def save(self, must: bool) -> bool:
-        """Write what training continues from and the weights that are live; see `defer` of the context."""
+        """Write a checkpoint, and the live weights if they are only in memory; returns whether it has written.
+
+        The experiment calls this when it saves, see `AlgorithmContext.defer`. Without `must` only a save that is due is
+        written. During the updates of a step nothing is written.
+        """
         if self._is_moving or not (must or self._interval.is_due()):
             return False
         started = time.perf_counter()
@@ -162,7 +174,7 @@ class TunedPolicy:
             learner.export(workdir, step=self._unwritten, keep=self._saving.keep, kept=self._live.beside(kept))
 
     async def _publish(self, step: int) -> str:
-        """Make the weights live, from memory where the policy can take them so; returns `name@version`."""
+        """Publish the weights, from memory if the policy's server can take them; returns `name@version`."""
         learner, context = self.opened, self._context
         offer = offer_of(context, self.name)
         if offer is None:
@@ -176,7 +188,10 @@ class TunedPolicy:
         return f"{self.name}@{version.version}"
 
     def state(self) -> dict[str, Json]:
-        """Return the counts, the newest checkpoint, the version that it was opened from and the reference's weights."""
+        """Return the counts, the newest checkpoint, the version that the model was opened from, and the reference.
+
+        `rate` is the factor of the learning rate. `updates_done` is None unless training went back to `checkpoint`.
+        """
         start = None if self._start is None else to_builtins(self._start)
         checkpoint = saved_path(self._context.workdir, self.step) if self._behind is None else self._behind.checkpoint
         done = None if self._behind is None else self._behind.updates
@@ -191,7 +206,7 @@ class TunedPolicy:
         }
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, optimizer moments and the reference included."""
+        """Continue from a checkpoint: weights, optimizer moments and the reference."""
         self._live.note()
         self.step, self.updates = int(state["step"]), int(state["updates"])
         self._opened = str(state["opened"])
@@ -207,8 +222,8 @@ class TunedPolicy:
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier `state`, with `rate` times the learning rate.
 
-        Without the state's checkpoint, and for an empty state, training continues from the live weights with new
-        moments; the curve of the learning rate goes on.
+        If the state is empty or its checkpoint is gone, training continues from the live weights with new moments. The
+        curve of the learning rate goes on from the updates done.
         """
         checkpoint = str(state.get("checkpoint", ""))
         if checkpoint and not Path(checkpoint).is_dir():
@@ -227,7 +242,7 @@ class TunedPolicy:
         self._learner = self._reference = None
 
     def _say_notices(self, learner: PolicyLearner) -> None:
-        """Say what the model does not allow, once."""
+        """Show the learner's notices, each once."""
         for notice in learner.notices:
             if notice not in self._said:
                 self._said.add(notice)
@@ -235,7 +250,7 @@ class TunedPolicy:
 
     @property
     def opened(self) -> PolicyLearner:
-        """The learner, which the step has opened."""
+        """The learner; a step must have opened it."""
         if self._learner is None:
             raise AssertionError("a step saves and publishes after its update, which opened the learner")
         return self._learner
@@ -243,7 +258,7 @@ class TunedPolicy:
     def _open(self, version: ResourceVersion) -> PolicyLearner:
         origin = tuned_weights(version.resource, name=self.name)
         if self._has_reference and self._start is None:
-            # What an algorithm published, it also removes; the reference is needed again when the run is resumed.
+            # An algorithm removes the weights that it published, but a resumed run needs those of the reference again.
             is_removable = bool(version.algorithm) and Path(origin.uri).is_dir()
             self._start = keep_start(origin, self._context.workdir / "start") if is_removable else origin
             origin = self._start
@@ -263,12 +278,12 @@ class TunedPolicy:
         return learner
 
     def _keep_adapters(self, learner: PolicyLearner) -> None:
-        """Take the reference now under LoRA, where it is the adapters; a copy of all weights waits until it is used."""
+        """Copy the reference now if it is only adapters (LoRA); a copy of all weights is made at its first use."""
         if self._has_reference and self.settings.lora.rank and self._reference is None:
             self._reference = self._reference_beside(learner)
 
     def _reference_beside(self, learner: PolicyLearner) -> Reference:
-        """Return the policy at this algorithm's start: the learner's own while it has not moved, else read again."""
+        """Return the policy at this algorithm's start: the learner's if it has not moved yet, else read from disk."""
         start = self._start or learner.origin
         is_there = start == learner.origin and learner.updates == self._untouched
         at_start = learner if is_there else PolicyLearner(origin=start, settings=self.settings)
@@ -280,15 +295,15 @@ class TunedPolicy:
 
 
 def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:
-    """Raise ConfigError when there is nothing to collect rollouts on."""
+    """Raise ConfigError if the experiment has no training tasks."""
     if not context.train:
         raise ConfigError(f"{algorithm} needs training tasks, but the experiment has none. Set `train` to a dataset.")
 
 
 class OnPolicy:
-    """The part of an algorithm that has nothing to do with its loss: some steps on rollouts of its own.
+    """The base of an algorithm with a fixed number of steps on its own rollouts: all of it but the loss.
 
-    Subclasses set `_groups`, `_tuned` and `_steps`, and do the rest in `step`.
+    Subclasses set `_groups`, `_tuned` and `_steps`, and implement `step`.
     """
 
     _groups: GroupSampler
@@ -303,11 +318,11 @@ class OnPolicy:
         self._groups.begin(context)
 
     def state(self) -> Mapping[str, Json]:
-        """The counts, what the curriculum knows, the newest checkpoint and the version that training started from."""
+        """Return the state of the tuned policy (`TunedPolicy.state`) and of the curriculum."""
         return {**self._tuned.state(), "groups": self._groups.state()}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, optimizer moments and the KL reference included."""
+        """Continue from a checkpoint: weights, optimizer moments, the KL reference and the curriculum."""
         self._groups.restore(state.get("groups", {}))
         await self._tuned.restore(state)
 
@@ -316,7 +331,7 @@ class OnPolicy:
         await self._tuned.go_back(state, rate=rate)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true while `steps` exceeds the steps done; a decaying rate then follows the new length."""
+        """Return true while `steps` exceeds the steps done; a decay of the rate then ends at the new last step."""
         del tasks, sources_go_on
         return int(state["step"]) < self._steps
 
@@ -332,7 +347,7 @@ class OnPolicy:
         published: tuple[str, ...],
         uses: dict[str, tuple[CallUse, ...]],
     ) -> StepReport:
-        """Return the report of the step that has just been finished; `trained` may name a rollout several times."""
+        """Return the report of the step that has just finished; `trained` may contain a rollout id several times."""
         step = self._tuned.step
         is_finished = step >= self._steps
         return StepReport(

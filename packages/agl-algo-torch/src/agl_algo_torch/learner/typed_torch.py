@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 def from_bytes(data: bytes, *, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return packed little-endian numbers (`kind` is numpy's, such as `<i4`) as a tensor that owns its memory."""
+    """Return packed numbers as a tensor that owns its memory; `kind` is numpy's name of their type, such as `<i4`."""
     return _torch.from_numpy(np.frombuffer(data, dtype=kind).copy()).to(dtype)
 
 
 def half_bytes(values: Tensor) -> bytes:
-    """Return numbers on the CPU as packed little-endian float16, those beyond 65,504 as that."""
+    """Return a tensor on the CPU as packed little-endian float16, clamped to the range of +-65,504."""
     most = torch.finfo(torch.float16).max
     return cast("Any", values.clamp(-most, most)).numpy().astype("<f2").tobytes()
 
@@ -50,7 +50,7 @@ def backward(loss: Tensor) -> None:
 
 
 def split(values: Tensor, size: int) -> list[Tensor]:
-    """Return a tensor in parts of at most `size` along its first dimension, at least one part."""
+    """Return a tensor in one or more parts of at most `size` along its first dimension."""
     return list(cast("Any", values).split(size))
 
 
@@ -60,7 +60,7 @@ def split_sizes(values: Tensor, sizes: Sequence[int], *, dim: int = 0) -> list[T
 
 
 def recomputed(function: Callable[..., T], *inputs: object) -> T:
-    """Return `function(*inputs)`, whose intermediate tensors the backward pass computes again instead of keeping."""
+    """Return `function(*inputs)`; the backward pass computes the intermediate tensors again instead of keeping them."""
     return cast("T", _checkpoints.checkpoint(function, *inputs, use_reentrant=False))
 
 
@@ -71,7 +71,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int, *, device: torch.device) -> Generator[None]:
-    """Let torch's global generators draw by `seed` inside the block, and afterwards as if it had not been."""
+    """Seed torch's global generators inside the block, and restore their state afterwards."""
     with _torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         _torch.manual_seed(seed)
         yield

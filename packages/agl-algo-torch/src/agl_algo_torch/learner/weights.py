@@ -1,4 +1,4 @@
-"""Brings weights into a policy: copies them from a model or reads them from disk, checks them, writes them in place."""
+"""Weights of a policy server: reads them from disk, copies them from a model, checks them, and writes them in place."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def read_weights(weights: Weights, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors to write into a model with the state `like`; raises ConfigError when they cannot be read.
+    """Return the tensors of `weights` under the names of `like`, the state of a model that will take them.
 
-    An adapter is merged into its base.
+    An adapter is merged into its base model. Raises ConfigError if the weights cannot be read.
     """
     if weights.format == "lora":
         base = load_model(weights.base_model, device="cpu").model
@@ -32,7 +32,7 @@ def read_weights(weights: Weights, *, like: Mapping[str, Tensor]) -> dict[str, T
     state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
     if state and not misfits(like, state):
         return state
-    # No such files, or files with names that transformers translates: let it read the directory.
+    # There are no such files, or their names need translation: let transformers read the directory.
     return dict(load_model(weights.uri, device="cpu").model.state_dict())
 
 
@@ -41,7 +41,7 @@ def serving_copy(loaded: LoadedModel) -> LoadedModel:
     model = cast("Any", loaded.model)
     base = copy.deepcopy(model.get_base_model() if hasattr(model, "peft_config") else model)
     if hasattr(model, "peft_config"):
-        # The copy still has peft's layers in it. A fresh model of the same configuration takes the merged weights.
+        # The copy still contains peft's layers, so a fresh model of the same configuration takes the merged weights.
         plain = type(base)(base.config).to(device=loaded.device, dtype=base.dtype)
         plain.load_state_dict(served_state(loaded.model))
         base = plain
@@ -49,9 +49,10 @@ def serving_copy(loaded: LoadedModel) -> LoadedModel:
 
 
 def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
-    """Return the names that are missing, unknown or of another shape, sorted; none when `state` fits a model's `own`.
+    """Return why `state` does not fit a model with the state `own`: each tensor that is missing, unknown or misshapen.
 
-    A tensor that shares its memory with one that is given (a tied output layer) may be missing.
+    The list is sorted, and empty if `state` fits. A tensor of `own` may be missing from `state` if it shares its memory
+    with one that `state` has (a tied output layer).
     """
     given = {own[name].data_ptr() for name in state if name in own}
     missing = [f"{n} (missing)" for n, t in own.items() if n not in state and t.data_ptr() not in given]
@@ -66,6 +67,6 @@ def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]
 
 @torch.no_grad()
 def copy_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Overwrite a model's tensors in place with those of `state`, which must fit (`misfits`)."""
+    """Overwrite the tensors `own` of a model in place with those of `state`, which must fit (`misfits`)."""
     for name, tensor in state.items():
         own[name].copy_(tensor)

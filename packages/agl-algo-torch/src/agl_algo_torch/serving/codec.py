@@ -1,7 +1,7 @@
-"""Turns text into tokens and back, safely between threads, and finds stop strings in text as it grows.
+"""Turns text into tokens and back, from any thread, and finds stop strings in growing text.
 
-A fast tokenizer must not be used by two threads at once (it raises "Already borrowed"), so the codec works on a
-copy of its own behind a lock.
+A fast tokenizer must not be used by two threads at once (it raises "Already borrowed"), so the codec has its own copy
+behind a lock.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ class TextCodec:
     """A tokenizer, and the tokens that end a response.
 
     Args:
-        tokenizer: A Hugging Face tokenizer; copied.
-        extra_stop_ids: Ids in addition to the tokenizer's own end of sequence, such as those of the generation config.
-        visible: Texts of special tokens that stay in responses, such as the tags of tool calls.
+        tokenizer: A Hugging Face tokenizer, which is copied.
+        extra_stop_ids: Ids that end a response in addition to the tokenizer's end of sequence, such as those of the
+            generation config.
+        visible: Texts of special tokens that stay in decoded responses, such as the tags of tool calls.
     """
 
     def __init__(self, tokenizer: Any, *, extra_stop_ids: Sequence[int] = (), visible: Sequence[str] = ()) -> None:
@@ -37,13 +38,13 @@ class TextCodec:
 
     @property
     def chat_template(self) -> str:
-        """The template's source, or that of all templates when there are several; `""` without one."""
+        """The source of the chat template, or of all templates if there are several; `""` without a template."""
         template = self._tokenizer.chat_template
         return "\n".join(cast("dict[str, str]", template).values()) if isinstance(template, dict) else template or ""
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
-        """Names that are no variables of the template: the template itself, and how its text is made and returned."""
+        """Names that `chat_template_kwargs` may not set: arguments of the rendering, not variables of the template."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset({"messages", *parameters}) - {"documents"}
 
@@ -53,13 +54,13 @@ class TextCodec:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD. Visible special tokens always stay."""
         kept = [i for i in ids if i not in self._hidden_ids] if skip_special_tokens else list(ids)
         with self._lock:
             return self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, special ones included."""
+        """Return the text of one token, also of a special token."""
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self.decode([token_id])
         return self._token_texts[token_id]
@@ -72,7 +73,7 @@ class TextCodec:
             )
 
     def generation_suffix(self) -> str:
-        """Return the text that the template puts before an assistant's answer; `""` where it cannot be found."""
+        """Return the text that the template puts before an assistant's answer; `""` if it cannot be determined."""
         hello = [{"role": "user", "content": "hello"}]
         with self._lock:
             if not self._tokenizer.chat_template:
@@ -85,7 +86,7 @@ class TextCodec:
 
 
 class TextStream:
-    """The text of a growing sequence; characters are added to it when they are complete."""
+    """The text of a growing sequence, in complete characters only."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -94,10 +95,10 @@ class TextStream:
         self.text = ""
 
     def push(self, token_id: int) -> None:
-        """Take the next token; `text` grows by the characters that it completes."""
+        """Take the next token; `text` grows by the characters that this token completes."""
         self._ids.append(token_id)
-        # Only the latest tokens are decoded again. A token's text depends on the one before it (leading spaces), so
-        # the window starts one completed piece earlier, whose text is then taken off.
+        # Only the latest tokens are decoded again. The text of a token depends on the token before it (leading spaces),
+        # so the window starts one completed piece earlier, and the text of that piece is removed.
         before = self._decode(self._ids[self._window : self._read])
         after = self._decode(self._ids[self._window :])
         if len(after) > len(before) and not after.endswith(_INCOMPLETE):
@@ -115,7 +116,7 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def safe_length(text: str, markers: Sequence[str]) -> int:
-    """Return the number of characters of a growing text that can no longer become part of a marker."""
+    """Return how many characters of a growing text come before any marker, also one that later text may complete."""
     cut = len(cut_at_stop(text, markers))
     if cut < len(text):
         return cut
@@ -127,10 +128,10 @@ def safe_length(text: str, markers: Sequence[str]) -> int:
 
 
 def stop_checker(codec: TextCodec, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-    """Return the engine's test for a stop string in the text of the latest tokens; None without stop strings."""
+    """Return a `GenerationRequest.stop_check` that finds any stop string at the end; None without stop strings."""
     if not stops:
         return None
-    # A character takes at most four tokens (byte by byte); the spare ones complete a first character that is cut.
+    # A character takes at most four tokens (byte by byte). Four more tokens complete a first character that is cut.
     window = 4 * max(len(stop) for stop in stops) + 4
 
     def has_stopped(ids: Sequence[int]) -> bool:

@@ -1,19 +1,19 @@
-"""Generates in batches over one causal LM in a thread of its own, with requests that come and go between tokens.
+"""Generates in batches over one causal LM, in a separate thread; requests join and leave the batch between tokens.
 
-Every turn of the thread is one token boundary: cancelled rows leave, a due weight swap happens, waiting requests
-are prefilled and join, and one forward pass draws one token for every row.
+Every turn of the thread is one token boundary. Cancelled rows are removed, a due weight swap is applied, and waiting
+requests are prefilled and join. Then one forward pass draws one token for every row.
 
-transformers has continuous batching of its own (`init_continuous_batching`, version 5.23). It runs on a CPU, and its
+transformers also has continuous batching (`init_continuous_batching`, version 5.23). It runs on a CPU, and its
 log-probabilities agree with a recompute to 5e-7, but it
-- knows no seed per request and re-seeds the process's global random state, which training shares;
-- samples or takes the maximum for all requests alike, and offers temperature or top-p per request only if the
-  generation config was built with other than neutral values;
-- returns no alternatives (`top_logprobs`) and reports the log-probability after top-k and top-p;
-- has no token boundary at which weights can change, so prefixes computed with old weights would be shared with new.
+- has no seed per request, and re-seeds the process's global random state, which training shares;
+- either samples or takes the maximum for all requests, and offers temperature or top-p per request only if the
+  generation config was built with values that are not neutral;
+- returns no alternatives (`top_logprobs`), and reports the log-probability after top-k and top-p;
+- has no token boundary at which weights can change, so new weights would reuse prefixes of the old weights.
 This engine uses the model's forward pass with its masks, the `Cache` interface and the warpers of transformers.
 
-Prompts reuse the keys and values of the longest known prefix (earlier turns, siblings of a group, a common system
-prompt). Identical prompts that wait together are computed once. A weight swap forgets all prefixes.
+Prompts reuse the keys and values of the longest stored prefix (earlier turns, siblings of a group, a common system
+prompt). Identical prompts that wait together are computed once. A weight swap removes all prefixes.
 
 The caller sets the number of threads with `torch.set_num_threads`; one is fastest for models below a few million
 parameters.
@@ -68,12 +68,12 @@ class EngineSettings:
     """Limits of an engine.
 
     Attributes:
-        max_rows: Sequences that run at once.
-        max_waiting: Sequences that may wait; more are refused.
-        prefill_tokens: Prompt tokens, padding included, computed between two tokens of the running rows, which wait
-            for so long. A longer prompt is computed alone.
+        max_rows: Largest number of sequences that run at once.
+        max_waiting: Largest number of sequences that wait; more are refused.
+        prefill_tokens: Prompt tokens, padding included, that are computed between two tokens of the running rows. The
+            rows wait for that computation. A prompt with more tokens is computed alone.
         prefix_bytes: Memory for prefixes; 0 turns their reuse off.
-        seed: Seed of the draws of requests that bring none.
+        seed: Seed of the draws of requests without a seed.
     """
 
     max_rows: int = 64
@@ -95,7 +95,7 @@ class _Swap:
 
 @dataclass(slots=True)
 class _Scoring:
-    """A prompt whose tokens are to be scored."""
+    """A prompt to score."""
 
     ids: Sequence[int]
     done: Future[list[float]]
@@ -103,7 +103,7 @@ class _Scoring:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Counts since the start."""
+    """Counts since the engine's start."""
 
     generated_tokens: int = 0
     prefilled_tokens: int = 0
@@ -118,13 +118,14 @@ class Engine:
     The engine owns `model` and sets it to evaluation mode. Change its weights through `swap` only.
 
     Args:
-        model: A Hugging Face causal LM on the device where it is to run.
-        version: Name of its current weights.
+        model: A Hugging Face causal LM on the device that it runs on.
+        version: Version of the model's current weights.
         settings: Limits.
 
     Attributes:
-        version: Name of the weights that generate now.
-        vocab_size: Token ids are below it.
+        settings: Limits.
+        version: Version of the weights that generate now.
+        vocab_size: Number of token ids, which start at 0.
         stats: Counts, written by the engine's thread.
     """
 
@@ -162,7 +163,7 @@ class Engine:
             self._thread.start()
 
     def stop(self) -> None:
-        """End after the current token; sequences that have not finished get an EngineStoppedError. Idempotent."""
+        """Stop after the current token; sequences that have not finished get an EngineStoppedError. Idempotent."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -172,9 +173,9 @@ class Engine:
     def submit(
         self, requests: Sequence[GenerationRequest], *, listeners: Sequence[Callable[[Event], None]]
     ) -> list[Flight]:
-        """Queue all requests or none, and return their flights in order.
+        """Queue the requests, all or none of them, and return their flights in order.
 
-        Each listener is called in the engine's thread and must not block.
+        The listener of each request gets its events, in the engine's thread, and must not block.
         Raises PromptError, QueueFullError or EngineStoppedError.
         """
         for ids in {id(request.prompt_ids): request.prompt_ids for request in requests}.values():  # siblings share one
@@ -197,7 +198,7 @@ class Engine:
         return flights
 
     def _check(self, ids: Sequence[int]) -> None:
-        """Raise PromptError for a prompt that the model cannot read; on a GPU it would end the whole process's work."""
+        """Raise PromptError for a prompt with an invalid token id; on a GPU that would break the whole process."""
         if not ids:
             raise PromptError("The prompt has no tokens; give at least one.")
         odd = next((i for i in (min(ids), max(ids)) if not 0 <= i < self.vocab_size), None)
@@ -208,26 +209,26 @@ class Engine:
             )
 
     def _uniforms(self, seed: int | None) -> random.Random:
-        """Return the stream of a sequence's draws; without a seed, one by the order of the requests."""
+        """Return the random stream of a sequence's draws; without a seed it depends on the order of the requests."""
         return random.Random(self._seeds.getrandbits(62) if seed is None else seed)
 
     def snapshot(self) -> dict[str, int]:
-        """Return the counts since the start, and the numbers of sequences that run and wait now."""
+        """Return the counts since the start, and the present numbers of running and waiting sequences."""
         waiting = len(self._inbox) + len(self._waiting)
         return {"running": len(self._running), "waiting": waiting, **asdict(self.stats)}
 
     def cancel(self, flights: Sequence[Flight]) -> None:
-        """Drop sequences at the next token boundary; their listeners get no further event. Finished ones stay."""
+        """Remove sequences at the next token boundary; their listeners get no more events. Ignores finished ones."""
         for flight in flights:
             flight.is_cancelled = True
 
     def swap(self, apply: Callable[[nn.Module], None], *, version: str, drain_s: float = 30.0) -> Future[None]:
-        """Change the weights at a token boundary by `apply(model)`; the future ends once the new weights serve.
+        """Change the weights at a token boundary by `apply(model)`; the future is done when the new weights serve.
 
         Running rows finish on the old weights while new requests wait, for at most `drain_s` seconds. Rows that still
-        run then continue on the new weights from recomputed keys and values, and their version spans show it.
-        An exception of `apply` ends the future, and the engine goes on with the version that it had. Cancelling the
-        future before the swap begins withdraws the swap.
+        run after that time continue on the new weights from recomputed keys and values, and their version spans show
+        the change. An exception of `apply` becomes that of the future, and the engine continues with the old version.
+        Cancelling the future before the swap begins withdraws the swap.
         """
         swap = _Swap(apply, version, time.monotonic() + drain_s, Future())
         with self._wake:
@@ -238,10 +239,10 @@ class Engine:
         return swap.done
 
     def score(self, ids: Sequence[int]) -> Future[list[float]]:
-        """Return the log-probability at temperature 1 of each token after the first, in nats, by one forward pass.
+        """Return a future of the log-probability of each token after the first, at temperature 1, in nats.
 
-        The pass runs between two tokens of the running rows, one prompt at a time.
-        Raises PromptError or EngineStoppedError.
+        It takes one forward pass between two tokens of the running rows, one prompt at a time.
+        Raises PromptError or EngineStoppedError; the future raises EngineError if the pass fails.
         """
         self._check(ids)
         scoring = _Scoring(ids, Future())
@@ -267,7 +268,7 @@ class Engine:
                 job.done.set_exception(stopped)
 
     def _receive(self) -> bool:
-        """Wait for work and take new requests; returns false when the engine is to stop."""
+        """Wait for work and take new requests; returns false if the engine must stop."""
         with self._wake:
             while not (self._is_stopping or self._inbox or self._waiting or self._running or self._has_jobs()):
                 self._wake.wait()
@@ -276,7 +277,7 @@ class Engine:
             return not self._is_stopping
 
     def _turn(self) -> None:
-        """Do everything that belongs to one token boundary."""
+        """Do the work of one token boundary."""
         self._drop_cancelled()
         self._swap_if_due()
         self._score_next()
@@ -295,8 +296,8 @@ class Engine:
             return
         swap = self._swaps.popleft()
         if not swap.done.set_running_or_notify_cancel():
-            return  # its caller was cancelled, and may overwrite the new weights while they are read
-        # Rows that did not finish go back to the front of the queue, with the tokens that they have.
+            return  # the swap was withdrawn; its caller may already overwrite the new weights
+        # Rows that have not finished go back to the front of the queue with the tokens generated so far.
         self._waiting.extendleft(reversed(self._running))
         self._running = []
         self._reset()
@@ -349,7 +350,7 @@ class Engine:
 
     def _prefill(self, admissions: list[Admission]) -> None:
         """Compute the prompts in one pass, add their flights to the batch and draw their first tokens."""
-        # They count as running before the pass, so that they are notified too if it fails.
+        # The flights count as running before the pass, so that their listeners get the error if it fails.
         first = len(self._running)
         self._running += [flight for admission in admissions for flight in admission.flights]
         width = max(admission.new for admission in admissions)
@@ -371,7 +372,7 @@ class Engine:
         self._draw(logits[source], first=first)
 
     def _step(self) -> None:
-        """Draw one token for every running row, from the token drawn before it."""
+        """Run one forward pass over the latest token of every running row, and draw the next one."""
         lengths = self._cache.lengths
         ids = torch.tensor([[flight.ids[-1]] for flight in self._running])  # [rows, 1]
         positions = torch.tensor([[length] for length in lengths])  # [rows, 1], without the padding
@@ -382,7 +383,7 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, cache: BatchCache, ids: Tensor, positions: Tensor, *, new: list[int]) -> Tensor:
-        """Return the logits after the last column, [rows, V]; ids and positions [rows, columns], padded on the left."""
+        """Return the logits after the last column, [rows, V]; ids and positions are left-padded, [rows, columns]."""
         inputs: dict[str, Any] = {
             "input_ids": ids.to(self._device),
             "attention_mask": cache.mask(new, pad_to=ids.shape[1]),
@@ -399,7 +400,7 @@ class Engine:
 
     @torch.inference_mode()
     def _draw(self, logits: Tensor, *, first: int) -> None:
-        """Draw the next token of the rows from `first` on and remove those that are finished."""
+        """Draw the next token of the rows from index `first` on, and remove the rows that have finished."""
         flights = self._running[first:]
         draws = draw(
             logits,
@@ -412,10 +413,10 @@ class Engine:
         self._finish([row for row in range(first, len(self._running)) if self._running[row].finish_reason])
 
     def _finish(self, rows: list[int]) -> None:
-        """Report the finished rows, remember them as prefixes of the next turn, and remove them."""
+        """Report the finished rows, store them as prefixes for later turns, and remove them."""
         for row in rows:
             flight = self._running[row]
-            length = self._cache.lengths[row]  # one less than its tokens: the last one was drawn and never run
+            length = self._cache.lengths[row]  # one less than its tokens: the last one was drawn but never an input
             self._prefixes.add(flight.tokens()[:length], self._cache.row(row, tokens=length))
             if not flight.is_cancelled:
                 flight.listener(flight.result())
@@ -430,17 +431,18 @@ class Engine:
 
 
 _WORTH_WAITING = 32
-"""A request waits one turn for another one to compute a shared prefix that is at least this many tokens longer."""
+"""A request waits one turn if another one is about to compute this many more tokens of their common prefix."""
 
 
 @dataclass(slots=True)
 class Admission:
-    """One distinct prompt with the sequences that start from it.
+    """One distinct prompt and the sequences that start from it.
 
     Attributes:
-        tokens: The prompt, and the tokens that were generated before a weight swap interrupted it.
-        shared: The number of tokens that `prefix` holds.
-        flights: The sequences that join; they share the computation.
+        tokens: The prompt, and the tokens that were generated before a weight swap, if one has interrupted a sequence.
+        shared: Number of tokens in `prefix`.
+        prefix: Keys and values of the first `shared` tokens; None without a stored prefix.
+        flights: The sequences that join the batch; they share the computation of the prompt.
     """
 
     tokens: TokenArray
@@ -455,11 +457,11 @@ class Admission:
 
 
 def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: PrefixStore) -> list[Admission]:
-    """Take flights from the left while `rows` and the prefill budget last, and return their distinct prompts.
+    """Take flights from the left of `waiting` and return their distinct prompts.
 
-    A flight stays when another one is about to compute a long prefix of it, or when padding all prompts to the
-    longest would exceed `prefill_tokens`. The first prompt is taken however long it is. Flights that stay keep their
-    order at the left of `waiting`.
+    At most `rows` flights are taken. A flight stays if a prompt that was taken has a long prefix of its prompt in
+    common, or if the prompts, padded to the longest one, would exceed `prefill_tokens`. The first prompt is taken
+    whatever its length. Flights that stay keep their order at the left of `waiting`.
     """
     picked: dict[bytes, Admission] = {}
     kept: list[Flight] = []
@@ -472,7 +474,7 @@ def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: Pr
             kept.append(flight)
             continue
         width = max(width, admission.new)
-        # A second flight of a prompt that was picked already costs nothing.
+        # Another flight of a prompt that was already picked costs nothing.
         if picked and not admission.flights and (len(picked) + 1) * width > prefill_tokens:
             kept.append(flight)
             break
@@ -485,7 +487,7 @@ def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: Pr
 
 
 def _admission(tokens: TokenArray, picked: dict[bytes, Admission], prefixes: PrefixStore) -> Admission | None:
-    """Return the admission of a prompt not seen in this turn, or None if another one is about to compute its prefix."""
+    """Return the admission of a prompt that is new in this turn, or None if another one will compute its prefix."""
     shared, prefix = prefixes.find(tokens)
     probe = shared + _WORTH_WAITING
     if prefixes.is_on and len(tokens) > probe:
@@ -496,7 +498,7 @@ def _admission(tokens: TokenArray, picked: dict[bytes, Admission], prefixes: Pre
 
 
 def padded(admissions: Sequence[Admission], width: int) -> tuple[Tensor, Tensor]:
-    """Return ids and positions of the tokens after each prompt's prefix, both [rows, width], padded left with 0."""
+    """Return ids and positions of the tokens to compute of each prompt, both [rows, width], padded left with 0."""
     ids = torch.zeros((len(admissions), width), dtype=torch.long)
     positions = torch.zeros_like(ids)
     for row, admission in enumerate(admissions):

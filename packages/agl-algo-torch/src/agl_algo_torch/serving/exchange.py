@@ -1,7 +1,7 @@
 """Runs one checked request in the engine and writes its answer to HTTP, whole or as a stream.
 
-Tokens pass from the engine's thread to the server's event loop through a queue. Those that have arrived together are
-sent together.
+Tokens pass from the engine's thread to the server's event loop through a queue. All tokens in the queue are sent
+together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VERSION_HEADER = "x-agl-model-version"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
-    """A request that is checked and ready to run; `requests` are in the order of the choices."""
+    """A checked request that is ready to run; `requests` has one sequence for each choice, in order."""
 
     body: ChatBody | CompletionBody
     head: AnswerHead
@@ -48,7 +48,7 @@ class CheckedRequest:
 
 
 async def serve(request: web.Request, call: CheckedRequest, engine: Engine) -> web.StreamResponse:
-    """Run a call and answer it, whole or as a stream; sequences that still run when it ends early are cancelled."""
+    """Run a request and answer it, whole or as a stream; if this ends early, running sequences are cancelled."""
     run = _RunningRequest(engine, call.requests)
     try:
         return await (_stream(request, call, run) if call.body.stream else _whole(call, run))
@@ -71,7 +71,7 @@ class _RunningRequest:
         return lambda event: cast("None", self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event)))
 
     async def events(self) -> AsyncIterator[list[tuple[int, Draw | Generation]]]:
-        """Yield the events that have arrived, in batches, until all sequences have finished; raises EngineError."""
+        """Yield events in batches, as they arrive, until all sequences have finished; raises EngineError."""
         left = len(self._flights)
         while left:
             batch = [await self._queue.get()]
@@ -86,12 +86,12 @@ class _RunningRequest:
             yield checked
 
     def cancel(self) -> None:
-        """Drop the sequences that have not finished."""
+        """Cancel the sequences that have not finished."""
         self._engine.cancel(self._flights)
 
     @property
     def first_version(self) -> str:
-        """Version of the weights that generated the first token; known once there is one."""
+        """Version of the weights that generated the first token; defined after the first event."""
         return next(flight.spans[0][0] for flight in self._flights if flight.spans)
 
 
@@ -110,7 +110,7 @@ async def _whole(call: CheckedRequest, run: _RunningRequest) -> web.Response:
 async def _stream(request: web.Request, call: CheckedRequest, run: _RunningRequest) -> web.StreamResponse:
     """Send chunks as tokens arrive.
 
-    An error before the first token is an ordinary HTTP error; a later one becomes an event of the stream.
+    An error before the first token becomes an ordinary HTTP error, a later one an event of the stream.
     """
     response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
     done: dict[int, Generation] = {}
@@ -170,7 +170,7 @@ def json_response(body: dict[str, Any], *, status: int = 200, headers: dict[str,
 
 
 def wire_error(error: EngineError) -> WireError:
-    """Return the HTTP error for a request that the engine refused or failed."""
+    """Return the HTTP error for an error of the engine."""
     if isinstance(error, PromptError):
         return WireError(str(error))
     if isinstance(error, QueueFullError):

@@ -1,12 +1,12 @@
-"""One base model for many adapters, which other programs train and sample from, piece by piece.
+"""One base model for many adapters, which other programs train and sample from by single requests.
 
-The algorithms of this distribution run a whole loop. A server of training has no loop: its clients send rows and ask
-for a gradient, then for an update, then for samples, and several clients do so at once. `HostedModel` loads the base
-once. Each `Trainee` has adapters and moments of its own, each `Sampler` a snapshot of adapters and an engine, and all
-of them read the same frozen weights.
+The algorithms of this distribution run a whole training loop. A training server runs none: its clients request a
+gradient for some rows, then an update, then samples, and several clients do so at once. `HostedModel` loads the base
+once. Each `Trainee` has its own adapters and moments, each `Sampler` a snapshot of adapters and an engine, and all of
+them share the same frozen weights.
 
-Losses are the caller's: a function of log-probabilities. Nothing here knows a wire format.
-N is the number of tokens of the rows of one call, one behind the other.
+The caller gives the loss as a function of log-probabilities. Nothing here depends on a wire format.
+N is the number of tokens of all rows of one call.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     TokenLoss = Callable[[Tensor, Mapping[str, Tensor], Tensor], Tensor]
-    """`loss(logp_N, inputs, row_N)`: the loss of every token, [N], from its log-probability in nats, the row's inputs
-    by name, [N] each, and the index of its row."""
+    """`loss(logp_N, inputs, row_N)` returns the loss of every token, [N]. The arguments, [N] each, are the tokens'
+    log-probabilities in nats, the inputs of `TargetRow` by name, and the indices of the tokens' rows."""
 
 __all__ = [
     "AdamStep",
@@ -70,11 +70,11 @@ class Adapter:
 
     Attributes:
         rank: Rank of the matrices.
-        alpha: The adapters' part is scaled by alpha / rank.
-        attention: Whether layers within an attention block have adapters.
-        mlp: The same for all other layers of the blocks.
-        head: The same for the output layer.
-        seed: Seed of the first random matrices.
+        alpha: The product of the matrices is scaled by alpha / rank.
+        attention: Whether linear layers of attention have adapters.
+        mlp: Whether all other linear layers, except for the output layer, have adapters.
+        head: Whether the output layer has an adapter.
+        seed: Seed of the random initial matrices.
     """
 
     rank: int
@@ -87,11 +87,11 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRow:
-    """One row to train on: `targets[t]` is predicted at `ids[t]` from `ids[:t + 1]`; all parts have one length.
+    """One row to train on: the model predicts `targets[t]` from `ids[:t + 1]`. All sequences have the same length.
 
     Attributes:
-        ids: Tokens that the model reads.
-        targets: Token to predict at every position.
+        ids: Ids of the tokens that the model reads.
+        targets: Id of the token to predict at every position.
         inputs: Numbers for the loss by name, one for every position.
     """
 
@@ -102,7 +102,7 @@ class TargetRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamStep:
-    """The parameters of one update of AdamW; a `max_grad_norm` of 0 clips nothing."""
+    """The parameters of one update of AdamW; with a `max_grad_norm` of 0 the gradient is not clipped."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
@@ -113,7 +113,20 @@ class AdamStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """Continuations of one prompt; a temperature of 0 is greedy, and `seed` counts up from one to the next."""
+    """A request for continuations of one prompt.
+
+    Attributes:
+        prompt_ids: Ids of the prompt's tokens.
+        count: Number of continuations.
+        max_tokens: Largest number of tokens of each continuation.
+        temperature: Sampling temperature; 0 is greedy decoding.
+        top_p: Keeps the smallest set of likeliest tokens with this probability; 1 keeps all.
+        top_k: Keeps this number of likeliest tokens; 0 keeps all.
+        seed: Seed of the first continuation; each further one has a seed higher by 1. None for seeds of the engine.
+        stop_ids: Tokens that end a continuation.
+        stop_texts: Texts that end a continuation.
+        top_logprobs: Number of alternatives to report per token.
+    """
 
     prompt_ids: tuple[int, ...]
     count: int = 1
@@ -129,9 +142,13 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One continuation: ids with the token that ended it, log-probabilities in nats, and alternatives by (id, logprob).
+    """One continuation of a prompt.
 
-    `is_cut` is true if the limit of tokens ended it.
+    Attributes:
+        ids: Ids of the tokens, including the stop token.
+        logprobs: Log-probability of each token, in nats.
+        tops: The alternatives to each token as (id, logprob).
+        is_cut: Whether the limit of tokens ended the continuation.
     """
 
     ids: list[int]
@@ -147,7 +164,7 @@ class HostedModel:
         path: Directory or hub name.
         device: `auto`, `cpu`, `cuda` ...
         dtype: `float32` or `bfloat16`; adapters are float32 in any case.
-        token_budget: Tokens that one forward pass of a trainee may compute.
+        token_budget: Largest number of tokens that one forward pass of a trainee computes.
 
     Raises:
         ConfigError: The model cannot be loaded.
@@ -163,41 +180,41 @@ class HostedModel:
 
     @property
     def path(self) -> str:
-        """The directory or hub name that it was loaded from."""
+        """The directory or hub name that the model was loaded from."""
         return self._loaded.name
 
     @property
     def context_length(self) -> int:
-        """Most tokens of a prompt and its continuation."""
+        """Largest number of tokens of a prompt and its continuation together."""
         return self._loaded.context_length
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids, which start at 0."""
         return int(cast("Any", self._loaded.model).config.get_text_config().vocab_size)
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end an answer unless a request says otherwise."""
+        """Ids of the tokens with which the model ends an answer, for `SampleRequest.stop_ids`."""
         return self._codec.stop_ids
 
     def trainee(self, adapter: Adapter) -> Trainee:
-        """Return a new trainee with fresh adapters; raises ConfigError for adapters on no layer."""
+        """Return a trainee with new adapters; raises ConfigError if no layer would have an adapter."""
         settings = Lora(rank=adapter.rank, alpha=adapter.alpha, targets=self._targets(adapter))
         seed_everything(adapter.seed)
         return self._trainee(add_lora(self._bare(), settings), adapter)
 
     def restored(self, folder: Path, *, moments: bool) -> Trainee:
-        """Return a trainee that continues from `Trainee.save`, with AdamW's moments or with new ones.
+        """Return a trainee that continues from a folder of `Trainee.save`; without `moments` AdamW's moments are new.
 
-        Raises ConfigError when the folder is absent or belongs to another model.
+        Raises ConfigError if the folder is absent or belongs to another model.
         """
         trainee = self.trainee(read_adapter(folder))
         trainee.load(folder, moments=moments)
         return trainee
 
     def sampler(self, folder: Path | None = None, *, settings: EngineSettings | None = None) -> Sampler:
-        """Return a started sampler over the adapters that `Trainee.save_adapter` wrote, or over the base alone."""
+        """Return a started sampler with the adapters of a folder of `Trainee.save_adapter`; None for the base alone."""
         model = self._bare()
         if folder is not None:
             from peft import PeftModel
@@ -213,7 +230,7 @@ class HostedModel:
         return Trainee(model, adapter=adapter, origin=self.path, token_budget=self._token_budget)
 
     def _bare(self) -> nn.Module:
-        """Return a copy of the modules that shares all parameters, which stay as they are under adapters."""
+        """Return a copy of the base model that shares all parameters; adapters on the copy do not change them."""
         shared = {id(parameter): parameter for parameter in self._loaded.model.parameters()}
         return copy.deepcopy(self._loaded.model, cast("dict[int, Any]", shared))
 
@@ -236,7 +253,7 @@ class HostedModel:
 
 
 class Trainee:
-    """Adapters in training. One caller at a time."""
+    """Adapters in training, for one caller at a time."""
 
     def __init__(self, model: nn.Module, *, adapter: Adapter, origin: str, token_budget: int) -> None:
         self.adapter = adapter
@@ -247,13 +264,13 @@ class Trainee:
     def run(self, rows: Sequence[TargetRow], loss: TokenLoss, *, has_gradient: bool) -> tuple[float, list[list[float]]]:
         """Return the sum of the loss over all tokens, and the log-probabilities of every row's targets in nats.
 
-        With `has_gradient` the gradient of the sum is added to what earlier calls have left, and an error discards the
-        whole gradient since the last update. Raises AglError when the loss is not finite.
+        With `has_gradient` the gradient of the sum is added to that of earlier calls, and an error discards the whole
+        gradient since the last update. Raises AglError if the loss is not finite.
         """
         try:
             return self._passes(rows, loss, has_gradient=has_gradient)
         except BaseException:
-            if has_gradient:  # that of the passes before the error is a part of a gradient, and no use
+            if has_gradient:  # the passes before the error have added only a part of the gradient
                 self._optimizer.zero_grad(set_to_none=True)
             raise
 
@@ -274,9 +291,9 @@ class Trainee:
         return total, [found[place] for place in range(len(rows))]
 
     def step(self, settings: AdamStep) -> float:
-        """Do one update with the gradient, and clear it; returns its 2-norm before clipping.
+        """Do one update with the accumulated gradient and clear it; returns the gradient's 2-norm before clipping.
 
-        Raises AglError when the gradient is not finite; it is cleared, and nothing else changes.
+        Raises AglError if the gradient is not finite; the gradient is then cleared, and nothing else changes.
         """
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm or math.inf))
@@ -292,7 +309,7 @@ class Trainee:
         return norm
 
     def save(self, folder: Path) -> None:
-        """Write what training continues from; a folder that exists is replaced as a whole."""
+        """Write a state to continue training from; an existing folder is replaced as a whole."""
 
         def fill(place: Path) -> None:
             save_training(
@@ -307,13 +324,13 @@ class Trainee:
         write_directory(folder, fill)
 
     def load(self, folder: Path, *, moments: bool) -> None:
-        """Continue from `save`; without `moments` the optimizer begins anew. The pending gradient is discarded."""
+        """Continue from a folder of `save`; without `moments` those of AdamW are new. Any gradient is discarded."""
         self.updates = load_training(folder / _TRAINING, model=self._model, optimizer=self._optimizer)
         if not moments:
             self._optimizer.state.clear()
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapters as peft does, for samplers and for other programs; replaces the folder as a whole."""
+        """Write the adapters in peft's format for samplers and other programs; an existing folder is replaced."""
 
         def fill(place: Path) -> None:
             with no_bars():
@@ -323,7 +340,7 @@ class Trainee:
         write_directory(folder, fill)
 
     def _loss(self, batch: MicroBatch, rows: Sequence[TargetRow], loss: TokenLoss) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of a batch's targets, [N], and the sum of its loss."""
+        """Return the log-probabilities of a batch's targets, [N], and the sum of the loss, a scalar."""
         logp_N = batch.logprobs(self._model)
         chosen = [rows[place] for place in batch.rows]
         inputs = {
@@ -357,16 +374,17 @@ class Trainee:
 
 
 class Sampler:
-    """Samples from one snapshot of weights; any thread may call it. Close it."""
+    """Samples from one snapshot of weights; any thread may call the methods. Call `close` at the end."""
 
     def __init__(self, model: nn.Module, *, codec: TextCodec, settings: EngineSettings | None) -> None:
         self._engine, self._codec = Engine(model, settings=settings), codec
         self._engine.start()
 
     def sample(self, request: SampleRequest) -> Future[list[Sample]]:
-        """Return `count` continuations.
+        """Return a future of `count` continuations.
 
-        The future ends with an EngineError, a PolicyError, when they cannot be made; cancel it to withdraw the rest.
+        The future raises EngineError (a PolicyError) if generation fails; cancel it to stop the continuations that run.
+        Raises PromptError, QueueFullError or EngineStoppedError.
         """
         gathered = _Gathered(request.count)
         check = stop_checker(self._codec, request.stop_texts)
@@ -391,16 +409,16 @@ class Sampler:
         return gathered.done
 
     def score(self, ids: Sequence[int]) -> Future[list[float]]:
-        """Return the log-probability of each token after the first, in nats at temperature 1."""
+        """Return a future of the log-probability of each token after the first, at temperature 1, in nats."""
         return self._engine.score(ids)
 
     def close(self) -> None:
-        """End requests that still run with an error, and free the memory; idempotent."""
+        """Stop the engine; requests that still run end with an error. Idempotent."""
         self._engine.stop()
 
 
 class _Gathered:
-    """The continuations of one request, complete when the last of them is."""
+    """Collects the continuations of one request; `done` is complete with the last of them."""
 
     def __init__(self, count: int) -> None:
         self.done = Future[list[Sample]]()
@@ -409,9 +427,9 @@ class _Gathered:
 
     def listener(self, place: int) -> Callable[[Event], None]:
         def take(event: Event) -> None:
-            if self.done.done():  # withdrawn, or failed with another one
+            if self.done.done():  # the caller has cancelled, or another continuation has failed
                 return
-            with suppress(InvalidStateError):  # withdrawn just now, by another thread
+            with suppress(InvalidStateError):  # another thread has just cancelled
                 if isinstance(event, EngineError):
                     self.done.set_exception(event)
                 elif isinstance(event, Generation):
@@ -424,7 +442,7 @@ class _Gathered:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Return the description of the adapters in a folder; raises ConfigError where there is none."""
+    """Return the description of the adapters in a folder; raises ConfigError if the folder has no adapters."""
     path = folder / _ADAPTER
     if not path.is_file():
         raise ConfigError(f"There are no adapters in {folder}: {_ADAPTER} is missing. Name a folder that was saved.")

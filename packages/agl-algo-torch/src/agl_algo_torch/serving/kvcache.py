@@ -1,16 +1,16 @@
-"""Holds the keys and values of a batch whose rows come and go.
+"""Holds the keys and values of a batch whose rows are added and removed between tokens.
 
 `BatchCache` is a transformers `Cache`, so any causal LM with ordinary attention writes into it unchanged.
-All rows are padded on the left and end at one common column. A decoding step therefore writes one column for every
-row with a single slice, nothing is concatenated, and a row leaves by letting the last row take its place.
+All rows are padded on the left and end at one common column. A decoding step therefore writes one column for all rows
+with a single slice and concatenates nothing. When a row is removed, the last row moves to its index.
 
     columns      start            end   capacity
     row 0   . . . . [k k k k k k k k]. . . .
     row 1   . . . . . . . [k k k k k]. . . .
 
-Limits: `CacheLayout.of` refuses layers that keep a state other than one key and one value per token (state-space
-models, linear attention). The attention of a short row reads masked columns up to the longest row.
-Which rows join and leave is decided in `engine` and `scheduling`.
+Limits: `CacheLayout.of` refuses layers whose state is anything but one key and one value per token (state-space models,
+linear attention). The attention of a short row also reads masked columns, as many as the longest row has.
+`engine` decides which rows are added and removed.
 """
 
 from __future__ import annotations
@@ -34,22 +34,26 @@ if TYPE_CHECKING:
     TokenArray = npt.NDArray[np.int32]
 
 _HEADROOM = 256
-"""Spare columns after a re-allocation, so that it happens about once per 256 decoding steps."""
+"""Spare columns after a re-allocation, so that there is one about every 256 decoding steps."""
 
 _SPARE = 4
-"""The most cells (row, column) of the buffers for each cell that a batch needed; it bounds what cannot be used."""
+"""Upper bound on the ratio of allocated to needed cells (row, column) of the buffers."""
 
 KeyValues = list["Tensor"]
-"""Keys and values of one row: one tensor per store, [tensors of the store, heads, tokens, head_dim]."""
+"""Keys and values of one row: one tensor per buffer, [tensors of the buffer, heads, tokens, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Assigns the keys and values of a model's layers to buffers: those of one shape share one and move with one copy.
+    """Assigns the keys and values of a model's layers to buffers; tensors of one shape share a buffer.
+
+    A row of a buffer then moves with a single copy.
 
     Attributes:
-        stores: For each buffer the number of tensors in it, and their heads and head_dim.
-        places: For each layer the places of its keys and of its values, as (store, index).
+        stores: For each buffer the number of its tensors, their heads and their head_dim.
+        places: For each layer the positions of the keys and of the values, each as (buffer, index in the buffer).
+        dtype: Type of all buffers.
+        device: Device of all buffers.
     """
 
     stores: tuple[tuple[int, int, int], ...]
@@ -59,7 +63,7 @@ class CacheLayout:
 
     @classmethod
     def of(cls, model: nn.Module) -> CacheLayout:
-        """Measure a model by running one token through it; raises ConfigError for one that cannot be batched."""
+        """Find the layout of a model by running one token; raises ConfigError for a model that cannot be batched."""
         caller = cast("Any", model)
         layers = _probe(caller)
         counts: dict[tuple[int, int], int] = {}  # tensors by (heads, head_dim)
@@ -81,7 +85,7 @@ class CacheLayout:
 
 @torch.no_grad()
 def _probe(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values of every layer after one token; raises ConfigError for layers of another kind."""
+    """Return the keys and values of every layer after one token; raises ConfigError for other kinds of layers."""
     config = model.config.get_text_config()
     cache = DynamicCache(config=config)
     strange = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _PLAIN})
@@ -100,27 +104,27 @@ _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def forward_arguments(model: nn.Module) -> frozenset[str]:
-    """Return the names of the arguments that a model's forward pass takes, of the base model under adapters."""
+    """Return the names of the arguments of a model's forward pass; with adapters, those of the base model."""
     base = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
     return frozenset(inspect.signature(base.forward).parameters)
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name under which a forward pass takes its cache: since transformers 5.24 it is `cache`."""
+    """Return the name of the forward pass's argument for the cache, which is `cache` since transformers 5.24."""
     return "cache" if "cache" in forward_arguments(model) else "past_key_values"
 
 
 def has_sliding_window(model: nn.Module) -> bool:
-    """Return true when some layer sees only the latest tokens.
+    """Return true if some layer attends to the latest tokens only.
 
-    Prefixes cannot be reused then: the padding between prefix and new tokens would shift that layer's window.
+    Such a model cannot reuse prefixes: the padding between prefix and new tokens would shift the layer's window.
     """
     probe = cast("list[object]", DynamicCache(config=cast("Any", model).config.get_text_config()).layers)
     return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in probe)
 
 
 class _Window:
-    """The part of the buffers that the rows of a batch occupy; all layers of one cache share it."""
+    """The part of the buffers that the rows of a batch occupy. All layers of one cache share one object."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -142,14 +146,14 @@ class _Layer(CacheLayerMixin):
         self.v: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the batch owns the memory."""
+        """Do nothing, because `BatchCache` owns the memory."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write the new columns and return keys and values of the window, each [rows, heads, columns, head_dim].
 
-        The window's own end does not move here, because every layer writes the same columns; `advance` moves it.
+        The end of the window does not move here, because every layer writes the same columns; `advance` moves it.
         """
         window, end = self.window, self.window.end + key_states.shape[2]
         self.k[: window.rows, :, window.end : end] = key_states
@@ -157,11 +161,11 @@ class _Layer(CacheLayerMixin):
         return self.k[: window.rows, :, window.start : end], self.v[: window.rows, :, window.start : end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of columns that attention reads, and the offset of the first: 0, the window's start."""
+        """Return the number of columns that attention reads, and the offset of the first one from the window, 0."""
         return self.window.width + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the columns held."""
+        """Return the number of columns of the window."""
         return self.window.width
 
     def get_max_length(self) -> int:
@@ -169,15 +173,15 @@ class _Layer(CacheLayerMixin):
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """Return -1; transformers before 5.11 asks for the maximum by this name."""
+        """Return -1: there is no maximum. Transformers before 5.11 calls this name."""
         return -1
 
 
 class BatchCache(Cache):
-    """The keys and values of all running rows; one thread may use it.
+    """The keys and values of all running rows, for one thread.
 
     Attributes:
-        lengths: Tokens held per row; row `i` lies in the columns `end - lengths[i]` to `end`.
+        lengths: Number of tokens of each row; row `i` occupies the columns `end - lengths[i]` to `end`.
     """
 
     def __init__(self, layout: CacheLayout) -> None:
@@ -187,11 +191,11 @@ class BatchCache(Cache):
         super().__init__(layers=list(self._views))
         self.lengths: list[int] = []
         self._capacity = (0, 0)
-        self._most_cells = 0  # that one `begin` needed
+        self._most_cells = 0  # the largest number of cells that one `begin` needed
         self._stores: list[Tensor] = self._allocate((0, 0))
 
     def _allocate(self, capacity: tuple[int, int]) -> list[Tensor]:
-        """Return new buffers [tensors, row capacity, heads, column capacity, head_dim] and point the layers at them."""
+        """Return new buffers [tensors, row capacity, heads, column capacity, head_dim], and give them to the layers."""
         rows, columns = capacity
         layout = self._layout
         stores = [
@@ -205,13 +209,13 @@ class BatchCache(Cache):
 
     @property
     def width(self) -> int:
-        """Number of columns that attention reads: the length of the longest row."""
+        """Number of columns that attention reads, which is the length of the longest row."""
         return self._window.width
 
     def begin(self, rows: Sequence[KeyValues | None], *, new_tokens: int) -> None:
-        """Hold exactly these prefixes (None for an empty row), with room for a pass of `new_tokens` columns.
+        """Replace all rows by these prefixes (None for an empty row), with room for a pass of `new_tokens` columns.
 
-        Rows that were held before are dropped. Their memory is used again, because fresh pages cost more than the pass.
+        The memory of earlier rows is used again, because fresh memory pages would cost more time than the pass.
         """
         longest = max((row[0].shape[2] for row in rows if row is not None), default=0)
         need = (len(rows), longest + new_tokens)
@@ -219,17 +223,17 @@ class BatchCache(Cache):
         self.lengths, self._window.rows = [], 0
         if need[0] > self._capacity[0] or need[1] > self._capacity[1]:
             grown = (max(need[0], self._capacity[0]), max(need[1], self._capacity[1]))
-            # Many short rows and one long row would otherwise leave room for as many long rows.
+            # Otherwise a batch of many short rows and a batch of one long row would allocate many long rows.
             self._stores = self._allocate(grown if grown[0] * grown[1] <= _SPARE * self._most_cells else need)
         self._window.start = self._window.end = longest
         for row in rows:
             self.add([] if row is None else [row])
 
     def add(self, parts: Sequence[KeyValues]) -> None:
-        """Append a row made of the concatenated `parts`; the caller's tensors are copied."""
+        """Append a row that consists of the `parts` in order; the tensors are copied."""
         length = sum(part[0].shape[2] for part in parts)
         window, row = self._window, len(self.lengths)
-        # A row longer than the window's end has no columns to its left.
+        # A row needs `length` columns to the left of the window's end.
         if length > window.end or row >= self._capacity[0]:
             self._resize(rows=row + 1, longest=max(length, window.width))
         window.rows = row + 1
@@ -243,18 +247,18 @@ class BatchCache(Cache):
             column = end
 
     def reserve(self, new_tokens: int) -> None:
-        """Make room for `new_tokens` columns of the next forward pass."""
+        """Make room for the `new_tokens` columns of the next forward pass."""
         if self._window.end + new_tokens > self._capacity[1]:
             self._resize(rows=len(self.lengths), longest=self.width, extra=new_tokens)
 
     def _resize(self, *, rows: int, longest: int, extra: int = 0) -> None:
-        """Move the window into new buffers for `rows` so that it ends at column `longest`; spare columns follow.
+        """Move the window into new buffers for at least `rows` rows, so that it ends at column `longest`.
 
-        `extra` columns are needed at once.
+        After it there are `extra` columns for the next pass, and spare ones.
         """
         window, old, capacity = self._window, self._stores, self._capacity[0]
-        # Rows double at least, so that joining n rows one by one copies about 2 n rows in all; they shrink by a half at
-        # least, so that a number of rows that goes up and down copies no more.
+        # The capacity of rows at least doubles, so adding n rows one by one copies about 2 n rows in all. It shrinks
+        # only if a quarter of it is enough, so a number of rows that goes up and down causes no further copies.
         if not rows <= capacity <= _SPARE * rows:
             capacity = max(8, 2 * (rows - 1))
         source = slice(window.start, window.end)
@@ -265,12 +269,12 @@ class BatchCache(Cache):
         window.start, window.end = target.start, target.stop
 
     def advance(self, new_tokens: int) -> None:
-        """Count the columns that a forward pass has just written, for every row."""
+        """Add the columns that a forward pass has just written to the window and to every row."""
         self._window.end += new_tokens
         self.lengths = [length + new_tokens for length in self.lengths]
 
     def remove(self, row: int) -> None:
-        """Drop a row; the last row takes its index."""
+        """Remove a row; the last row moves to its index."""
         last, window = len(self.lengths) - 1, self._window
         if row != last:
             columns = slice(window.end - self.lengths[last], window.end)
@@ -282,14 +286,14 @@ class BatchCache(Cache):
         window.start = window.end - max(self.lengths, default=0)
 
     def row(self, row: int, *, tokens: int) -> KeyValues:
-        """Views of the last `tokens` columns of a row; copy them before the next change."""
+        """Return views of the last `tokens` columns of a row; copy them before the cache changes."""
         columns = slice(self._window.end - tokens, self._window.end)
         return [store[:, row, :, columns] for store in self._stores]
 
     def mask(self, new_tokens: Sequence[int], *, pad_to: int) -> Tensor:
-        """Return the attention mask of a pass in which row `i` brings `new_tokens[i]` tokens, padded to `pad_to`.
+        """Return the attention mask of a pass, [rows, width + pad_to] bool: true for the tokens of a row, old and new.
 
-        [rows, width + pad_to] bool: true for the tokens that a row holds and for those that it brings.
+        Row `i` has `new_tokens[i]` new tokens in the pass, padded to `pad_to` columns.
         """
         device = self._layout.device
         columns = torch.arange(self.width + pad_to, device=device)  # [columns]

@@ -1,8 +1,8 @@
 """The embedded policy: a model, its engine and its server, in this process and on a free local port.
 
 The policy serves a copy of the model, so training may change its own weights while requests run. `publish` (weights in
-memory) and `load` (weights on disk, or offered from memory) bring the copy up to date between two tokens. The server
-has an event loop and a thread of its own, so a training step that blocks the caller's loop delays no answer.
+memory) and `load` (weights on disk, or offered from memory) update the copy between two tokens. The server runs on its
+own event loop in its own thread, so a training step that blocks the caller's loop delays no answer.
 
 Limit: Python threads share one interpreter, so a busy agent in the same process slows the engine.
 """
@@ -47,16 +47,16 @@ class PolicySettings:
     """The name, address and limits with which a policy serves.
 
     Attributes:
-        model_name: Name that requests give.
+        model_name: Name of the model in requests.
         host: Interface to listen on.
-        port: Port; 0 for a free one.
-        context_length: Most tokens of prompt and response; None for what the model was made for.
-        max_tokens: Response length of chat requests that give none; None for all that the context leaves.
+        port: Port to listen on; 0 for a free one.
+        context_length: Largest number of tokens of prompt and response together; None for the model's own limit.
+        max_tokens: Largest response of chat requests without `max_tokens`; None for the rest of the context.
         tool_parser: Notation of tool calls: `hermes` or `none`.
-        prompt_s: Seconds that a request waits until its prompt is rendered and tokenised.
-        drain_s: Seconds that running requests may take to finish before new weights replace the old.
-        merge_adapters: Whether a LoRA version is merged into its base. That takes long, needs peft and rounds in
-            `bfloat16`; without merging, every adapted layer multiplies two more small matrices.
+        prompt_s: Seconds that a request may wait until its prompt is rendered and tokenised.
+        drain_s: Seconds that running requests have to finish before new weights replace the old ones.
+        merge_adapters: Whether a LoRA version is merged into its base. Merging takes long, needs peft and rounds in
+            `bfloat16`; without merging every adapted layer multiplies two more small matrices.
     """
 
     model_name: str
@@ -74,18 +74,20 @@ class TorchPolicy:
     """The role `Policy` over a Hugging Face causal LM on the CPU or one GPU.
 
     Args:
-        name: The policy's name, which is also the model name that requests give.
-        model: Directory or hub name; or a model that is loaded already, of which a copy is served.
+        name: The policy's name, which is also the model name in requests unless `model_name` is given.
+        model: Directory or hub name; or a model in memory, which is copied.
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
         dtype: `float32`, `bfloat16` or `float16`.
-        max_rows: Sequences that run at once.
-        max_waiting: Sequences that may wait; more are answered with 429.
-        prefix_mb: Memory for prompt prefixes that requests share, in MiB; 0 computes every prompt anew.
-        seed: Seed of the draws of requests that bring none.
-        threads: Torch's CPU threads in this process; 0 leaves them. 1 is fastest for models of a few million weights.
-        settings: The rest, as keyword arguments of `PolicySettings`.
+        max_rows: Largest number of sequences that run at once.
+        max_waiting: Largest number of sequences that wait; more are answered with 429.
+        prefix_mb: Memory for common prefixes of prompts, in MiB; 0 computes every prompt from its first token.
+        seed: Seed of the draws of requests without a seed.
+        threads: Torch's CPU threads in this process; 0 changes nothing. 1 is fastest for models of a few million
+            weights.
+        settings: The fields of `PolicySettings`, as keyword arguments.
 
-    Raises ConfigError for what cannot be served, when it is constructed.
+    Raises:
+        ConfigError: The model cannot be loaded or served, or a setting is unknown.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class TorchPolicy:
 
     @property
     def model_name(self) -> str:
-        """Name that requests give."""
+        """Name of the model in requests."""
         return self._settings.model_name
 
     @property
@@ -129,20 +131,20 @@ class TorchPolicy:
 
     @property
     def base_url(self) -> str:
-        """The address that it serves at, with `/v1`; `""` before `start`."""
+        """The server's address, with `/v1`; `""` before `start`."""
         return self._base_url
 
     @property
     def has_token_ids(self) -> bool:
-        """True: answers carry token ids and log-probabilities when they are asked for."""
+        """True: answers have token ids and log-probabilities if the request asks for them."""
         return True
 
     def resource(self) -> Weights:
-        """Return the weights that the policy was constructed with, as a resource that names their place."""
+        """Return the weights that the policy was constructed with, as a resource."""
         return Weights(uri=self._loaded.name)
 
     async def start(self) -> ServedModel:
-        """Start serving; raises PolicyError when it serves already or the port is taken."""
+        """Start serving; raises PolicyError if the policy already serves or the port is taken."""
         if self._thread is not None:
             raise PolicyError(f"The policy {self.name!r} is already serving at {self._base_url}; stop it first.")
         self._engine.start()
@@ -172,25 +174,25 @@ class TorchPolicy:
         )
 
     async def stop(self) -> None:
-        """End the engine, answer requests that still run with 503, and close the port; idempotent."""
+        """Stop the engine, answer requests that still run with 503, and close the port; idempotent."""
         await asyncio.to_thread(self._engine.stop)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.stop)
             self._thread, self._base_url = None, ""
 
     def offer_weights(self, weights: Weights, held: LoadedModel | Mapping[str, Tensor] | HeldAdapter) -> None:
-        """Let the next `load` take `weights` from memory: they need not be on disk then.
+        """Let the next `load` take `weights` from memory, so that they need not be on disk.
 
         Args:
-            weights: The resource that will be loaded.
-            held: The model that has these weights, its state, or its adapter; it must not change until they are loaded.
+            weights: The resource of the next `load`; an offer of other weights is dropped.
+            held: The model with these weights, its state, or its adapter. It must not change until `load` returns.
         """
         self._offered = (weights, held)
 
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """Serve weights from disk, or those that were just offered.
+        """Serve the weights of a version, from memory if they were just offered, else from disk.
 
-        Raises ConfigError for other resources and for weights of another model.
+        Returns when they are live. Raises ConfigError if the resource is not weights, or if they do not fit the model.
         """
         weights = version.resource
         if not isinstance(weights, Weights):
@@ -216,10 +218,10 @@ class TorchPolicy:
         )
 
     async def publish(self, state: Mapping[str, Tensor], version: str, *, drain_s: float | None = None) -> None:
-        """Serve `state` as `version`; returns once it is live. Do not change `state` until then.
+        """Serve `state` as `version`; returns when it is live. Do not change `state` until then.
 
         Requests in flight finish on the old weights, for at most `drain_s` seconds, while new ones wait.
-        When names or shapes differ from the model's, raises ConfigError and keeps the old weights.
+        If names or shapes differ from the model's, the old weights stay, and this raises ConfigError.
         """
         async with self._exchanging:
             await self._swap(self._weights.whole(state), version, drain_s=drain_s)
@@ -231,12 +233,12 @@ class TorchPolicy:
         await asyncio.wrap_future(done)
 
     def health(self) -> dict[str, Any]:
-        """Return the version and the counts that `/health` shows."""
+        """Return the model's name, its version and the engine's counts, as `/health` shows them."""
         return {"model": self.model_name, "model_version": self.model_version, **self._engine.snapshot()}
 
 
 def _key() -> str:
-    """Return the key that embedded policies ask for; the first one in a process makes it unless it is set."""
+    """Return the API key of this process's policies from the environment; the first policy makes one if needed."""
     return os.environ.setdefault(POLICY_KEY_ENV, secrets.token_urlsafe(32))
 
 
@@ -259,7 +261,7 @@ def _stop_ids(model: nn.Module) -> list[int]:
 
 
 class ServerThread:
-    """An aiohttp server on an event loop and a thread of its own."""
+    """An aiohttp server in its own thread, with its own event loop."""
 
     def __init__(self, make_app: Callable[[], web.Application], *, host: str, port: int) -> None:
         self._make_app, self._host, self._port = make_app, host, port
@@ -270,7 +272,7 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, name="agl-policy-server", daemon=True)
 
     def start(self) -> int:
-        """Listen and return the port; raises PolicyError when the address is taken. Call it once."""
+        """Listen and return the port; raises PolicyError if that fails. Call this once."""
         self._thread.start()
         self._ready.wait()
         if self._error is not None:

@@ -1,8 +1,8 @@
-"""Remembers keys and values that were computed already, for prompts that begin with the same tokens.
+"""Stores computed keys and values for later prompts with the same prefix.
 
 Turns of a conversation, siblings of a group and tasks with one system prompt share long prefixes. A prefix is found
-through a chain of hashes, one per block of tokens, and then compared token by token, so a collision costs time and
-never a wrong answer. The contents belong to one version of the weights: clear them when the weights change.
+through a chain of hashes, one per block of tokens, and then compared token by token, so a collision costs time but
+never gives a wrong answer. The contents belong to one version of the weights: clear them when the weights change.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from agl_algo_torch.serving.kvcache import KeyValues, TokenArray
 
 _BLOCK = 16
-"""Tokens per link of the hash chain that finds shared prefixes."""
+"""Tokens per link of the hash chain."""
 
 
 @dataclass(slots=True)
 class _Prefix:
-    """One remembered sequence: its tokens, its hash chain and its keys and values."""
+    """One stored sequence: its tokens, hash chain, keys and values, and the size of those in bytes."""
 
     tokens: TokenArray
     chain: list[int]
@@ -31,13 +31,15 @@ class _Prefix:
 
 
 class PrefixStore:
-    """The keys and values of recent sequences, found by the longest shared prefix; the least recently used leave first.
+    """The keys and values of recent sequences, found by the longest common prefix.
+
+    The least recently used sequences are removed first.
 
     Args:
-        max_bytes: Memory that may be kept; 0 turns the store off.
+        max_bytes: Limit on the memory of the keys and values; 0 turns the store off.
 
     Attributes:
-        is_on: False when the store is off and finds nothing.
+        is_on: False if the store is off; it then finds nothing.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
@@ -45,16 +47,16 @@ class PrefixStore:
         self._max_bytes = max_bytes
         self._n_bytes = 0
         self._entries: OrderedDict[int, _Prefix] = OrderedDict()
-        self._owner: dict[int, int] = {}  # the newest entry that has a link
+        self._owner: dict[int, int] = {}  # for each link the newest entry that contains it
         self._next_id = 0
 
     def find(self, tokens: TokenArray) -> tuple[int, KeyValues | None]:
-        """Return the longest known prefix of `tokens` as (number of tokens, keys and values), or (0, None).
+        """Return the longest stored prefix of `tokens` as (number of tokens, keys and values), or (0, None).
 
-        At least one token is left to compute, because its logits are needed. The tensors are views: copy them before
-        the store changes.
+        The prefix never contains the last token, because the logits of that token must be computed. The tensors are
+        views: copy them before the store changes.
         """
-        # The last link stands for the longest prefix, so the first hit from the end is the best.
+        # A later link covers a longer prefix, so the first hit from the end is the best.
         for link in reversed(list(_chain(tokens))):
             entry_id = self._owner.get(link)
             if entry_id is not None:
@@ -70,10 +72,7 @@ class PrefixStore:
         return shared, [tensor[:, :, :shared] for tensor in entry.key_values]
 
     def add(self, tokens: TokenArray, key_values: KeyValues) -> None:
-        """Remember a sequence and copy its tensors, unless another one begins with it.
-
-        Sequences shorter than one block are not remembered.
-        """
+        """Store a sequence and copies of its tensors, unless it is a prefix of a stored one or shorter than a block."""
         chain = list(_chain(tokens))
         if not chain or not self.is_on or self._covers(chain[-1], tokens):
             return
@@ -98,14 +97,14 @@ class PrefixStore:
                 del self._owner[link]
 
     def clear(self) -> None:
-        """Forget everything; call it whenever the weights change."""
+        """Remove all sequences; call this whenever the weights change."""
         self._entries.clear()
         self._owner.clear()
         self._n_bytes = 0
 
 
 def _chain(tokens: TokenArray) -> Iterator[int]:
-    """Yield one link per whole block; each depends on all blocks before it, so equal links mean equal prefixes."""
+    """Yield one hash per whole block, of all blocks up to it; equal hashes almost always mean equal prefixes."""
     link = 0
     for end in range(_BLOCK, len(tokens) + 1, _BLOCK):
         link = hash((link, tokens[end - _BLOCK : end].tobytes()))

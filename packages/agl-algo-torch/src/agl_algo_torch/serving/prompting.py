@@ -1,7 +1,7 @@
-"""Renders and tokenises prompts in a thread of its own, for a limited time, so that no prompt holds up other answers.
+"""Renders and tokenises prompts in a separate thread with a time limit, so that no prompt delays other answers.
 
-The thread's builder has a tokenizer of its own, because a tokenizer's lock is held for as long as a text is long.
-A thread cannot be ended: work past the limit goes on, and prompts behind it are refused until it is done.
+The thread has its own tokenizer, because the lock of a tokenizer is held for the whole of a long text. A thread cannot
+be ended: work past the limit goes on, and the prompts that wait for it also reach their limit and are refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class PromptThread:
-    """A prompt builder that works in a thread of its own. Its methods are called from one event loop.
+    """A prompt builder in a separate thread. Call the methods from one event loop.
 
     Args:
-        builder: Used by the thread alone from now on, and so is its codec.
-        limit_s: Seconds that a request waits for its prompt, those of prompts before it included.
+        builder: The builder, which only the thread may use from now on, like the builder's codec.
+        limit_s: Seconds that a request waits for its prompt, including the time of earlier prompts.
     """
 
     def __init__(self, builder: PromptBuilder, *, limit_s: float) -> None:
@@ -36,19 +36,19 @@ class PromptThread:
     async def build(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> Prompt:
-        """Render and tokenise; raises the template's own errors, and WireError when the time is over."""
+        """Render and tokenise a conversation; raises the template's own errors, and WireError after the time limit."""
         return await self._run(lambda: self._builder.build(messages, tools=tools, options=options))
 
     async def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text with its special tokens; raises WireError when the time is over."""
+        """Return the token ids of a text with its special tokens; raises WireError after the time limit."""
         return await self._run(lambda: self._builder.encode(text))
 
     def remember(self, prompt: Prompt, ids: Sequence[int], *, message: Mapping[str, Any]) -> None:
-        """Keep a response to `prompt`, and the message that its client gets, for prompts that are built from now on."""
+        """Store a response to `prompt`, as ids and as the client's message, for prompts that are built later."""
         self._thread.submit(self._builder.remember, prompt, ids, message=message)
 
     def close(self) -> None:
-        """End the thread once it has done its current work; what waits is dropped."""
+        """End the thread after its current work; waiting work is dropped."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, work: Callable[[], T]) -> T:

@@ -1,14 +1,14 @@
 """Draws one token per row for a batch whose rows have different parameters, with transformers' own warpers.
 
-The log-probability that is reported, and trained on, is `log_softmax(logits / temperature)` before top-k and top-p.
-With temperature 1, and for greedy decoding, it is the model's own. Where top-k or top-p cut the distribution, the
-response says that the reported one is not exactly the one that was sampled from (`is_exact`).
+The reported log-probability, which training uses, is `log_softmax(logits / temperature)` before top-k and top-p. With
+temperature 1 and in greedy decoding it is `log_softmax(logits)`. If top-k or top-p cut the distribution, the response
+says that the reported log-probabilities are not exactly those of the sampling distribution (`is_exact`).
 
-A token is the inverse of its distribution's cumulative sum at one uniform number, which the caller draws from a stream
-of the row's own. So a row's tokens follow from its seed and its logits, whatever else runs. The global random state,
-which training uses, is never touched.
+A token is drawn by inverting the cumulative distribution at one uniform number, which comes from the row's own stream
+of random numbers. A row's tokens therefore depend only on its seed and its logits, not on other requests. The global
+random state, which training uses, is never touched.
 
-B is the number of rows, V the vocabulary.
+B is the number of rows, V the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The parameters by which a token is drawn."""
+    """The sampling parameters of one sequence."""
 
-    temperature: float = 1.0  # tau; 0 is greedy
-    top_p: float = 1.0  # smallest set of tokens with this mass; 1 keeps all
-    top_k: int = 0  # the so many most likely tokens; 0 keeps all
+    temperature: float = 1.0  # tau; 0 is greedy decoding
+    top_p: float = 1.0  # keeps the smallest set of likeliest tokens with this probability; 1 keeps all
+    top_k: int = 0  # keeps this number of likeliest tokens; 0 keeps all
     seed: int | None = None  # None takes the next seed of the engine
-    top_logprobs: int = 0  # alternatives to report
+    top_logprobs: int = 0  # number of alternatives to report per token
 
     @property
     def is_greedy(self) -> bool:
-        """True when the most likely token is taken."""
+        """True if every token is the likeliest one, without sampling."""
         return self.temperature == 0.0
 
     @property
     def is_exact(self) -> bool:
-        """True when tokens are drawn from exactly the distribution whose log-probabilities are reported."""
-        # Importance weights divide by the reported probability, so a trainer must know when it is not the sampler's.
+        """True if tokens are drawn from exactly the distribution whose log-probabilities are reported."""
+        # Importance weights divide by the reported probability, so a trainer must know if it is not the sampler's.
         return not self.is_greedy and self.top_p >= 1.0 and self.top_k == 0
 
     @property
     def logprobs_mode(self) -> str:
-        """vLLM's name for the logits that the reported log-probabilities come from."""
+        """vLLM's name for the kind of log-probabilities that are reported: from raw or from scaled logits."""
         is_raw = self.is_greedy or self.temperature == 1.0
         return "raw_logprobs" if is_raw else "temperature_scaled_logprobs"
 
     @property
     def shape(self) -> tuple[float, float, int]:
-        """The parameters that rows must share to be processed together."""
+        """The parameters in which rows must agree to be processed together."""
         return self.temperature, self.top_p, self.top_k
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The token drawn for one row, its log-probability and the requested alternatives as (id, logprob)."""
+    """The token drawn for one row, its log-probability in nats, and the requested alternatives as (id, logprob)."""
 
     token_id: int
     logprob: float
@@ -70,16 +70,16 @@ class Draw:
 
 
 def draw(logits_B_V: Tensor, params: Sequence[SamplingParams], *, uniforms: Sequence[float]) -> list[Draw]:
-    """Draw one token per row by its number in `uniforms`, from 0 inclusive to 1 exclusive.
+    """Draw one token per row; `uniforms` has a random number for each row, from 0 inclusive to 1 exclusive.
 
-    Raises FloatingPointError when the logits are not finite.
+    Raises FloatingPointError if the logits are not finite.
     """
     logits = logits_B_V.float()  # [B, V]; a sum over the vocabulary needs more than bfloat16's 8 bits
     # The maximum over the vocabulary is NaN or +inf if any logit is; -inf alone is just a masked token.
     if not bool(torch.isfinite(logits.amax(-1)).all()):
         raise FloatingPointError("the model's logits are not finite; its weights have probably diverged")
     draws: dict[int, Draw] = {}
-    # The warpers take one temperature, top-k and top-p per call, hence one call per set of them.
+    # A call of the warpers has one temperature, top-k and top-p, so rows with equal parameters are drawn together.
     for rows in _by_shape(params):
         part = logits if len(rows) == len(params) else logits[rows]
         drawn = _draw_alike(part, [params[i] for i in rows], [uniforms[i] for i in rows])
@@ -88,7 +88,7 @@ def draw(logits_B_V: Tensor, params: Sequence[SamplingParams], *, uniforms: Sequ
 
 
 def _by_shape(params: Sequence[SamplingParams]) -> list[list[int]]:
-    """Return the rows of each set of parameters, in order of first appearance."""
+    """Return the indices of the rows with equal `shape`, in order of first appearance."""
     groups: dict[tuple[float, float, int], list[int]] = {}
     for row, one in enumerate(params):
         groups.setdefault(one.shape, []).append(row)
@@ -113,7 +113,7 @@ def _draw_alike(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequ
 
 
 def _probabilities(scaled: Tensor, params: SamplingParams) -> Tensor:
-    """Return the distribution to draw from, [B, V]: `scaled` cut by top-k, then by top-p, and renormalised."""
+    """Return the probabilities to draw by, [B, V]: those of the logits `scaled`, cut by top-k, then by top-p."""
     warpers: list[Any] = []
     # Top-k first, as transformers and vLLM do: top-p then counts the mass of what top-k has left.
     if params.top_k > 0:
@@ -124,10 +124,10 @@ def _probabilities(scaled: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _warp(warpers: list[Any], scores: Tensor) -> Tensor:
-    """Return `scores` after the warpers, [B, V]."""
+    """Return `scores` with the warpers applied, [B, V]."""
     if not warpers:
         return scores
-    # Their interface takes the tokens so far, but none of those used here looks at them.
+    # The interface of warpers takes the tokens so far, but the warpers used here ignore them.
     no_tokens = torch.empty((scores.shape[0], 0), dtype=torch.long, device=scores.device)
     return LogitsProcessorList(warpers)(cast("Any", no_tokens), cast("Any", scores))
 
@@ -145,7 +145,7 @@ def _inverse(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
 
 def _alternatives(logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:
     """Return for each row the `top_logprobs` most likely tokens as (id, logprob), most likely first."""
-    # One top-k for the largest wish; rows that want fewer take the first of it.
+    # One top-k for the largest number requested; rows that request fewer use its first entries.
     most = min(max(one.top_logprobs for one in params), logprobs.shape[-1])
     if most == 0:
         return [()] * len(params)

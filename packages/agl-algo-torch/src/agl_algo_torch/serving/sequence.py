@@ -1,4 +1,4 @@
-"""The values that go into the engine and come out of it: requests, sequences in flight and finished generations."""
+"""The records that go into the engine and come out of it: requests, sequences in flight and finished generations."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FinishReason = Literal["stop", "length"]
 
 
 class EngineError(PolicyError):
-    """The engine cannot serve a request; the message says why and what to do."""
+    """The engine cannot serve a request; the message says why, and mostly what to do."""
 
 
 class PromptError(EngineError):
-    """The prompt is empty, or has a token id that the model does not have."""
+    """The prompt is empty, or contains a token id that the model does not have."""
 
 
 class QueueFullError(EngineError):
@@ -40,12 +40,12 @@ class GenerationRequest:
     """One sequence to generate.
 
     Attributes:
-        prompt_ids: At least one token.
-        max_tokens: At least 1.
-        params: Temperature, cuts, seed and alternatives.
-        stop_ids: Tokens that end the sequence; the one that did is returned as its last token.
+        prompt_ids: Ids of the prompt's tokens, at least one.
+        max_tokens: Largest number of tokens to generate, at least 1.
+        params: Temperature, top-p, top-k, seed and number of alternatives.
+        stop_ids: Tokens that end the sequence; the last token of the result is then the stop token.
         stop_check: Called with all generated ids after each token, in the engine's thread; true ends the sequence.
-        wants_tokens: Reports every token as soon as it is drawn.
+        wants_tokens: Whether the listener gets every token as soon as it is drawn.
     """
 
     prompt_ids: tuple[int, ...]
@@ -58,7 +58,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """The tokens `start` to `end` (exclusive) of a response, which weights `version` generated."""
+    """The tokens `start` to `end` (exclusive) of a response, which the weights of `version` generated."""
 
     version: str
     start: int
@@ -67,7 +67,14 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A finished sequence; `draws` has one entry per token, the stop token included."""
+    """A finished sequence.
+
+    Attributes:
+        draws: One entry per token, the stop token included.
+        finish_reason: `stop` for a stop token or a stop string, `length` at the limit of tokens.
+        versions: The model versions that generated the tokens, in order.
+        cached_tokens: Number of prompt tokens whose keys and values were not computed again.
+    """
 
     draws: tuple[Draw, ...]
     finish_reason: FinishReason
@@ -76,12 +83,12 @@ class Generation:
 
     @property
     def token_ids(self) -> list[int]:
-        """The generated ids."""
+        """The generated ids, the stop token included."""
         return [draw.token_id for draw in self.draws]
 
 
 Event = Draw | Generation | EngineError
-"""A token (only with `wants_tokens`), or the one generation at the end; an error ends the events in its place."""
+"""An event of a sequence: a token (only with `wants_tokens`), and at the end one generation or one error."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,10 +97,10 @@ class Flight:
 
     request: GenerationRequest
     listener: Callable[[Event], None]
-    uniforms: random.Random  # the numbers that its tokens are drawn by
+    uniforms: random.Random  # the stream of random numbers for the draws
     draws: list[Draw] = field(default_factory=list[Draw])
     ids: list[int] = field(default_factory=list[int])
-    spans: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # version, and where its tokens end
+    spans: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # (version, end of its tokens)
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     is_cancelled: bool = False
@@ -103,7 +110,7 @@ class Flight:
         return np.array([*self.request.prompt_ids, *self.ids], dtype=np.int32)
 
     def accept(self, draw: Draw, *, version: str) -> None:
-        """Take the next token, set `finish_reason` if it is the last one, and report it when wanted."""
+        """Take the next token, set `finish_reason` if it ends the sequence, and report it with `wants_tokens`."""
         self.draws.append(draw)
         self.ids.append(draw.token_id)
         if self.spans and self.spans[-1][0] == version:

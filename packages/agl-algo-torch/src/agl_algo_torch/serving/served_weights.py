@@ -1,8 +1,8 @@
-"""The weights that a policy serves, exchanged in place: whole ones, or a LoRA adapter on a base that stays.
+"""The weights that a policy serves, exchanged in place: all weights, or only a LoRA adapter while the base stays.
 
-An adapter is served next to its base, just as it trained, unless the policy merges adapters. A version then costs what
-its adapter does, and bfloat16 does not round away what the adapter learned. An adapter that is more than a pair of
-low-rank matrices for each of its layers (DoRA, trained biases, embeddings) is always merged, by peft.
+An adapter is served next to its base, as in training, unless the policy merges adapters. A new version then takes only
+the time and memory of an adapter, and bfloat16 does not round away small changes. An adapter that is more than a pair
+of low-rank matrices for each of its layers (DoRA, trained biases, embeddings) is always merged, by peft.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _PART = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-"""A tensor in an adapter's file: its layer, and which matrix of the pair it is."""
+"""Name of a tensor in an adapter's file: the groups are the layer, and the matrix `A` or `B`."""
 
 _KNOWN = frozenset(
     {
@@ -41,12 +41,15 @@ _KNOWN = frozenset(
         *("megatron_core", "qalora_group_size"),  # without effect unless another field is set
     }
 )
-"""Fields of an adapter's configuration that are read here, or that do not matter for serving it."""
+"""Fields of an adapter's configuration that are read here or do not matter for serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """For each layer, by its name in the model, A [rank, in] and B [out, rank] of `delta W = B A * scale`."""
+    """A LoRA adapter: the matrices (A [rank, in], B [out, rank]) of every adapted layer, by the layer's name.
+
+    They change the layer by `delta W = B A * scale`.
+    """
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     scale: float
@@ -54,9 +57,12 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """A change of weights: the base model's, empty if it stays, and the adapter.
+    """A change of weights.
 
-    `place` names the base model, `""` if it was given from memory.
+    Attributes:
+        base: The new weights of the base model; empty if the base stays.
+        place: Directory or hub name of the base model; `""` if its weights came from memory.
+        adapter: The new adapter; None for no adapter.
     """
 
     base: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
@@ -65,7 +71,7 @@ class Exchange:
 
 
 class ServedWeights:
-    """Reads weights for one model that serves, and exchanges them there; the caller does one exchange at a time.
+    """Prepares and applies exchanges of the weights of one served model. The caller does one exchange at a time.
 
     With `merges` every adapter is merged into its base.
     """
@@ -78,7 +84,7 @@ class ServedWeights:
         self._added: list[RemovableHandle] = []
 
     def read(self, weights: Weights) -> Exchange:
-        """Read what serving `weights` needs; raises ConfigError when they cannot be read or do not fit. Blocks."""
+        """Return the exchange for weights on disk; raises ConfigError if they cannot be read or do not fit. Blocks."""
         is_beside = weights.format == "lora" and not self._merges
         adapter = _read_adapter(weights, self._model) if is_beside else None
         if adapter is None:
@@ -86,7 +92,7 @@ class ServedWeights:
         return self._beside(adapter, base=weights.base_model)
 
     def take(self, held: LoadedModel | Mapping[str, Tensor] | HeldAdapter) -> Exchange:
-        """Return the exchange for a model in memory, its state or its adapter, as `read` does from disk. Blocks."""
+        """Return the exchange for weights in memory: a model, its state or its adapter; raises like `read`. Blocks."""
         if isinstance(held, HeldAdapter):
             return self._adapted(held)
         if not isinstance(held, LoadedModel):
@@ -119,13 +125,13 @@ class ServedWeights:
         return Exchange(base=self._fitting(read_weights(Weights(uri=base), like=own)), place=place, adapter=adapter)
 
     def whole(self, state: Mapping[str, Tensor], *, place: str = "") -> Exchange:
-        """Return the exchange of all weights; raises ConfigError unless names and shapes are the model's."""
+        """Return the exchange of all weights; raises ConfigError unless names and shapes fit the model."""
         return Exchange(base=self._fitting(state), place=place)
 
     def apply(self, exchange: Exchange) -> None:
-        """Exchange the weights; the model must not compute meanwhile."""
+        """Apply an exchange; the model must not compute at the same time."""
         if exchange.base:
-            self._place = ""  # until all of it is written
+            self._place = ""  # an error would leave the base partly written
             copy_into(self._model.state_dict(), exchange.base)
         self._place = exchange.place
         for handle in self._added:
@@ -143,37 +149,37 @@ class ServedWeights:
 
 
 def _place(name: str) -> str:
-    """Return the one name of a directory, however it is written; a name of the hub stays."""
+    """Return the absolute path of a directory, so that its names compare equal; a hub name stays as it is."""
     path = Path(name)
     return str(path.resolve()) if path.is_dir() else name
 
 
 def _read_adapter(weights: Weights, model: nn.Module) -> Adapter | None:
-    """Read an adapter; `None` unless it is made of pairs that fit linear layers of the model."""
+    """Read an adapter; returns `None` unless it consists of pairs of matrices that fit linear layers of the model."""
     folder = Path(weights.uri)
     try:
         config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # peft says what is wrong with it
+        return None  # peft, which reads it next, raises the error
     files = sorted(folder.glob("*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
     return _adapter(config, tensors, model)
 
 
 def _held_adapter(held: LoadedModel, model: nn.Module) -> Adapter | None:
-    """Return the adapter of a model in memory, a copy of it; `None` like `_read_adapter`."""
+    """Return a copy of the adapter of a model in memory; `None` as in `_read_adapter`."""
     import peft
 
     config: dict[str, Any] = cast("Any", held.model).peft_config["default"].to_dict()
     state: dict[str, Tensor] = cast("Any", peft).get_peft_model_state_dict(
         held.model,
-        save_embedding_layers=False,  # peft adds all of the head's weights to an adapter of the head
+        save_embedding_layers=False,  # otherwise peft adds all weights of the head to an adapter of the head
     )
     return _adapter(config, {name: tensor.detach().clone() for name, tensor in state.items()}, model)
 
 
 def _adapter(config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module) -> Adapter | None:
-    """Make an adapter of its configuration and tensors; `None` unless it is made of pairs that fit linear layers."""
+    """Make an adapter from its configuration and tensors; returns `None` as `_read_adapter` does."""
     if config.get("bias", "none") != "none" or any(value for name, value in config.items() if name not in _KNOWN):
         return None
     halves: dict[str, dict[str, Tensor]] = {"A": {}, "B": {}}
@@ -201,7 +207,7 @@ def _fits(layer: nn.Module | None, down: Tensor, up: Tensor, *, rank: int) -> bo
 
 
 def _add(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
-    """Let every adapted layer add its pair's part; returns what takes that back."""
+    """Make every adapted layer add its `delta W` to the output; returns the handles that undo this."""
     layers = dict(modules(model))
     return [
         layers[name].register_forward_hook(_LowRank(down, up * adapter.scale, like=layers[name]))
@@ -210,7 +216,7 @@ def _add(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
 
 
 class _LowRank:
-    """Adds the product of two matrices to what a linear layer computes, as a forward hook."""
+    """Forward hook of a linear layer that adds the product of input and two low-rank matrices to the output."""
 
     def __init__(self, down: Tensor, up: Tensor, *, like: nn.Module) -> None:
         device = next(like.parameters()).device

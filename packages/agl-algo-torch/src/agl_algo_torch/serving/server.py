@@ -1,10 +1,10 @@
 """Serves the OpenAI-compatible endpoints over an engine: chat completions, completions, models and health.
 
-One request is one or more sequences of the engine; their tokens come back through a queue. When the handler ends
-early, above all because the client went away, sequences that still run are cancelled.
+A request becomes one or more sequences of the engine; their tokens come back through a queue. If the handler ends
+early, mostly because the client has disconnected, sequences that still run are cancelled.
 
-The body names the model version that served (`model_version`, see `responses`), and so does the header
-`x-agl-model-version`: for a stream it is the version of the first token, for a whole answer that of the last.
+Answers name the model version: in the body (`model_version`, see `writers`), and in the header `x-agl-model-version`.
+The header has the version of the first token for a stream, and that of the last token for a whole answer.
 
 Requests are read in `wire`, prompts built in `templates`, answers written in `writers` and sent in `exchange`.
 """
@@ -54,17 +54,17 @@ _log = logging.getLogger(__name__)
 
 _MAX_BODY = 64 * 2**20
 _SEED_HEADER = "x-agl-seed"
-"""The gateway's seed for a request that brings none."""
+"""Header in which the gateway gives a seed to a request without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyServerSettings:
-    """The model's name and limits, as the server states and keeps them.
+    """The name and the limits of the served model.
 
     Attributes:
-        model_name: Name that requests must give.
-        context_length: Most tokens of prompt and response together.
-        default_max_tokens: Response length when a chat request gives none; None for all that the context leaves.
+        model_name: Name of the model that requests must have.
+        context_length: Largest number of tokens of prompt and response together.
+        default_max_tokens: Largest response of a request without a limit; None for the rest of the context.
     """
 
     model_name: str
@@ -92,7 +92,7 @@ class PolicyServer:
         self._created = int(time.time())
 
     def app(self) -> web.Application:
-        """Return the application; run it with `handler_cancellation=True`, or clients that leave go unnoticed."""
+        """Return the application; run it with `handler_cancellation=True`, or sequences outlive their clients."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors, self._check_key])
         app.on_cleanup.append(self._close)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -106,7 +106,7 @@ class PolicyServer:
 
     @web.middleware
     async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests without the key, except for `/health`, before their body is read."""
+        """Refuse requests without the key, except for `/health`, and compressed ones, before the body is read."""
         sent = request.headers.get("authorization", "").partition(" ")[2].strip()
         if request.path != "/health" and not hmac.compare_digest(sent.encode("utf-8", "replace"), self._key):
             raise WireError(
@@ -150,7 +150,7 @@ class PolicyServer:
         return await serve(request, self._call(body, head, writer, [prompt.ids], stop_ids), self._engine)
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
-        """Return the tools to show in the prompt; raises WireError for a tool choice that cannot be kept."""
+        """Return the tools to show in the prompt; raises WireError for a tool choice that cannot be enforced."""
         choice = body.tool_choice
         if choice == "none":
             return []
@@ -190,13 +190,13 @@ class PolicyServer:
         return await serve(request, self._call(body, head, writer, prompts, stop_ids), self._engine)
 
     async def _scores(self, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[list[float]] | None:
-        """Return the log-probabilities of the prompts' tokens after the first; None unless they are asked for."""
+        """Return the log-probabilities of the prompts' tokens after the first; None if the request wants none."""
         if body.prompt_logprobs is None:
             return None
         if body.stream:
             raise WireError("The parameter 'prompt_logprobs' goes with stream = false only.", param="prompt_logprobs")
         for prompt in prompts:
-            self._max_tokens(len(prompt), body.limit)  # refuse what is too long before computing it
+            self._max_tokens(len(prompt), body.limit)  # refuse a prompt that is too long before computing it
         return [await asyncio.wrap_future(self._engine.score(prompt)) for prompt in prompts]
 
     async def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
@@ -259,7 +259,7 @@ class PolicyServer:
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts of a request as a list; each is text or ids."""
+    """Return the prompts of a request as a list of texts or token ids; raises WireError for other values."""
     items = [prompt] if isinstance(prompt, str) or all(type(item) is int for item in prompt) else prompt
     for item in items:
         is_ids = isinstance(item, list) and all(type(i) is int for i in cast("list[Any]", item))
@@ -270,7 +270,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every failure in OpenAI's form."""
+    """Answer every failure with an error in OpenAI's form."""
     try:
         return await handler(request)
     except WireError as error:

@@ -1,15 +1,14 @@
-"""Turns chat messages into prompt ids that continue the tokens which the model really sampled.
+"""Turns chat messages into prompt ids that continue the tokens which the model has sampled.
 
-A client sends messages, not tokens. Tokenising the rendered conversation again may split an earlier answer in other
-places than the model did (or lose bytes that were not text). The next prompt then does not extend the last one, and
-a trainer must start a new row. `PromptBuilder` therefore remembers the text and the ids of recent turns. Where the
-rendered conversation begins, character by character, with the text of a remembered prompt and response, it uses their
-ids and tokenises only the rest. Tool calls and plain answers that come back unchanged are rendered as the model wrote
-them (`written_answers`). Where the text differs otherwise (the template rewrote the answer, the client edited it), it
-tokenises the whole conversation.
+A client sends messages, not tokens. Tokenising the rendered conversation again may split an earlier answer at other
+places than the model did (or lose bytes that were not text). The next prompt then does not extend the last one, and a
+trainer must start a new row. `PromptBuilder` therefore stores the text and the ids of recent turns. If the text of a
+stored prompt and response is a prefix of the rendered conversation, the builder uses their ids and tokenises only the
+rest. Tool calls and plain answers that come back unchanged are rendered as the model wrote them (`WrittenAnswers`). If
+the text still differs (the template rewrote the answer, or the client edited it), the whole conversation is tokenised.
 
-Limit: two conversations with equal text and different ids are distinguished by their tool call ids; without any, the
-most recent one is continued.
+Limit: two conversations with equal text and different ids are distinguished by the ids of their tool calls. Without
+tool calls the most recent one is continued.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ if TYPE_CHECKING:
     from agl_algo_torch.serving.codec import TextCodec
 
 _LONGEST_TAIL = 24
-"""Characters at the end of a remembered prompt, at most, that are searched for in a longer one."""
+"""Largest number of characters at the end of a stored prompt by which it is searched for in a longer one."""
 
 _MOST_SIBLINGS = 64
-"""Responses that are remembered per prompt."""
+"""Largest number of stored responses per prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation: its text, its ids, and the number of ids that were spliced from earlier turns."""
+    """A rendered conversation: the text, its token ids, and how many of the ids were copied from earlier turns."""
 
     text: str
     ids: tuple[int, ...]
@@ -46,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A response to a remembered prompt."""
+    """A response to a stored prompt, with the ids of both."""
 
     text: str
     prompt_ids: tuple[int, ...]
@@ -63,11 +62,11 @@ class _Turn:
 
 
 class PromptBuilder:
-    """Builds prompts with one codec; one thread may use it.
+    """Builds prompts with one codec, for one thread.
 
     Args:
         codec: Tokenizer and chat template.
-        max_tokens: Tokens of prompts and responses that are remembered.
+        max_tokens: Largest number of tokens of stored prompts and responses.
     """
 
     def __init__(self, codec: TextCodec, *, max_tokens: int = 2_000_000) -> None:
@@ -83,7 +82,10 @@ class PromptBuilder:
     def build(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> Prompt:
-        """Render and tokenise; raises the template's own errors (`jinja2.TemplateError` for refused messages)."""
+        """Render and tokenise a conversation, whose last token is directly before the assistant's answer.
+
+        Raises the template's own errors (`jinja2.TemplateError` for refused messages).
+        """
         plain = [plain_message(message) for message in messages]
         settings = {"tools": list(tools) if tools else None, **options}
         known_calls = {call_id for message in plain for call_id in call_ids(message)}
@@ -95,17 +97,17 @@ class PromptBuilder:
         return self._spliced(text, known_calls) or Prompt(text, tuple(self._codec.encode(text)))
 
     def _as_written(self, plain: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
-        """Render the conversation with the model's own words for its answers; None where that changes nothing."""
+        """Render the conversation with stored answers as the model wrote them; None if there are none or it fails."""
         marked, texts = self._answers.marked(plain)
         if not texts:
             return None
-        try:  # a template may insist on the calls that the results after them belong to
+        try:  # a mark hides the tool calls of an answer, which a template may require before their results
             return unmarked(self._codec.render(marked, **settings), texts)
         except (TemplateError, TypeError, ValueError, KeyError):
             return None
 
     def _spliced(self, text: str, known_calls: set[str]) -> Prompt | None:
-        """Return the prompt that continues the longest remembered turn which `text` begins with; None without one."""
+        """Return a prompt with the ids of the longest stored turn that is a prefix of `text`; else None."""
         found = self._find(text, known_calls)
         if found is None:
             return None
@@ -118,35 +120,36 @@ class PromptBuilder:
         return Prompt(text, (*known, *ids), len(known))
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that is not a conversation, with the special tokens that begin one."""
+        """Return the token ids of a text that is not a conversation, with the tokenizer's special tokens."""
         return self._codec.encode(text, add_special_tokens=True)
 
     def _find(self, text: str, known_calls: set[str]) -> tuple[int, _Turn] | None:
-        """Return the position where the longest remembered turn that `text` begins with ends, and that turn."""
+        """Return the longest stored turn that is a prefix of `text`, after the position where it ends."""
         for end in self._ends(text):
             turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
             if turns:
                 self._turns.move_to_end(text[:end])
-                # Siblings may have one text and different ids; the ids of their tool calls distinguish them.
+                # Siblings may have equal texts and different ids; the ids of their tool calls distinguish them.
                 turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & known_calls)))
                 return end + len(turn.text), turn
         return None
 
     def _ends(self, text: str) -> Iterator[int]:
-        """Return the positions at which a remembered prompt may end, last first."""
+        """Return the positions in `text` at which a stored prompt may end, last first."""
         found: set[int] = set()
         for tail in self._tails:
             at = text.find(tail)
             while at >= 0:
-                if at + len(tail) in self._lengths:  # else a text of many tails would take quadratic time
+                if at + len(tail) in self._lengths:  # otherwise a text with many tails would take quadratic time
                     found.add(at + len(tail))
                 at = text.find(tail, at + 1)
         return iter(sorted(found, reverse=True))
 
     def remember(self, prompt: Prompt, ids: Sequence[int], *, message: Mapping[str, Any] | None = None) -> None:
-        """Keep a response to `prompt` for the turns that follow it; the most recent comes first.
+        """Store a response to `prompt`, as token ids, for later turns; of equal texts the most recent one counts.
 
-        `message` is the response as the client gets it, in OpenAI's form.
+        `message` is the response as the client gets it, in OpenAI's form. The oldest prompts are removed beyond the
+        limit of tokens.
         """
         if not ids:
             return
@@ -169,7 +172,7 @@ class PromptBuilder:
             self._evict()
 
     def _answer(self, text: str, last: int, message: Mapping[str, Any]) -> WrittenAnswer | None:
-        """Return the answer as the model wrote it; None where every template prints it so."""
+        """Return the answer as the model wrote it; None if every template renders the message in this way."""
         end = self._codec.token_text(last) if last in self._codec.stop_ids else ""
         answer = WrittenAnswer(text.removesuffix(end), plain_message(message))
         return answer if answer.is_needed else None
@@ -193,7 +196,7 @@ class PromptBuilder:
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates expect it: text content, and arguments of tool calls as objects."""
+    """Return a message as templates expect it: content as text, arguments of tool calls as objects."""
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _text(message.get("content"))
     if plain["role"] == "developer":
@@ -218,19 +221,19 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class WrittenAnswer:
-    """The text that the model wrote, its end token left out, and the message that its client got, plain."""
+    """An answer as the model wrote it, without the end token, and as the client got it (`plain_message`)."""
 
     text: str
     message: Mapping[str, Any]
 
     @property
     def is_needed(self) -> bool:
-        """True for an answer that a template may print in another way."""
+        """True if a template may render the message with another text."""
         return bool(call_ids(self.message)) or self.text.strip() != self.text == self.message["content"]
 
 
 class WrittenAnswers:
-    """Answers by the ids of their calls or by their text; whoever adds them removes them."""
+    """Stored answers, found by the ids of their tool calls or by their text. The caller removes each added answer."""
 
     def __init__(self) -> None:
         self._by_call: dict[str, WrittenAnswer] = {}
@@ -238,14 +241,14 @@ class WrittenAnswers:
         self._secret = secrets.token_hex(8)  # else a message could hold a mark
 
     def add(self, answer: WrittenAnswer) -> None:
-        """Remember an answer."""
+        """Store an answer."""
         calls = call_ids(answer.message)
         self._by_call |= dict.fromkeys(calls, answer)
         if not calls:
             self._plain[answer.text] += 1
 
     def remove(self, answer: WrittenAnswer) -> None:
-        """Forget an answer."""
+        """Remove a stored answer."""
         calls = call_ids(answer.message)
         for call_id in calls:
             self._by_call.pop(call_id, None)
@@ -253,9 +256,9 @@ class WrittenAnswers:
             self._plain -= Counter([answer.text])
 
     def marked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, str]]:
-        """Return plain messages with a mark in place of each remembered answer, and the marks with their texts.
+        """Return the messages with a mark in place of each stored answer, and the text of the answer for each mark.
 
-        An answer whose text or calls the client has changed stays as it came.
+        An answer stays as it is if the client has changed its text or its tool calls.
         """
         found: list[Mapping[str, Any]] = []
         texts: dict[str, str] = {}
@@ -269,7 +272,7 @@ class WrittenAnswers:
         return found, texts
 
     def _text_of(self, message: Mapping[str, Any]) -> str:
-        """Return what the model wrote where the client wrote it; "" for any other message."""
+        """Return the model's text of a message that is a stored answer; "" for any other message."""
         if message["role"] != "assistant":
             return ""
         if not call_ids(message):
@@ -284,7 +287,7 @@ def call_ids(message: Mapping[str, Any]) -> list[str]:
 
 
 def unmarked(text: str, texts: Mapping[str, str]) -> str | None:
-    """Return a rendered conversation with the texts in place of their marks; None where it lost or repeats one."""
+    """Return a rendered conversation with the texts in place of their marks; None unless each mark is in it once."""
     if any(text.count(mark) != 1 for mark in texts):
         return None
     for mark, written in texts.items():

@@ -6,7 +6,7 @@
     {"name": "calc", "arguments": {"expression": "7*8"}}
     </tool_call>
 
-Text with a malformed call stays content as a whole, so that the agent and the reward see what the model wrote.
+If any call is malformed, the whole text stays content, so that the agent and the reward get the model's own text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One call; `arguments` is the JSON text of an object."""
+    """One tool call; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -31,7 +31,7 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponse:
-    """The text of a response outside of its calls (`None` without any), and the calls."""
+    """The text of a response outside of its tool calls (`None` if there is no such text), and the tool calls."""
 
     content: str | None
     calls: tuple[ParsedToolCall, ...] = ()
@@ -41,8 +41,10 @@ class ParsedResponse:
 class ToolParser:
     """A notation of tool calls.
 
-    `parse` reads a whole response. A stream holds text back from a marker on. The tags may be special tokens of the
-    model; they stay visible in decoded text.
+    Attributes:
+        parse: Reads a whole response.
+        markers: Texts that may start a call; a stream holds back text from a marker on.
+        tags: Texts around a call; if they are special tokens of the model, decoded text still contains them.
     """
 
     parse: Callable[[str], ParsedResponse]
@@ -54,7 +56,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def _parse_hermes(text: str) -> ParsedResponse:
-    """Read calls between tags; text before the first one is content, less the newline that templates put there."""
+    """Read calls between tags; other text is content, without the newline that templates put before the first call."""
     head, *parts = text.split(_OPEN)
     calls: list[ParsedToolCall] = []
     rest = ""
@@ -86,7 +88,7 @@ def _read_call(body: str) -> ParsedToolCall | None:
 
 
 def tool_parser(name: str) -> ToolParser:
-    """Return the parser of a notation; raises ConfigError with the known names."""
+    """Return the parser of a notation by name; raises ConfigError for an unknown name."""
     parsers = {
         "hermes": ToolParser(_parse_hermes, markers=("\n" + _OPEN, _OPEN), tags=(_OPEN, _CLOSE)),
         "none": ToolParser(ParsedResponse),

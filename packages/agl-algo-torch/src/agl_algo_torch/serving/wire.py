@@ -1,8 +1,8 @@
-"""Reads clients' requests strictly: it refuses a setting that would change sampling and is not supported.
+"""Reads clients' requests strictly: a field that would change the answer, but is not supported, is refused.
 
 Requests follow OpenAI's chat completions and completions; `return_token_ids`, `top_k`, `stop_token_ids`,
-`ignore_eos` and `chat_template_kwargs` follow vLLM. Fields that change nothing about the answer are accepted and
-dropped. Unsupported fields are accepted with their neutral value only.
+`ignore_eos` and `chat_template_kwargs` follow vLLM. Fields that do not change the answer are accepted and ignored.
+Unsupported fields are accepted only with their neutral value.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class WireError(Exception):
-    """An error to answer a request with, in OpenAI's form.
+    """An error that becomes the answer to a request, in OpenAI's form.
 
     Attributes:
         status: HTTP status.
         code: Short machine-readable reason.
-        param: The field at fault, if one is.
+        param: The field that causes the error, if there is one.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class WireError(Exception):
 
 
 class NamedFunction(msgspec.Struct):
-    """The function of a tool call in a message; unknown fields are left to the template."""
+    """The function of a tool call in a message; other fields are not checked, but the template gets them."""
 
     name: str
     arguments: str | None = None
@@ -90,14 +90,14 @@ class MessageToolCall(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message's content; only text can be served."""
+    """A part of a message's content; only parts of type `text` are supported."""
 
     type: str
     text: str | None = None
 
 
 class Message(msgspec.Struct):
-    """The fields of a message that are checked; the template gets the message as it came."""
+    """The fields of a message that are checked; the template gets the original message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -137,16 +137,16 @@ class _Common(msgspec.Struct, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens to generate; None for the default."""
+        """Largest number of tokens to generate; None for the server's default."""
         return self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """The number of alternatives wanted per token; None when no log-probabilities are wanted."""
+        """Number of alternatives to report per token; None if the request asks for no log-probabilities."""
         raise NotImplementedError
 
     def params(self, choice: int) -> SamplingParams:
-        """Return the sampling parameters of a choice; each choice of a seeded request has a seed of its own."""
+        """Return the sampling parameters of a choice; the choices of a request with a seed have different seeds."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -169,19 +169,19 @@ class ChatBody(_Common, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """`max_completion_tokens`, or else the older `max_tokens`."""
+        """`max_completion_tokens`, or the older `max_tokens` without it."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """`top_logprobs`, when `logprobs` is on."""
+        """`top_logprobs` if `logprobs` is true, else None."""
         return self.top_logprobs if self.logprobs else None
 
 
 class CompletionBody(_Common, kw_only=True):
     """A completion request; `prompt` is text, token ids, or a list of either.
 
-    `prompt_logprobs` of 0 asks for the log-probabilities of the prompt's own tokens; alternatives are not supported.
+    A `prompt_logprobs` of 0 asks for the log-probabilities of the prompt's tokens; alternatives are not supported.
     """
 
     prompt: str | list[Any]
@@ -190,12 +190,12 @@ class CompletionBody(_Common, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """`max_tokens`, or else OpenAI's default for completions."""
+        """`max_tokens`, or 16, OpenAI's default for completions."""
         return self.max_tokens or 16
 
     @property
     def alternatives(self) -> int | None:
-        """`logprobs`, which is the number itself here."""
+        """`logprobs`, which is a number in completions."""
         return self.logprobs
 
 
@@ -203,14 +203,14 @@ Body = TypeVar("Body", ChatBody, CompletionBody)
 
 
 def seeded(body: Body, header: str | None) -> Body:
-    """Return the request with the seed of the gateway's header, where it brings none of its own."""
+    """Return the request; without a seed of its own it gets the seed in the gateway's header, if there is one."""
     if body.seed is not None or header is None or not header.isdecimal():
         return body
     return msgspec.structs.replace(body, seed=int(header))
 
 
 def read_body(data: bytes, kind: type[Body]) -> Body:
-    """Return a checked request; raises WireError that names the field at fault."""
+    """Decode and check a request; raises WireError, which names the invalid field."""
     try:
         raw = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
@@ -239,13 +239,13 @@ def _refuse_unless_neutral(key: str, value: Any) -> None:
 
 
 def _field(message: str) -> str | None:
-    """Return the path that msgspec names at the end of its message, without the root."""
+    """Return the path of the field at the end of msgspec's message, without the root; None if there is no path."""
     _, found, path = message.partition("`$.")
     return path.rstrip("`") if found else None
 
 
 def check_template_kwargs(options: Mapping[str, Any], *, refused: Collection[str]) -> None:
-    """Raise WireError for options that are no variables of the template, above all a template to use instead."""
+    """Raise WireError for an option in `refused`: an argument of the rendering, such as another template."""
     for name in options:
         if name in refused:
             raise WireError(
@@ -257,7 +257,7 @@ def check_template_kwargs(options: Mapping[str, Any], *, refused: Collection[str
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Raise WireError for messages of a wrong form and for content that is not text."""
+    """Raise WireError for a message with invalid fields or with content that is not text."""
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         try:

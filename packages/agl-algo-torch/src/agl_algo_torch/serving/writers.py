@@ -1,8 +1,8 @@
-"""Writes the answer to one request, whole or as a stream of chunks; each endpoint has its writer.
+"""Writes the answer to one request, whole or as a stream of chunks; each endpoint has its own writer.
 
-A writer sees every choice's tokens in order. In a stream, text is held back while it may still become part of a stop
-string or of a tool call. Token ids and log-probabilities are never held back, so a chunk may carry ids and no text.
-Tool calls are sent as deltas when the response is complete, because only then can they be seen to be well formed.
+A writer gets the tokens of every choice in order. In a stream, text is held back while it may still become part of a
+stop string or of a tool call. Token ids and log-probabilities are never held back, so a chunk may have ids and no text.
+Tool calls are sent as deltas when the response is complete, because only then it is known whether they are well formed.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ Json = dict[str, Any]
 
 
 class AnswerWriter(Protocol):
-    """The form of an endpoint's answers."""
+    """Writes the answers of one endpoint. `index` is the number of a choice."""
 
     def top(self) -> Json:
         """Return the fields next to `choices` in a whole answer and in the first chunk of a stream."""
         ...
 
     def choice(self, index: int, generation: Generation) -> Json:
-        """Return a finished choice of a whole answer."""
+        """Return a finished choice for a whole answer."""
         ...
 
     def opening(self, index: int) -> Json | None:
-        """Return the choice of its first chunk, before any token; None for no such chunk."""
+        """Return a choice for the first chunk, before any token; None if the stream has no such chunk."""
         ...
 
     def token(self, index: int, draw: Draw) -> Json | None:
-        """Return the choice of one token's chunk; None when there is nothing to send yet."""
+        """Return a choice for the chunk of one token; None if there is nothing to send yet."""
         ...
 
     def closing(self, index: int, generation: Generation) -> Json:
-        """Return the choice of its last chunk."""
+        """Return a choice for the last chunk."""
         ...
 
 
 class _ChoiceTexts:
-    """The visible text of the choices of one request, whole or growing."""
+    """The visible texts of the choices of one request, whole or growing."""
 
     def __init__(self, codec: TextCodec, *, stops: Sequence[str], stop_ids: frozenset[int], markers: Sequence[str]):
         self._codec = codec
@@ -63,7 +63,7 @@ class _ChoiceTexts:
         self._sent: dict[int, int] = {}
 
     def whole(self, generation: Generation) -> str:
-        """Return the text of a finished choice, without the stop token and from the first stop string on cut."""
+        """Return the text of a finished choice up to the stop token or the first stop string, without either."""
         ids = generation.token_ids
         if generation.finish_reason == "stop" and ids[-1] in self._stop_ids:
             ids = ids[:-1]
@@ -81,12 +81,12 @@ class _ChoiceTexts:
         return stream.text[sent:safe]
 
     def rest(self, index: int, whole: str) -> str:
-        """Return the part of the final text that has not been sent."""
+        """Return the part of the final text `whole` that has not been sent."""
         return whole[self._sent.get(index, 0) :]
 
 
 class ChatWriter:
-    """Writes chat completions, and remembers every response so that the next turn's prompt can extend it."""
+    """Writes chat completions, and remembers every response so that the next turn's prompt can extend its tokens."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ChatWriter:
         self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
 
     def top(self) -> Json:
-        """Return the prompt ids where they are asked for."""
+        """Return the prompt ids if the request asks for them."""
         return {"prompt_token_ids": list(self._prompt.ids)} if self._body.return_token_ids else {}
 
     def choice(self, index: int, generation: Generation) -> Json:
@@ -133,7 +133,7 @@ class ChatWriter:
         return details
 
     def opening(self, index: int) -> Json | None:
-        """Return the first chunk of a choice: the role."""
+        """Return a choice for the first chunk, which has the role."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 
     def token(self, index: int, draw: Draw) -> Json | None:
@@ -145,7 +145,7 @@ class ChatWriter:
         return {"index": index, "delta": delta, "finish_reason": None} | self._details([draw])
 
     def closing(self, index: int, generation: Generation) -> Json:
-        """Return the last chunk of a choice, with the text that was held back."""
+        """Return a choice for the last chunk, with the text that was held back and the tool calls."""
         parsed, calls = self._read(generation)
         delta: Json = {}
         if rest := self._texts.rest(index, parsed.content or ""):
@@ -156,7 +156,7 @@ class ChatWriter:
 
 
 class CompletionWriter:
-    """Writes completions: plain text, prompt ids inside the choice, and `n` choices per prompt, prompt by prompt."""
+    """Writes completions: plain text, with prompt ids in each choice; the `n` choices of a prompt follow each other."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class CompletionWriter:
         self._offsets: dict[int, int] = {}
 
     def top(self) -> Json:
-        """Return no fields: the prompt ids are in the choices."""
+        """Return no fields, because the prompt ids are in the choices."""
         return {}
 
     def choice(self, index: int, generation: Generation) -> Json:
@@ -196,7 +196,7 @@ class CompletionWriter:
         return {"prompt_token_ids": list(self._prompts[index // self._body.n])}
 
     def _prompt_scores(self, index: int) -> Json:
-        """Return the log-probabilities of the prompt's tokens in vLLM's form, which has none for the first."""
+        """Return the log-probabilities of the prompt's tokens in vLLM's form, with None for the first token."""
         if self._scores is None:
             return {}
         place = index // self._body.n
@@ -204,7 +204,7 @@ class CompletionWriter:
         return {"prompt_logprobs": [None, *found]}
 
     def opening(self, index: int) -> Json | None:
-        """Return the prompt ids where they are asked for."""
+        """Return a choice with the prompt ids if the request asks for them."""
         if not self._body.return_token_ids:
             return None
         opening: Json = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
@@ -220,7 +220,7 @@ class CompletionWriter:
         return {"index": index, "text": piece, "finish_reason": None} | self._details([draw], offset=offset)
 
     def closing(self, index: int, generation: Generation) -> Json:
-        """Return the last chunk of a choice, with the text that was held back."""
+        """Return a choice for the last chunk, with the text that was held back."""
         rest = self._texts.rest(index, self._texts.whole(generation))
         return {"index": index, "text": rest, "logprobs": None, "finish_reason": generation.finish_reason}
 
@@ -239,7 +239,7 @@ class AnswerHead:
     kind: str
 
     def fields(self, *, is_chunk: bool) -> Json:
-        """Return them under OpenAI's names."""
+        """Return the fields under OpenAI's names."""
         name = "text_completion" if self.kind == "completions" else "chat.completion"
         if is_chunk and self.kind == "chat":
             name += ".chunk"
@@ -252,7 +252,7 @@ def new_id(prefix: str) -> str:
 
 
 def version_fields(generations: Mapping[int, Generation], params: SamplingParams) -> Json:
-    """Return the fields that name the weights behind each choice's tokens, and the meaning of its log-probabilities."""
+    """Return the fields about the versions that sampled each choice's tokens, and about the log-probabilities."""
     spans = [
         {"choice": choice, "version": span.version, "start": span.start, "end": span.end}
         for choice, generation in generations.items()
@@ -267,7 +267,7 @@ def version_fields(generations: Mapping[int, Generation], params: SamplingParams
 
 
 def usage(prompt_tokens: int, generations: Sequence[Generation]) -> Json:
-    """Return the token counts; every prompt counts once, however many choices it has, as OpenAI counts."""
+    """Return the token counts as OpenAI counts them: a prompt counts once, however many choices it has."""
     completion = sum(len(one.draws) for one in generations)
     return {
         "prompt_tokens": prompt_tokens,
@@ -282,7 +282,7 @@ def chat_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool) -> J
 
     def entry(token_id: int, logprob: float) -> Json:
         text = codec.token_text(token_id)
-        # A token may end within a character; its text does not show its bytes then.
+        # A token may end within a character; its bytes are then unknown here.
         whole = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         return {"token": f"token_id:{token_id}" if as_ids else text, "logprob": logprob, "bytes": whole}
 
@@ -293,7 +293,7 @@ def chat_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool) -> J
 
 
 def text_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool, offset: int = 0) -> Json:
-    """Return `choices[i].logprobs` of a completion; `offset` is the number of characters sent before."""
+    """Return `choices[i].logprobs` of a completion; `offset` is the number of characters before the first token."""
 
     def name(token_id: int) -> str:
         return f"token_id:{token_id}" if as_ids else codec.token_text(token_id)
@@ -311,7 +311,7 @@ def text_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool, offs
 
 
 def prompt_logprobs(ids: Sequence[int], scores: Sequence[float], codec: TextCodec) -> list[Json]:
-    """Return the entries of vLLM's `prompt_logprobs` for tokens of a prompt, each with its own token alone."""
+    """Return vLLM's `prompt_logprobs` entries for tokens of a prompt, without alternatives."""
     return [
         {str(token_id): {"logprob": score, "decoded_token": codec.token_text(token_id)}}
         for token_id, score in zip(ids, scores, strict=True)
@@ -319,7 +319,7 @@ def prompt_logprobs(ids: Sequence[int], scores: Sequence[float], codec: TextCode
 
 
 def tool_calls(parsed: ParsedResponse, ids: Sequence[str]) -> list[Json]:
-    """Return the tool calls of a message."""
+    """Return the tool calls of a message in OpenAI's form; `ids` has an id for each call."""
     return [
         {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call_id, call in zip(ids, parsed.calls, strict=True)

@@ -1,1 +1,1 @@
-"""Training with VERL's engine in this process: the algorithm, the models, their updates."""
+"""Training with VERL's engine in this process: the algorithm, the models, and their updates."""

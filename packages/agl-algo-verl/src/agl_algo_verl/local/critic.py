@@ -1,17 +1,17 @@
 """VERL's critic in this process: the policy's network with a value per token, trained by VERL's `value_loss`.
 
-With V the value, V_old the one before the step's first update and R the return, the loss of a trained token is PPO's
-with a clipped value, as OpenAI's baselines have it; it stays near V_old, as the policy's ratio stays near 1:
+V is the value, V_old the value before the step's first update, and R the return. The loss of a trained token is PPO's
+with a clipped value, as in OpenAI's baselines; V is kept near V_old, as the policy's ratio is kept near 1:
 
     L_t = 0.5 * max((V - R)^2, (clip(V, V_old - eps_v, V_old + eps_v) - R)^2)        eps_v = critic.cliprange_value
 
-and the loss of an update is its mean over tokens, or over rollouts of the sum over tokens, by `critic.loss_agg_mode`.
+The loss of an update is the mean of L_t over tokens, or the mean over rollouts of its sum over tokens, as
+`critic.loss_agg_mode` selects.
 
-Deviation from VERL, which opens a value model with flash-attention and nothing else: here its engine is asked for a
-token classifier with one label, which is the same network, by VERL's own loader of language models, with the
-attention that the policy has.
+Deviation from VERL, which opens value models only with flash-attention: here VERL's own loader of language models opens
+a token classifier with one label, which is the same network, with the attention that the policy has.
 
-R is also the axis of a response's tokens in `[R]`.
+R is also the axis of a response's tokens, as in `[R]`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class VerlCritic:
     """A value model in training.
 
     Args:
-        path: The policy's weights, whose network the critic starts from, with a value head of its own.
+        path: The policy's weights, from which the critic's network starts; it gets a value head of its own.
         settings: VERL's configuration.
-        steps: Steps of the whole run, over which the learning rate is scheduled.
-        device: Where the policy is trained.
+        steps: Steps of the whole run, for the schedule of the learning rate.
+        device: The device on which the policy is trained.
 
     Raises:
         ConfigError: The model's family has no token classifier.
@@ -61,22 +61,23 @@ class VerlCritic:
         """Return the value before each token of the responses, [R] per sample on the CPU."""
         if not samples:
             return []
-        # V_t must not know token t: `responses` takes the outputs one place before each token.
+        # V_t must not depend on token t: `responses` takes the outputs one position before each token.
         return responses(self._worker.infer_batch(self._batch(samples, compute_loss=False))["values"], samples)
 
     def update(self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
-        """Do one optimizer update towards the samples' `returns` and return what to log.
+        """Do one optimizer update towards the samples' `returns`; returns the metrics to log.
 
-        `is_last` says that it is the last of its step, which moves the schedule of the learning rate.
+        `is_last` marks the last update of a step, which advances the schedule of the learning rate.
         """
-        # VERL divides a mean over sequences by `global_batch_size`: here rollouts and not rows, as for the policy.
+        # VERL divides a mean over sequences by `global_batch_size`: the number of rollouts, not of rows, as for the
+        # policy.
         batch = self._batch(samples, global_batch_size=rollouts, update_lr_scheduler=is_last)
         found = plain_metrics(self._worker.train_batch(batch)["metrics"])
-        # vf_loss, vf_clipfrac and vpred_mean are the critic's alone; grad_norm and lr the policy reports as well.
+        # vf_loss, vf_clipfrac and vpred_mean exist only for the critic; the policy also reports grad_norm and lr.
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a checkpoint next to the policy's and remove old ones, except the last `keep`, two and `kept`."""
+        """Write a checkpoint next to the policy's; removes others, except `kept` and the last `keep`, at least two."""
 
         def fill(directory: Path) -> None:
             self._worker.save_checkpoint(str(directory), global_step=step)
@@ -87,7 +88,7 @@ class VerlCritic:
     def load(self, workdir: Path, *, step: int) -> None:
         """Continue from the checkpoint of a step, with the learning rate of the settings.
 
-        Raises ConfigError where there is none.
+        Raises ConfigError if the checkpoint does not exist.
         """
         source = step_directory(workdir / "critic", step)
         if not source.is_dir():
@@ -115,7 +116,7 @@ def critic_config(critic: CriticKeys) -> Any:
 
 
 def check_model(path: str) -> None:
-    """Raise ConfigError for a model that cannot be found, or whose family has no token classifier."""
+    """Raise ConfigError if a model cannot be found, or its family has no token classifier."""
     from transformers import AutoConfig
 
     try:
@@ -129,7 +130,7 @@ def check_model(path: str) -> None:
 
 
 def check_family(config: Any, *, path: str) -> None:
-    """Raise ConfigError for a model whose family has no token classifier."""
+    """Raise ConfigError if a model's family has no token classifier."""
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
     if type(config) not in cast("Any", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING):
@@ -148,7 +149,7 @@ def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device
     )
     config = loaded.hf_config
     check_family(config, path=path)
-    # One label per token is the value. No dropout: V_old and V would differ by it alone.
+    # One label per token is the value. No dropout, which alone would make V differ from V_old.
     config.num_labels, config.classifier_dropout = 1, 0.0
     config.architectures = [config.architectures[0].replace("ForCausalLM", "ForTokenClassification")]
     engine = engine_config(
@@ -157,7 +158,7 @@ def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device
         tokens=critic.ppo_max_token_len_per_gpu,
         rows=critic.ppo_micro_batch_size_per_gpu,
     )
-    # Values are a view of the head's output; FSDP2 warns of in-place changes to it, and VERL makes none.
+    # Values are a view of the head's output; FSDP2 warns of in-place changes to it, and VERL makes no such changes.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDP\w+ForTokenClassification\) returned a view")
     with _quietly():
         worker = open_worker("value_model", loaded, engine=engine, optim=critic.optim, steps=steps)
@@ -168,7 +169,7 @@ def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device
 
 @contextmanager
 def _quietly() -> Generator[None]:
-    """Keep transformers, inside the block, from reporting that the value head is new, as every critic's is."""
+    """Inside the block, stop transformers from reporting that the value head is new, as it is for every critic."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

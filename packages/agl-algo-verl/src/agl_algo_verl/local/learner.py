@@ -1,19 +1,19 @@
 """The models of a run in training, over its steps: opened when needed, evaluated, updated, saved and resumed.
 
-It puts the policy (`worker.py`), its reference and the critic (`critic.py`) to work in the order of VERL's trainer,
-and computes nothing itself. One step:
+It calls the policy (`worker.py`), its reference and the critic (`critic.py`) in the order of VERL's trainer, and
+computes nothing itself. One step:
 
-    1. old log-probabilities of every row, log pi_old: the policy as it is before the step's first update
-    2. the reference's, log pi_ref, where a KL term asks for them
-    3. beta * KL off the rewards, where asked for; beta is updated with the KL of this step for the next one
+    1. log pi_old of every row: the log-probabilities of the policy before the step's first update
+    2. log pi_ref, the reference's, if a KL term needs them
+    3. subtract beta * KL from the rewards, if the settings ask for it; beta for the next step follows from this KL
     4. the critic's values V, and advantages from them
-    5. the critic's updates, then the policy's, of which one without a gradient is left out: AdamW would move the
-       weights by its momentum alone. VERL's engine makes no update of a gradient that is not finite; here such are
-       counted, and too many in a row end the run
+    5. the critic's updates, then the policy's. A policy update without a gradient is left out, because AdamW would
+       move the weights by its momentum alone. VERL's engine skips an update whose gradient is not finite; such
+       updates are counted here, and too many in a row end the run
 
-All of 1 to 4 come before any update: PPO's ratio pi / pi_old and the critic's clipped loss compare with the models
-that the step began with (Schulman et al. 2017, arXiv 1707.06347, sections 3 and 5).
-What blocks runs in a thread, so that rollouts go on meanwhile.
+Stages 1 to 4 precede any update: PPO's ratio pi / pi_old and the critic's clipped loss compare with the models at the
+start of the step (Schulman et al. 2017, arXiv 1707.06347, sections 3 and 5). Blocking work runs in a thread, so that
+rollouts continue meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behind:
-    """The checkpoint of an earlier step that training goes on from, `""` for none, and its place in the schedule."""
+    """The checkpoint of an earlier step from which training continues (`""` for none), and the schedule's position."""
 
     checkpoint: str
     place: int
@@ -58,7 +58,7 @@ class Behind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a step trained: its own rows with their final advantages, the replayed ones, and numbers to log."""
+    """The result of a step's training: its own rows with final advantages, the replayed rows, and metrics to log."""
 
     own: list[RowSample]
     replayed: list[RowSample]
@@ -66,12 +66,12 @@ class Trained:
 
 
 class VerlLearner:
-    """The policy in training, with its reference and critic where the settings ask for them.
+    """The policy in training, with a reference and a critic if the settings need them.
 
     Args:
         settings: VERL's configuration.
-        workdir: Where checkpoints and weights to serve are written.
-        steps: Steps of the whole run, over which learning rates are scheduled.
+        workdir: Directory for checkpoints and for weights to serve.
+        steps: Steps of the whole run, for the schedules of the learning rates.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class VerlLearner:
         self._rate = 1.0  # factor of the configured learning rate
         self._behind: Behind | None = None
         self.updates = 0
-        """Updates of the policy since this object was made that changed its weights."""
+        """Updates since this object was created that changed the policy's weights."""
 
     def notice(self) -> str:
-        """Return a sentence for people about updates that were skipped since the last call, `""` without one."""
+        """Return a message about updates skipped since the last call; `""` if there were none."""
         return self._skipped.news()
 
     @property
     def opened(self) -> str:
-        """Version of the weights that training started from; `""` before it started."""
+        """Version of the weights from which training started; `""` before it has started."""
         return self._opened if self._worker is not None else ""
 
     async def open(self, origin: Weights, *, version: str) -> None:
-        """Open a version of the policy in place of the one that was open; its schedule goes on, and a critic stays."""
+        """Open a version of the policy in place of the current one; its schedule continues, and the critic is kept."""
         place = None if self._worker is None else self._worker.place
         self._worker = None  # free the old model first: two of them may not fit
         self._worker = await asyncio.to_thread(self._load, origin, place)
@@ -119,30 +119,30 @@ class VerlLearner:
         replayed: Replayed[RowSample],
         held: Sequence[RowSample] = (),
     ) -> Trained:
-        """Do all updates of a step; a number that several of them report is averaged, and what they skip is counted.
+        """Do all updates of a step; a metric that several updates report is averaged, and skipped updates are counted.
 
-        On `replayed` rollouts the policy trains besides, with the advantages that they have, and the critic does not.
-        The rows `held` keep agents that are not trained near the start (`losses/anchor.py`).
+        The policy also trains on the `replayed` rollouts, with their stored advantages; the critic does not. The rows
+        `held` keep agents that are not trained near their start (`losses/anchor.py`).
         """
         samples, metrics = await asyncio.to_thread(self._evaluate, prepared)
         every = await asyncio.to_thread(self._with_replayed, replace(prepared, samples=samples), replayed)
         correction = self._settings.correction
-        # k_t = pi_old / pi_behaviour over the whole step: statistics of a rollout need all of its rows.
+        # k_t = pi_old / pi_behaviour over the whole step: the statistics of a rollout need all of its rows.
         every = replace(every, samples=corrected(every.samples, correction))
         metrics |= correction_metrics(every.samples, correction)
         samples = every.samples[: len(samples)]
         jobs: list[tuple[Callable[..., dict[str, float]], Part, bool]] = []
         actor, critic = self._settings.actor, self._settings.critic
         if self._critic is not None:
-            # The critic's mini-batches and epochs are the actor's where it has none of its own.
+            # The critic uses the actor's mini-batches and epochs unless it has its own.
             mini, epochs = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, critic.ppo_epochs
             own = replace(prepared, samples=samples)
             jobs += self._jobs(self._update_critic, own, tasks=mini, epochs=epochs or actor.ppo_epochs)
-        # A fresh critic's values are noise, and so are advantages from them: before step `critic_warmup` it learns
-        # alone.
+        # A new critic's values, and advantages from them, are noise: before step `critic_warmup` only the critic
+        # learns.
         if self.trains_policy(step):
             mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
-            # log pi_ref of the held rows, which the anchor's k3 compares with.
+            # log pi_ref of the held rows, with which the anchor's k3 compares.
             held = await asyncio.to_thread(self._with_reference, held)
             jobs += self._jobs(partial(self._update_policy, held=held), every, tasks=mini, epochs=epochs)
         if not jobs and self.trains_policy(step):  # without a row, a step counts as one without a gradient does
@@ -155,39 +155,39 @@ class VerlLearner:
         return Trained(own=samples, replayed=every.samples[len(samples) :], metrics=metrics)
 
     def trains_policy(self, step: int) -> bool:
-        """Return whether a step trains the policy, rather than a critic alone."""
+        """Return true if a step trains the policy, false if it trains only the critic."""
         return not self._settings.has_critic or self._settings.trainer.critic_warmup <= step
 
     async def save(self, *, step: int, kept: Collection[int]) -> None:
-        """Save a checkpoint of everything as of a step, and remove old ones except those of the steps `kept`."""
+        """Save a checkpoint of all models after a step, and remove old ones except those of the steps `kept`."""
         await asyncio.to_thread(self._policy.save, self._workdir, step=step, keep=self._keep, kept=kept)
         if self._critic is not None:
             await asyncio.to_thread(self._critic.save, self._workdir, step=step, keep=self._keep, kept=kept)
 
     def finished(self) -> None:
-        """Note that a step has ended, whose own checkpoint is the one that training goes on from."""
+        """Record that a step has ended; training continues from this step's own checkpoint."""
         self._behind = None
 
     def served(self, *, step: int) -> Weights:
-        """Return the resource that names the weights to serve of a step, which need not be written yet."""
+        """Return the resource that names a step's weights to serve, which need not be written yet."""
         return self._policy.served(self._workdir, step=step)
 
     def origins(self) -> list[str]:
-        """Return the weights that the policy was opened from, and those of every checkpoint on disk."""
+        """Return the weights from which the policy was opened, and those named in the checkpoints on disk."""
         from agl_algo_verl.local.worker import origins
 
         return [self._policy.origin.uri, *origins(self._workdir)]
 
     async def held(self) -> dict[str, Tensor] | HeldAdapter:
-        """Return the weights to serve by their names, or the adapter."""
+        """Return the weights to serve by name, or the adapter."""
         return await asyncio.to_thread(self._policy.held)
 
     async def export(self, *, step: int, kept: Collection[int]) -> Weights:
-        """Write the weights to serve and return the resource that names them; removes old ones like `save`."""
+        """Write the weights to serve and return the resource that names them; old ones are removed as in `save`."""
         return await asyncio.to_thread(self._policy.export, self._workdir, step=step, keep=self._keep, kept=kept)
 
     def state(self, *, step: int) -> dict[str, Json]:
-        """Return the newest checkpoint, the version that training started from and the weight of a KL penalty."""
+        """Return what a resume needs: checkpoint, opened version, weight of the KL penalty, rate, schedule position."""
         checkpoint, place = str(step_directory(self._workdir / "state", step)) if step else "", None
         if self._behind is not None:
             checkpoint, place = self._behind.checkpoint, self._behind.place
@@ -200,7 +200,7 @@ class VerlLearner:
         }
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from `state`: weights, optimizer moments, schedules, random state and critic."""
+        """Continue from `state`: restores weights, optimizer moments, schedules, random state and critic."""
         self._opened, self._kl.value = str(state["opened"]), float(state["kl_coef"])
         self._rate = float(state["rate"])
         checkpoint, place = str(state["checkpoint"]), state["place"]
@@ -209,10 +209,10 @@ class VerlLearner:
             await asyncio.to_thread(self._resume, Path(checkpoint))
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> str:
-        """Continue from an earlier `state` with `rate` times the learning rate; its schedule goes on where it is.
+        """Continue from an earlier `state` with `rate` times the learning rate; the schedule keeps its position.
 
-        Without the state's checkpoint, and for an empty state, the live weights are opened next, with new moments.
-        Returns the checkpoint that is missing, or `""`.
+        If the state is empty or its checkpoint is missing, the live weights are opened next, with new moments. Returns
+        the missing checkpoint, or `""`.
         """
         checkpoint = str(state.get("checkpoint", ""))
         missing = checkpoint if checkpoint and not Path(checkpoint).is_dir() else ""
@@ -226,7 +226,7 @@ class VerlLearner:
         return missing
 
     def close(self) -> None:
-        """Drop the models."""
+        """Release the models."""
         self._worker = self._critic = None
 
     @property
@@ -239,7 +239,7 @@ class VerlLearner:
         from agl_algo_verl.local.worker import VerlWorker
 
         worker = VerlWorker(origin=origin, settings=self._settings, steps=self._steps)
-        # The schedule counts steps of the experiment, not those since the model was opened.
+        # The schedule counts steps of the experiment, not steps since the model was opened.
         self._place(worker, place)
         if self._settings.has_critic and self._critic is None:
             self._critic = self._make_critic(worker)
@@ -255,7 +255,7 @@ class VerlLearner:
             self._critic.load(self._workdir, step=int(checkpoint.name))
 
     def _place(self, worker: VerlWorker, place: int | None) -> None:
-        """Give a policy that was just opened the learning rate at a place in its schedule, or where a run went back."""
+        """Give a newly opened policy its learning rate: at `place` in the schedule, or where the run went back to."""
         place = place if self._behind is None else self._behind.place
         if place is not None or self._rate != 1.0:
             worker.use_rate(self._rate, place=place)
@@ -268,28 +268,28 @@ class VerlLearner:
     def _jobs(
         self, update: Any, prepared: PreparedStep, *, tasks: int | None, epochs: int
     ) -> list[tuple[Any, Part, bool]]:
-        """Return the updates of one model: every mini-batch, `epochs` times over; the last one moves the schedule."""
+        """Return the updates of one model: every mini-batch, `epochs` times; the last update advances the schedule."""
         from agl_algo_verl.rows.batches import updates
 
         parts = updates(prepared.samples, prepared.rollouts, tasks=tasks or self._settings.data.train_batch_size)
         total = epochs * len(parts)
-        # The order of mini-batches is that of the tasks, which was drawn when they were collected; it is the same in
-        # every epoch. Schedules count steps of the experiment and not updates, so only the last update moves them.
+        # Mini-batches follow the order of the tasks, drawn when they were collected, and it is the same in every epoch.
+        # Schedules count steps of the experiment, not updates, so only the last update advances them.
         return [(update, parts[index % len(parts)], index + 1 == total) for index in range(total)]
 
     def _update_policy(
         self, rows: Sequence[RowSample], *, rollouts: int, is_last: bool, held: Sequence[RowSample]
     ) -> dict[str, float]:
-        """Do one update of the policy, none where nothing has a gradient; the schedule counts the step either way."""
+        """Do one update of the policy, unless nothing has a gradient; the schedule counts the step in both cases."""
         from agl_algo_verl.rows.batches import has_gradient
 
         if has_gradient(rows, self._settings):
             names = {row.rollout for row in rows}
-            # Held rows go with the update of their rollout; U counts their tokens there.
+            # Held rows belong to the update of their rollout; U counts their tokens there.
             own = [row for row in held if row.rollout in names]
             found = self._policy.update(rows, rollouts=rollouts, is_last=is_last, held=own)
             self._tried += 1
-            # VERL's engine made no update of it; the moments of AdamW stay as they were.
+            # VERL's engine skipped this update; AdamW's moments are unchanged.
             if self._skipped.note(found["grad_norm"], update=self._tried):
                 return finite(found) | {"updates_nonfinite": 1.0}
             self.updates += 1
@@ -308,7 +308,7 @@ class VerlLearner:
         return found
 
     def _with_replayed(self, prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:
-        """Return a step with its own evaluated rows, and replayed ones with what the models say of them now."""
+        """Return a step with its own evaluated rows, and the replayed rows with today's log-probabilities."""
         every = beside(prepared, replayed)
         rows = every.samples[len(prepared.samples) :]
         if not rows:
@@ -320,18 +320,18 @@ class VerlLearner:
         return replace(every, samples=[*prepared.samples, *rows])
 
     def _with_reference(self, rows: Sequence[RowSample]) -> list[RowSample]:
-        """Return rows with log pi_ref; without rows the reference is not opened."""
+        """Return the rows with log pi_ref; without rows the reference is not opened."""
         found = self._policy.reference_logprobs(rows) if rows else []
         return [replace(row, reference=values) for row, values in zip(rows, found, strict=True)]
 
     def _evaluate(self, prepared: PreparedStep) -> tuple[list[RowSample], dict[str, float]]:
-        """Return the rows with what the models say of them and advantages that follow from it, and what to log."""
+        """Return the rows with the models' log-probabilities, values and advantages, and metrics to log."""
         from agl_algo_verl.losses import shaping
 
         worker, algorithm = self._policy, self._settings.algorithm
-        # log pi_old, [R] per row. The recorded log-probabilities would do if the server were exact; it computes with
-        # other kernels, and where groups are collected ahead also with older weights.
-        # The entropies H of the same pass, [R] per row, are only shown: VERL's trainer on Ray computes them too.
+        # log pi_old, [R] per row. The recorded log-probabilities would serve if the server were exact, but it computes
+        # with other kernels and, where groups are collected ahead, with older weights. The entropies H of the same
+        # pass, [R] per row, are only for display; VERL's trainer on Ray computes them too.
         if algorithm.rollout_correction.bypass_mode:
             samples = [replace(sample, old=sample.behaviour) for sample in prepared.samples]
         else:
@@ -354,25 +354,25 @@ class VerlLearner:
             samples = shaping.with_values(prepared, samples, penalty=penalty, settings=algorithm)
             metrics |= shaping.value_fit(samples)
         elif penalty is not None:
-            # Advantages were made in `rows.prepare` already; the penalty changes the scores that they compare.
+            # `rows.prepare` has already computed advantages; the penalty changes the scores that they compare.
             samples = shaping.with_penalty(prepared, samples, penalty=penalty, settings=self._settings)
         return samples, metrics
 
 
 class KlController:
-    """The weight beta of a KL penalty in the reward; `value` outlives the process in the algorithm's state.
+    """The weight beta of a KL penalty in the reward; the algorithm's state stores `value`, so a resume keeps it.
 
-    The adaptive one is the proportional controller of Ziegler et al. 2019 (arXiv 1909.08593):
+    The adaptive kind is the proportional controller of Ziegler et al. 2019 (arXiv 1909.08593):
 
         e    = clip(KL / target_kl - 1, -0.2, 0.2)
         beta = beta * (1 + e * n / horizon)
 
-    KL is in nats per token; n, the rollouts of the step, and `horizon` count rollouts. After `horizon` rollouts at 1.2
-    times the target or more, beta has grown by about a fifth; the clip keeps one step with an odd KL from moving it
-    far.
+    KL is in nats per token; n is the number of rollouts of the step, and `horizon` a number of rollouts. After
+    `horizon` rollouts with a KL of 1.2 times the target or more, beta has grown by about a fifth; the clip keeps a
+    single step with an unusual KL from changing it much.
 
     Deviation from the paper, which measures the KL of whole responses: as in VERL it is per token, so `target_kl` does
-    not depend on how long answers are.
+    not depend on the length of answers.
     """
 
     def __init__(self, settings: AlgorithmKeys) -> None:
@@ -381,11 +381,11 @@ class KlController:
         self.value = settings.kl_ctrl.kl_coef
 
     def update(self, *, kl: float, rollouts: int) -> None:
-        """Move the weight by the KL of a step of `rollouts` rollouts; a fixed weight stays."""
+        """Adapt the weight to the KL of a step with `rollouts` rollouts; a fixed weight stays."""
         from agl_algo_verl.typed import verl_part
 
         control = self._settings.kl_ctrl
-        # VERL's controller is made anew each time, from the current weight: it has no other state, and `value` alone
+        # VERL's controller is created anew each time from the current weight: it has no other state, so only `value`
         # has to be saved.
         config = verl_part("verl.trainer.config:KLControlConfig")(
             type=control.type, kl_coef=self.value, horizon=control.horizon, target_kl=control.target_kl

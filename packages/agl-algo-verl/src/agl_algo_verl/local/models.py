@@ -1,32 +1,33 @@
 """VERL's training workers, opened for a role: the policy in training, its frozen reference, its critic.
 
-All three are VERL's `TrainingWorker` with its FSDP2 engine; they differ in the configuration that they get. The policy
-learns by a loss of agl-objectives (`loss_worker.py`), or by VERL's `ppo_loss`. With rho_t = pi(y_t) / pi_old(y_t), A_t
-the advantage and w_t the importance weight of `batches.importance` (1 without a correction), VERL's loss of a trained
-token is L_t = w_t * l_t with
+All three are VERL's `TrainingWorker` with its FSDP2 engine; they differ in their configuration. The policy learns by a
+loss of agl-objectives (`loss_worker.py`), or by VERL's `ppo_loss`. With rho_t = pi(y_t) / pi_old(y_t), A_t the
+advantage and w_t the importance weight of `batches.importance` (1 without a correction), VERL's loss of a trained token
+is L_t = w_t * l_t with
 
     vanilla   l_t = max(-A_t * rho_t, -A_t * clip(rho_t, 1 - eps_low, 1 + eps_high)), at most -c * A_t where A_t < 0
     gspo      the same without the bound c, and with the row's s in place of rho_t:
               s = exp(mean over the row's trained tokens of log pi(y_t) - log pi_old(y_t))
 
-and the loss of an update is mean(L_t) - entropy_coeff * mean(entropy_t) + kl_loss_coef * mean(KL_t), the last two
-where they are asked for. `loss_agg_mode` says which mean:
+The loss of an update is mean(L_t) - entropy_coeff * mean(entropy_t) + kl_loss_coef * mean(KL_t), where the last two
+terms are optional. `loss_agg_mode` selects the mean:
 
     token-mean               sum over the update's tokens / their number
     seq-mean-token-sum       sum over the update's tokens / its rollouts
     seq-mean-token-sum-norm  the same / loss_scale_factor
     seq-mean-token-mean      the mean over rollouts of the mean over each one's tokens
 
-Sources: the clipped objective is PPO's (Schulman et al. 2017, arXiv 1707.06347, section 3); the bound c is that of
-dual-clip PPO (Ye et al. 2020, arXiv 1912.09729); apart eps_low and eps_high, and the mean over tokens, are DAPO's (Yu
-et al. 2025, arXiv 2503.14476, sections 3.1 and 3.3); the constant divisor is that of Dr. GRPO (arXiv 2503.20783); the
-sequence's ratio is GSPO's (Zheng et al. 2025, arXiv 2507.18071, section 4).
+Sources: the clipped objective is PPO's (Schulman et al. 2017, arXiv 1707.06347, section 3). The bound c is that of
+dual-clip PPO (Ye et al. 2020, arXiv 1912.09729). Separate eps_low and eps_high, and the mean over tokens, are DAPO's
+(Yu et al. 2025, arXiv 2503.14476, sections 3.1 and 3.3). The constant divisor is that of Dr. GRPO (arXiv 2503.20783).
+The sequence's ratio is GSPO's (Zheng et al. 2025, arXiv 2507.18071, section 4).
 
-Deviations from VERL: its sequences are rows. Here means over sequences are over rollouts (`rows/batches.py`), and only
-GSPO's s is one per row, because a row is what the model reads in one piece.
+Deviations from VERL, whose sequences are rows: here means over sequences are over rollouts (`rows/batches.py`). Only
+GSPO's s is per row, because the model reads a row in one piece.
 
-The reference is forward-only on a GPU, where VERL keeps such a model in the CPU's memory. On the CPU VERL would ask
-for pinned memory, which needs a GPU, so there it is a worker whose optimizer never steps and so never holds moments.
+On a GPU the reference is forward-only, and VERL keeps such a model in the CPU's memory. On the CPU VERL would ask for
+pinned memory, which needs a GPU, so there the reference is a worker whose optimizer never steps and so holds no
+moments.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ Kind = Literal["language_model", "value_model"]
 
 
 def open_policy(path: str, settings: VerlSettings, *, role: Role, steps: int, device: torch.device) -> Any:
-    """Return a worker on the language model at `path`, with VERL's `ppo_loss`.
+    """Return a worker for the language model at `path`, with VERL's `ppo_loss`.
 
-    The learning rate is scheduled over `steps`. Raises ConfigError for a model that cannot be loaded.
+    `steps` is the length of the learning rate's schedule. Raises ConfigError for a model that cannot be loaded.
     """
     model, actor = settings.actor_rollout_ref.model, settings.actor
-    # A reference gets no adapters: it is the model at the start, where B = 0 and adapters change nothing.
+    # A reference gets no adapters: it is the model at the start, where B = 0 and adapters have no effect.
     is_lora = role == "actor" and settings.is_lora
     adapters: dict[str, Any] = {"lora_rank": model.lora_rank, "lora_alpha": model.lora_alpha} if is_lora else {}
     if is_lora:
@@ -86,7 +87,7 @@ def open_policy(path: str, settings: VerlSettings, *, role: Role, steps: int, de
 
 
 def model_config(path: str, *, use_remove_padding: bool, **options: Any) -> Any:
-    """Return VERL's description of the model at `path`; raises ConfigError where there is none."""
+    """Return VERL's description of the model at `path`; raises ConfigError if the model cannot be loaded."""
     try:
         return verl_part("verl.workers.config:HFModelConfig")(
             path=path,
@@ -102,14 +103,14 @@ def model_config(path: str, *, use_remove_padding: bool, **options: Any) -> Any:
 
 
 def actor_config(settings: VerlSettings) -> Any:
-    """Return VERL's own configuration of the policy loss, whose symbols the module explains."""
+    """Return VERL's own configuration of the policy loss; for the symbols see the module's docstring."""
     actor = settings.actor
     return verl_part("verl.workers.config:FSDPActorConfig")(
         strategy="fsdp2",
         rollout_n=settings.actor_rollout_ref.rollout.n,
         use_dynamic_bsz=True,  # how micro-batches are really cut is said per batch (`batches.micro_batched`)
         clip_ratio=actor.clip_ratio,  # eps, where the two below are not given
-        # VERL's own defaults of these two are 0.2, whatever clip_ratio says, so they are always given.
+        # VERL's defaults of these two are 0.2, whatever clip_ratio is, so they are always set.
         clip_ratio_low=actor.number("clip_ratio_low"),  # eps_low
         clip_ratio_high=actor.number("clip_ratio_high"),  # eps_high
         clip_ratio_c=actor.clip_ratio_c,  # c; a bad token that has become likely would have no bound on its loss
@@ -126,13 +127,13 @@ def actor_config(settings: VerlSettings) -> Any:
 def engine_config(
     fsdp: FsdpKeys, *, device: torch.device, tokens: int, rows: int | None, is_forward_only: bool = False
 ) -> Any:
-    """Return VERL's configuration of its FSDP2 engine: micro-batches of `rows` rows, or cut by `tokens`."""
+    """Return VERL's configuration of its FSDP2 engine, with micro-batches of `rows` rows, else of `tokens` tokens."""
     precision = fsdp.mixed_precision
     return verl_part("verl.workers.config:FSDPEngineConfig")(
         strategy="fsdp2",
         model_dtype=fsdp.model_dtype,  # of the weights that the optimizer updates
         mixed_precision={
-            # of the forward and backward pass; bfloat16 is slow on CPUs
+            # the dtype of the forward and backward pass; bfloat16 is slow on CPUs
             "param_dtype": precision.param_dtype or ("fp32" if device.type == "cpu" else "bf16"),
             "reduce_dtype": precision.reduce_dtype,  # gradients are summed in it
             "buffer_dtype": precision.buffer_dtype,

@@ -1,11 +1,11 @@
 """VERL's training worker in this process: opened from published weights, updated, saved, and exported again.
 
-The worker is VERL's `TrainingWorker` with its FSDP2 engine and `ppo_loss`; the loss is described in `models.py`, and
-nothing here computes one. Everything here blocks; the algorithm calls it in a thread.
+The worker is VERL's `TrainingWorker` with its FSDP2 engine and `ppo_loss`; `models.py` describes the loss, and nothing
+here computes one. All methods block; the algorithm calls them in a thread.
 
 Files: a training checkpoint is VERL's own (sharded model, optimizer, scheduler and random state, which torch pickles,
-so load only your own); what is published is a Hugging Face directory, or a peft adapter that names its base. All appear
-whole or not at all.
+so load only your own). Published weights are a Hugging Face directory, or a peft adapter that names its base. Every
+directory is written in full or not at all.
 
 R is the length of a response.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from agl_objectives.adapters import HeldAdapter
 
 ORIGIN = "origin.json"
-"""File in a checkpoint that names the weights which the model was opened from."""
+"""The file in a checkpoint that names the weights from which the model was opened."""
 
 
 class VerlWorker:
@@ -52,10 +52,10 @@ class VerlWorker:
     Args:
         origin: Weights in Hugging Face's format.
         settings: VERL's configuration.
-        steps: Steps of the whole run, over which the learning rate is scheduled.
+        steps: Steps of the whole run, for the schedule of the learning rate.
 
     Raises:
-        ConfigError: VERL is not usable here, or the weights cannot be trained by it.
+        ConfigError: VERL is not usable here, or cannot train these weights.
     """
 
     def __init__(self, *, origin: Weights, settings: VerlSettings, steps: int) -> None:
@@ -69,9 +69,9 @@ class VerlWorker:
 
     @classmethod
     def resume(cls, source: Path, *, settings: VerlSettings, steps: int) -> VerlWorker:
-        """Open the checkpoint that `save` wrote: weights, moments, place in the schedule and random state.
+        """Open the checkpoint that `save` wrote: weights, moments, position in the schedule and random state.
 
-        Learning rate, betas and weight decay are those of the settings.
+        Learning rate, betas and weight decay come from the settings.
         """
         if not (source / ORIGIN).is_file():
             raise ConfigError(
@@ -84,7 +84,7 @@ class VerlWorker:
         return worker
 
     def use_threads(self) -> None:
-        """Give torch the configured number of threads in the calling thread; one is fastest for tiny models."""
+        """Set torch's number of threads in the calling thread to the configured one; one is fastest for tiny models."""
         if self._settings.threads:
             torch.set_num_threads(self._settings.threads)
 
@@ -93,7 +93,7 @@ class VerlWorker:
     ) -> tuple[list[Tensor], Sequence[Tensor | None]]:
         """Return the engine's log-probabilities and entropies of each sample's response, [R] per sample on the CPU.
 
-        Without `has_entropy` the entropies are None.
+        Without `has_entropy` each sample's entropy is None.
         """
         self.use_threads()
         if not has_entropy or not samples:
@@ -102,9 +102,9 @@ class VerlWorker:
         return responses(found["log_probs"], samples), responses(found["entropy"], samples)
 
     def reference_logprobs(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return the log-probabilities by the weights that the model was opened from, [R] per sample on the CPU.
+        """Return the log-probabilities under the weights from which the model was opened, [R] per sample on the CPU.
 
-        With adapters these are the same weights without them; else a second model is opened on the first call.
+        With adapters these are the current weights without the adapters; else the first call opens a second model.
         """
         self.use_threads()
         if self._settings.is_lora:
@@ -118,10 +118,10 @@ class VerlWorker:
     def update(
         self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool, held: Sequence[RowSample] = ()
     ) -> dict[str, float]:
-        """Do one optimizer update on the rows of `rollouts` rollouts and return what to log.
+        """Do one optimizer update on the rows of `rollouts` rollouts; returns the metrics to log.
 
-        `is_last` says that it is the last of its step, which moves the schedule of the learning rate. The rows `held`
-        are those of `losses/anchor.py`, with the reference's log-probabilities.
+        `is_last` marks the last update of a step, which advances the schedule of the learning rate. `held` are the rows
+        of `losses/anchor.py`, with the reference's log-probabilities.
         """
         self.use_threads()
         actor = self._settings.actor
@@ -129,8 +129,8 @@ class VerlWorker:
         if choice is None and actor.loss_agg_mode == "seq-mean-token-mean":
             samples = per_rollout(samples)  # a mean over each rollout's tokens, where VERL takes one over each row's
         options: dict[str, Any] = {
-            # What VERL divides a mean over sequences by. Its sequences are rows; here it is the number of rollouts, so
-            # that a rollout weighs the same in one row as in ten.
+            # The divisor of VERL's means over sequences. VERL's sequences are rows; here it is the number of rollouts,
+            # so that a rollout weighs the same in one row as in ten.
             "global_batch_size": rollouts,
             "update_lr_scheduler": is_last,
             "calculate_entropy": needs_entropies(self._settings),  # a softmax over the vocabulary
@@ -142,7 +142,7 @@ class VerlWorker:
 
     @property
     def place(self) -> int:
-        """Steps of the learning rate's schedule that are done."""
+        """The number of completed steps in the learning rate's schedule."""
         return int(schedule_of(self._worker.engine).last_epoch)
 
     def move_schedule(self) -> None:
@@ -152,13 +152,13 @@ class VerlWorker:
             self._worker.engine.lr_scheduler_step()
 
     def use_rate(self, rate: float, *, place: int | None = None) -> None:
-        """Train with `rate` times the configured learning rate, and go on from `place` in its schedule if given."""
+        """Train with `rate` times the configured learning rate; its schedule continues at `place`, if given."""
         use_rate_of_schedule(self._worker.engine, peak=rate * self._settings.actor.optim.lr, place=place)
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a training checkpoint and remove old ones, except the last `keep`, the last two and those of `kept`.
+        """Write a training checkpoint; removes old ones, except the last `keep` (at least two) and those in `kept`.
 
-        The one before stays because the run's state names it until the new state is saved.
+        The previous checkpoint stays because the run's state names it until the new state is saved.
         """
 
         def fill(directory: Path) -> None:
@@ -171,7 +171,7 @@ class VerlWorker:
     def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
         """Write the weights to serve, or the adapter, and return the resource that names them.
 
-        A probe next to them (`weights/probe.py`) lets a policy check that it serves these weights.
+        A probe in the same directory (`weights/probe.py`) lets a policy check that it serves these weights.
         """
         weights = self.served(workdir, step=step)
         write_directory(Path(weights.uri), self._write_weights)
@@ -179,14 +179,14 @@ class VerlWorker:
         return weights
 
     def served(self, workdir: Path, *, step: int) -> Weights:
-        """Return the resource that names what `export` writes."""
+        """Return the resource that names the output of `export`."""
         place = str(step_directory(workdir.absolute() / "weights", step))
         if self._settings.is_lora:
             return Weights(uri=place, base_model=self.origin.uri, format="lora")
         return Weights(uri=place, format="hf")
 
     def held(self) -> dict[str, Tensor] | HeldAdapter:
-        """Return the weights to serve by their names, on the CPU, tied ones once; or the adapter."""
+        """Return the weights to serve by name, on the CPU, with tied weights once; or the adapter."""
         engine = self._worker.engine
         if self._settings.is_lora:
             return adapter_of(engine.module, base=self.origin.uri, whole=_gathered)
@@ -200,7 +200,7 @@ class VerlWorker:
 
         engine, held = self._worker.engine, self.held()
         if isinstance(held, dict):
-            # transformers saves through a model object; one on the meta device has shapes and takes no memory.
+            # transformers saves through a model object; on the meta device it has shapes but takes no memory.
             with torch.device("meta"):
                 shell = cast("Any", AutoModelForCausalLM).from_config(engine.model_config.hf_config)
             with no_progress_bars():
@@ -230,7 +230,7 @@ class VerlWorker:
         return responses(self._answer(worker, samples, calculate_entropy=False, **options)["log_probs"], samples)
 
     def _answer(self, worker: Any, samples: Sequence[RowSample], **options: Any) -> Any:
-        """Return VERL's answer to a forward pass over the rows."""
+        """Return the result of VERL's forward pass over the rows."""
         return worker.infer_batch(self._batch(samples, compute_loss=False, **options))
 
     def _batch(self, samples: Sequence[RowSample], **options: Any) -> TensorDict:
@@ -240,7 +240,7 @@ class VerlWorker:
 
 
 def origins(workdir: Path) -> list[str]:
-    """Return the weights that the models of the checkpoints below `workdir` were opened from."""
+    """Return the weights from which the models in the checkpoints below `workdir` were opened."""
     return [_origin_in(file.parent) for file in (workdir / "state").glob(f"[0-9]*/{ORIGIN}")]
 
 
@@ -250,7 +250,7 @@ def _origin_in(checkpoint: Path) -> str:
 
 @contextmanager
 def no_progress_bars() -> Generator[None]:
-    """Keep transformers, inside the block, from drawing progress bars over the experiment's own."""
+    """Inside the block, stop transformers from drawing progress bars over the experiment's own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -281,5 +281,5 @@ def check_device(settings: VerlSettings, device: torch.device) -> None:
 
 
 def _gathered(tensor: Any) -> Tensor:
-    """Return a whole tensor on the CPU; FSDP2 keeps each rank's shard as a DTensor."""
+    """Return the full tensor on the CPU; FSDP2 stores each rank's shard as a DTensor."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()

@@ -1,13 +1,13 @@
-"""Holds agents that share the weights in training, and are not trained themselves, near where they began.
+"""Holds agents that share the weights in training, but are not trained themselves, near where they began.
 
-An update for one agent's calls moves the answers of every agent on the same weights. Each update adds to its loss
+An update on one agent's calls changes the answers of every agent with the same weights. So each update adds to its loss
 
     anchor_coef * mean over tokens of k3,    k3 = exp(d) - d - 1,    d = log pi_ref(y_t) - log pi(y_t)
 
 over the tokens that the other agents' calls sampled in the rollouts of the update (`loss_worker.anchored`). pi_ref is
-the policy that training was opened from. It is the anchor of `grpo` and `ppo` of agl-algo-torch.
+the policy from which training was opened. The anchor is the same as in `grpo` and `ppo` of agl-algo-torch.
 
-Each such call is a row of its own without a trained token, so that it has no part in any other term, count or total.
+Each such call is a separate row without a trained token, so that it contributes to no other term, count or total.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 def held_rows(
     groups: Sequence[Sequence[Episode]], *, policy: str, settings: VerlSettings
 ) -> tuple[list[RowSample], dict[str, float]]:
-    """Return a row for each call that the policy answered for an agent that is not trained, and what to log.
+    """Return a row for each call of the policy by an agent that is not trained, and metrics to log.
 
-    With `anchor_coef` 0 no call is held. Calls beyond the lengths of the configuration are left out and counted.
+    If `anchor_coef` is 0, no call is held. Calls longer than the configured lengths are left out and counted.
     """
     if not settings.anchor_coef:
         return [], {}
@@ -49,7 +49,7 @@ def held_rows(
 
 
 def _is_held(call: Transition, policy: str) -> bool:
-    """Return true for a call that the policy answered with token ids and the agent filter leaves out."""
+    """Return true if the policy answered the call with token ids, but the agent filter excludes it from training."""
     return call.reject == "not_selected" and call.policy == policy and bool(call.prompt_ids and call.response_ids)
 
 

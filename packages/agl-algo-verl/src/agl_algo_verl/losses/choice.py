@@ -1,8 +1,8 @@
 """The loss and the estimator of a run, by their names in agl-objectives or by VERL's own keys.
 
 `loss`, `loss_params`, `estimator` and `estimator_params` name any loss and estimator that `grpo` of agl-algo-torch
-takes. VERL's names mean the same functions; their numbers are VERL's where a rollout has one row and an update one
-micro-batch:
+accepts. VERL's names mean the same functions, with the same numbers as in VERL if a rollout has one row and an update
+one micro-batch:
 
     adv_estimator                          estimator        policy_loss.loss_mode    loss
     grpo, grpo_vectorized                  grpo, dr_grpo    cispo                    cispo
@@ -12,14 +12,14 @@ micro-batch:
     opo, gpg, grpo_passk                   the same         dppo_tv, dppo_kl         dppo
     remax                                  remax            gpg, dro                 gpg, dro
 
-`vanilla` and `gspo` stay VERL's own functions, and `gae` its own estimator.
+`vanilla` and `gspo` are VERL's own functions, and `gae` its own estimator.
 
 Deviations from VERL, and why:
-- Scores count rollouts, never rows, and a group of one has nothing to compare with and gets 0, where VERL gives it the
-  score itself (`agl_objectives.estimators`).
+- Scores count rollouts, never rows. A group of one has no comparison and gets 0; VERL gives it the score itself
+  (`agl_objectives.estimators`).
 - REINFORCE++ whitens over the tokens of the batch. Here each score counts once, so a long rollout weighs no more.
 - Means over sequences, and the ratios of `geo_mean`, are over rollouts. Tokens of high covariance are chosen among all
-  those of an update, where VERL compares those of a micro-batch.
+  tokens of an update, where VERL compares those of a micro-batch.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from agl_objectives.registry import FoundEstimator, FoundLoss
 
 OVER_SEQUENCES = ("sapo", "geo_mean")
-"""VERL's losses that are a mean over sequences, whatever `loss_agg_mode` says."""
+"""VERL's losses that are always a mean over sequences, whatever `loss_agg_mode` is."""
 
 AGG_MODES: dict[Aggregation, str] = {"token": "token-mean", "sequence": "seq-mean-token-mean"}
-"""VERL's names of the aggregations that losses ask for."""
+"""VERL's names of the aggregations that losses request."""
 
 
 PREFIX = "agl:"
-"""Beginning of a `loss_mode` by which VERL's workers find a loss of agl-objectives."""
+"""Prefix of a `loss_mode` that names a loss of agl-objectives for VERL's workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossChoice:
-    """A loss of agl-objectives or of another plugin, and how its tokens are weighted.
+    """A loss of agl-objectives or of another plugin, and the weights of its tokens.
 
     Attributes:
-        name: Its name, or `module:name`.
-        params: Its parameters.
-        aggregation: The weights of its tokens.
+        name: The loss's name, or `module:name`.
+        params: The loss's parameters.
+        aggregation: The weights of the tokens.
         constant: The divisor of the aggregation `constant`.
     """
 
@@ -75,7 +75,7 @@ class LossChoice:
 
 def chosen_estimator(settings: VerlSettings) -> FoundEstimator:
     """Return the estimator of a run without a critic; raises ConfigError for an unknown name or parameter."""
-    # Our name wins; that VERL's key is not given as well, a rule in `keys.toml` has checked.
+    # Our name has precedence; a rule in `keys.toml` has checked that VERL's key is not given too.
     if settings.estimator:
         return find_estimator(settings.estimator, settings.estimator_params)
     algorithm = settings.algorithm
@@ -85,46 +85,46 @@ def chosen_estimator(settings: VerlSettings) -> FoundEstimator:
 
 
 def unused_estimator(settings: VerlSettings) -> UnusedEstimator:
-    """Return what tells that a run's estimator has nothing to do; a critic refuses such credit itself."""
+    """Return a check that warns if the run's estimator has no effect; with a critic, the estimator is `gae`."""
     return UnusedEstimator("gae" if settings.has_critic else chosen_estimator(settings).entry.name)
 
 
 def has_greedy(settings: VerlSettings) -> bool:
-    """Return whether every task of a step has a greedy rollout, which its groups are compared with."""
+    """Return true if every task of a step has a greedy rollout, which is the baseline of its group."""
     return not settings.has_critic and chosen_estimator(settings).entry.needs_baseline
 
 
 def compares_batch(settings: VerlSettings) -> bool:
-    """Return whether rollouts of different tasks are compared with each other."""
+    """Return true if rollouts of different tasks are compared with each other."""
     return not settings.has_critic and chosen_estimator(settings).entry.compares == "batch"
 
 
 def chosen_loss(settings: VerlSettings) -> LossChoice | None:
-    """Return the loss of a run; None where it is VERL's own function, `vanilla` or `gspo`."""
+    """Return the loss of a run; None if it is VERL's own function, `vanilla` or `gspo`."""
     actor = settings.actor
     if settings.loss:
         name, params = settings.loss, settings.loss_params
     elif named := dict(key_tables()["losses"].get(actor.policy_loss.loss_mode, {})):
-        # VERL's keys of the loss become our parameters; what is no key, such as a divergence, is written with "=".
+        # VERL's keys of the loss become our parameters; a fixed value, such as a divergence, is written with "=".
         name = named.pop("loss")
         params = {ours: key[1:] if key.startswith("=") else actor.number(key) for ours, key in named.items()}
     else:
         return None
-    # w_t and W follow from VERL's `loss_agg_mode`, whichever loss it is.
+    # w_t and W follow from VERL's `loss_agg_mode`, whatever the loss.
     aggregation, constant = _weights(actor)
     return LossChoice(name=name, params=params, aggregation=aggregation, constant=constant)
 
 
 def needs_entropies(settings: VerlSettings) -> bool:
-    """Return whether updates compute entropies: for a bonus, and for losses of others, which may read them."""
+    """Return true if updates compute entropies: for an entropy bonus, or for a plugin's loss, which may read them."""
     choice = chosen_loss(settings)
-    # A loss of a plugin may read H_t; ours say what they read, and none reads it.
+    # A plugin's loss may read H_t; none of our own losses does.
     may_read = choice is not None and not is_own_loss(choice.name)
     return settings.actor.entropy_coeff != 0.0 or may_read
 
 
 def loss_mode(settings: VerlSettings) -> str:
-    """Return VERL's name of the loss, or the text by which `losses/loss_worker.py` finds one of agl-objectives."""
+    """Return VERL's name of the loss, or the text from which `losses/loss_worker.py` finds one of agl-objectives."""
     choice = chosen_loss(settings)
     if choice is None:
         return settings.actor.policy_loss.loss_mode
@@ -132,7 +132,7 @@ def loss_mode(settings: VerlSettings) -> str:
 
 
 def with_aggregation(settings: VerlSettings, *, is_given: bool) -> VerlSettings:
-    """Return the settings with the `loss_agg_mode` that the loss asks for, where the person gave none."""
+    """Return the settings with the `loss_agg_mode` that the loss requests, unless the user set one (`is_given`)."""
     actor = settings.actor
     if is_given:
         return settings
@@ -146,12 +146,12 @@ def with_aggregation(settings: VerlSettings, *, is_given: bool) -> VerlSettings:
 
 
 def _weights(actor: ActorKeys) -> tuple[Aggregation, int]:
-    """Return our name of VERL's `loss_agg_mode`, and the divisor of `constant`."""
-    # w_t = 1 and W = the update's tokens, as DAPO (arXiv 2503.14476, section 3.3).
+    """Return our name for VERL's `loss_agg_mode`, and the divisor of `constant`."""
+    # w_t = 1 and W = the update's tokens, as in DAPO (arXiv 2503.14476, section 3.3).
     if actor.loss_agg_mode == "token-mean":
         return "token", 1
-    # w_t = 1 / the rollout's tokens and W = the update's rollouts, as GRPO's paper.
+    # w_t = 1 / the rollout's tokens and W = the update's rollouts, as in GRPO's paper.
     if actor.loss_agg_mode == "seq-mean-token-mean":
         return "sequence", 1
-    # w_t = 1 / constant and W = the rollouts, as Dr. GRPO.
+    # w_t = 1 / constant and W = the rollouts, as in Dr. GRPO.
     return "constant", actor.loss_scale_factor or 1  # the sum over a rollout's tokens, divided or not

@@ -1,23 +1,23 @@
 """Corrects the loss for tokens that another policy drew: importance weights and rejection, by VERL's keys.
 
-The server computes with other kernels than the engine, and may have served older weights. With
-k_t = pi_old(y_t) / pi_behaviour(y_t) of each trained token, `algorithm.rollout_correction` has
+The server computes with other kernels than the engine, and may have served older weights. With k_t = pi_old(y_t) /
+pi_behaviour(y_t) for each trained token, `algorithm.rollout_correction` has these keys:
 
-    rollout_is     weighs the policy loss by agl_objectives.importance: `token` by k_t, `sequence` by their product.
+    rollout_is     weights the policy loss by agl_objectives.importance: `token` by k_t, `sequence` by their product.
                    rollout_is_threshold = b truncates, min(k, b); "a_b" keeps k where a <= k <= b, else 0 (IcePop)
-    rollout_rs     rejects tokens by options such as "token_k1,seq_mean_k3", of which all must hold:
-                   token_k1: 1 / k_t, token_k2: (log k_t)^2 / 2, token_k3: k_t - 1 - log k_t, and with seq_sum_,
-                   seq_mean_ and seq_max_ in place of token_ the sum, the mean and the largest over the tokens; for k1
+    rollout_rs     rejects tokens by options such as "token_k1,seq_mean_k3"; a token must pass all of them.
+                   token_k1: 1 / k_t, token_k2: (log k_t)^2 / 2, token_k3: k_t - 1 - log k_t. With seq_sum_,
+                   seq_mean_ or seq_max_ in place of token_: the sum, mean or maximum over the tokens; for k1
                    the exponential of the sum or the mean of log(1 / k_t)
-                   rollout_rs_threshold: an upper bound for each option, or one for all; for k1 "a_b", or b for "1/b_b"
-    bypass_mode    takes the recorded log-probabilities for pi_old, so that k_t = 1 and nothing is left to correct
+                   rollout_rs_threshold: an upper bound per option, or one for all; for k1 "a_b", or b for "1/b_b"
+    bypass_mode    uses the recorded log-probabilities as pi_old, so that k_t = 1 and nothing has to be corrected
 
-A rejected token has no part in the loss, entropy and KL included, and stays in the denominators, as in VERL. Only the
-mean over the tokens of each rollout (`seq-mean-token-mean`) is one over those that are kept; a rollout that has none of
-them still counts as one.
+A rejected token contributes nothing to the loss, its entropy and KL terms included, but stays in the denominators, as
+in VERL. Only the mean over the tokens of each rollout (`seq-mean-token-mean`) is a mean over the tokens that are kept;
+a rollout without such tokens still counts as one.
 
 Deviations from VERL: a sequence is a rollout with all its rows, and `rollout_is_batch_normalize` divides by the mean
-over rollouts of the mean weight of their tokens; VERL counts rows, and for `token` takes the mean over tokens.
+over rollouts of the mean weight of their tokens. VERL counts rows, and takes the mean over tokens for `token`.
 
 M is the number of trained tokens of a step, R the length of a response.
 """
@@ -50,30 +50,30 @@ OPTIONS = (
 """VERL's names of the statistics by which tokens are rejected."""
 
 LIMIT = 20.0
-"""Largest size of a log-weight, as in VERL."""
+"""Largest absolute value of a log-weight, as in VERL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Bounds of one statistic, those of k1 as logarithms."""
+    """The bounds of one statistic; for k1 they are logarithms."""
 
     option: str
     low: float
     high: float
 
     def holds(self, log_M: Tensor, rollout_M: Tensor) -> Tensor:
-        """Return where the statistic is within its bounds, [M] bool."""
-        # The estimates of KL(pi_behaviour || pi_old) by Schulman, each from log_M = log k_t of its token.
+        """Return for each token if the statistic is within its bounds, [M] bool."""
+        # Schulman's estimates of KL(pi_behaviour || pi_old), each computed from log_M = log k_t of its token.
         kind = self.option[-2:]
-        # k1 is log(1 / k_t): its bounds are compared as logarithms, which changes no decision.
+        # k1 is log(1 / k_t): values and bounds are compared as logarithms, which gives the same decisions.
         values_M = {"k1": -log_M, "k2": 0.5 * log_M**2, "k3": torch.exp(log_M) - 1.0 - log_M}[kind]
         if not self.option.startswith("token"):
-            # seq_OVER_k: one statistic for all tokens of a rollout, its rows together.
+            # seq_OVER_k: one statistic for all tokens of a rollout, over its rows together.
             over = self.option.split("_")[1]
             size = int(rollout_M.max()) + 1 if len(rollout_M) else 0
-            # [number of rollouts]; what is reduced is spread back to the tokens, [M].
+            # [number of rollouts]; the reduced values are spread back to the tokens, [M].
             start = values_M.new_zeros(size)
-            # torch's names of the reductions.
+            # The names of the reductions in torch.
             reduce = {"sum": "sum", "mean": "mean", "max": "amax"}[over]
             values_M = start.scatter_reduce(0, rollout_M, values_M, reduce=reduce, include_self=False)[rollout_M]
         # Bounds are inclusive, as in VERL.
@@ -82,7 +82,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """The importance weights and the rejection of a run; None and no bound where they are off.
+    """The importance weights and the rejection of a run; None and no bounds if they are off.
 
     Rollouts are numbered from 0.
     """
@@ -92,29 +92,29 @@ class Correction:
 
     @property
     def is_on(self) -> bool:
-        """True if any of the two is on."""
+        """True if weights or rejection are on."""
         return self.importance is not None or bool(self.bounds)
 
     def weights(self, old_M: Tensor, behaviour_M: Tensor, rollout_M: Tensor) -> Tensor:
-        """Return the importance weight of every token, 1 where they are off."""
+        """Return the importance weight of every token; 1 if weights are off."""
         if self.importance is None:
-            # k_t = 1: a token counts as if pi_old had drawn it.
+            # k_t = 1: every token counts as if pi_old had drawn it.
             return torch.ones_like(old_M)
         return self.importance.weights(old_M, behaviour_M, rollout_M=rollout_M)
 
     def keeps(self, old_M: Tensor, behaviour_M: Tensor, rollout_M: Tensor) -> Tensor:
-        """Return where a token is not rejected, [M] bool."""
-        # log k_t; the clamp keeps exp from overflowing for tokens that pi_old finds impossible.
+        """Return for each token if it is kept, [M] bool; false means rejected."""
+        # log k_t; the clamp prevents an overflow of exp for tokens that are nearly impossible under pi_old.
         log_M = (old_M - behaviour_M).clamp(-LIMIT, LIMIT)
         kept_M = torch.ones_like(log_M, dtype=torch.bool)
         for bound in self.bounds:
-            # All options must hold.
+            # A token must pass all options.
             kept_M &= bound.holds(log_M, rollout_M)
         return kept_M
 
 
 def correction_of(keys: RolloutCorrectionKeys) -> Correction:
-    """Return the correction that VERL's keys describe; raises ConfigError for values that mean nothing."""
+    """Return the correction that VERL's keys describe; raises ConfigError for invalid values."""
     importance = None
     if keys.rollout_is is not None:
         low, high = _threshold("rollout_is_threshold", keys.rollout_is_threshold)
@@ -130,14 +130,14 @@ def correction_of(keys: RolloutCorrectionKeys) -> Correction:
 
 
 def corrected(samples: Sequence[RowSample], correction: Correction) -> list[RowSample]:
-    """Return the rows of a whole step, which have `old`, with weights and what is rejected."""
+    """Return the rows of a whole step, evaluated with `old`, with their weights and rejected tokens."""
     rows = [row for row in samples if row.trained_tokens]
     if not (correction.is_on and rows):
         return list(samples)
-    # A sequence is a rollout with all its rows, so statistics run over their tokens together.
+    # A sequence is a rollout with all its rows, so statistics cover their tokens together.
     numbers = {rollout: n for n, rollout in enumerate(dict.fromkeys(row.rollout for row in rows))}
     sizes = [row.trained_tokens for row in rows]
-    # log pi_old of the engine, [M] over all rows of the step.
+    # log pi_old by the engine, [M] over all rows of the step.
     old_M = torch.cat([(row.behaviour if row.old is None else row.old)[row.mask] for row in rows])
     # log pi_behaviour, as the server recorded it when it drew the tokens.
     behaviour_M = torch.cat([row.behaviour[row.mask] for row in rows])
@@ -146,41 +146,41 @@ def corrected(samples: Sequence[RowSample], correction: Correction) -> list[RowS
     keeps: Sequence[Tensor] = cast("Any", correction.keeps(old_M, behaviour_M, rollout_M)).split(sizes)
     found: dict[int, RowSample] = {}
     for row, weight_N, keep_N in zip(rows, weights, keeps, strict=True):
-        # Back from the M trained tokens to each row's R places; untrained ones weigh nothing.
+        # From the M trained tokens back to each row's R positions; untrained tokens have weight 0.
         weight_R, rejected_R = torch.zeros_like(row.behaviour), torch.zeros_like(row.mask)
         weight_R[row.mask], rejected_R[row.mask] = weight_N.to(weight_R), ~keep_N
-        # None where weights are off, so that the batch has no such field and VERL multiplies by nothing.
+        # None if weights are off, so that the batch has no such field and VERL multiplies by nothing.
         weighed = replace(row, importance=weight_R) if correction.importance is not None else row
         found[id(row)] = replace(weighed, rejected=rejected_R) if correction.bounds else weighed
-    # Rows without a trained token, which are held or padding, pass as they are.
+    # Rows without a trained token (held rows or padding) are returned unchanged.
     return [found.get(id(row), row) for row in samples]
 
 
 def correction_metrics(samples: Sequence[RowSample], correction: Correction) -> dict[str, float]:
-    """Return the share of tokens at a bound of their weight or rejected, and the effective share.
+    """Return the share of tokens with a weight at its bound, the share of rejected tokens, and the effective share.
 
-    The effective share is (sum of weights)^2 / sum of their squares, over the number of tokens. All are over the rows
-    that have an advantage, or over all rows where none has: the others are not weighed against anything.
+    The effective share is (sum of weights)^2 / sum of squared weights, divided by the number of tokens. All are taken
+    over the rows with an advantage, or over all rows if no row has one, because weights have no effect on the others.
     """
     rows = [row for row in samples if row.trained_tokens]
-    # Where A = 0 the weight changes no gradient, so it would only blur the shares.
+    # Where A = 0 the weight changes no gradient and would only blur the shares.
     rows = [row for row in rows if bool((row.advantages[row.mask] != 0).any())] or rows
     found: dict[str, float] = {}
     importance = correction.importance
     if importance is not None and rows:
-        # w_t of the trained tokens, in float64: squares are summed.
+        # w_t of the trained tokens, in float64 because squares are summed.
         weight_M = torch.cat([row.importance[row.mask] for row in rows if row.importance is not None]).double()
-        # Tokens at the cap, whose gradient is too small by as much as k_t exceeds b.
+        # Tokens at the cap; their gradient is too small by the factor by which k_t exceeds b.
         name, chosen_M = "tis_truncated", weight_M >= importance.cap
         if importance.mode == "mask":
             name, chosen_M = "tis_masked", weight_M == 0
         found[name] = float(chosen_M.double().mean())
-        # Kish's effective sample size, as a share: 1 where all weights are equal.
+        # Kish's effective sample size as a share: 1 if all weights are equal.
         squares = float((weight_M**2).sum())
         if squares:
             found["effective_share"] = float(weight_M.sum()) ** 2 / squares / len(weight_M)
     if correction.bounds and rows:
-        # Rejected tokens, which lose their gradient and keep their place in the denominators.
+        # Rejected tokens lose their gradient but stay in the denominators.
         rejected_M = torch.cat([row.rejected[row.mask] for row in rows if row.rejected is not None])
         found["rejected_share"] = float(rejected_M.double().mean())
     return found
@@ -190,7 +190,7 @@ def _bounds(keys: RolloutCorrectionKeys) -> tuple[Bound, ...]:
     name = "algorithm.rollout_correction.rollout_rs"
     if keys.rollout_rs is None:
         return ()
-    # An option that is named twice counts once.
+    # A repeated option counts once.
     options = list(dict.fromkeys(part.strip() for part in keys.rollout_rs.split(",") if part.strip()))
     for option in options:
         if option not in OPTIONS:
@@ -202,7 +202,7 @@ def _bounds(keys: RolloutCorrectionKeys) -> tuple[Bound, ...]:
             f"{name} = {keys.rollout_rs!r} with rollout_rs_threshold = {keys.rollout_rs_threshold!r}; give at least "
             "one option, and one threshold for all or one for each, separated by commas."
         )
-    # One threshold serves all options.
+    # A single threshold applies to all options.
     spread = given * len(options) if len(given) == 1 else given
     return tuple(_bound(option, text) for option, text in zip(options, spread, strict=True))
 
@@ -210,7 +210,7 @@ def _bounds(keys: RolloutCorrectionKeys) -> tuple[Bound, ...]:
 def _bound(option: str, text: str) -> Bound:
     low, high = _threshold("rollout_rs_threshold", text)
     if option.endswith("k1"):
-        # `b` alone stands for the band 1/b to b, which is symmetric in the logarithm.
+        # A single `b` means the band 1/b to b, which is symmetric in the logarithm.
         low = 1.0 / high if low is None else low
         if low <= high:
             return Bound(option=option, low=math.log(low), high=math.log(high))
@@ -223,7 +223,7 @@ def _bound(option: str, text: str) -> Bound:
 
 
 def _threshold(name: str, value: str | float) -> tuple[float | None, float]:
-    """Return the lower bound, if one is given, and the upper one of a number or of `"LOW_HIGH"`."""
+    """Return the lower bound, or None, and the upper bound in a number or in `"LOW_HIGH"`."""
     # "LOW_HIGH", or a number; VERL writes both as text.
     parts = str(value).split("_")
     try:

@@ -2,26 +2,26 @@
 
 It trains in one process and in the workers of a cluster alike.
 
-The name of the loss and its parameters travel in VERL's own configuration, as the text of `policy_loss.loss_mode`; with
-VERL's own names there the worker is VERL's. The loss of an update is
+The name of the loss and its parameters travel in VERL's own configuration, as the text of `policy_loss.loss_mode`; for
+VERL's own names the loss is VERL's. The loss of an update is
 
     sum_t w_t c_t loss_t / W  -  entropy_coeff * sum_t w_t H_t / W  +  kl_loss_coef * sum_t w_t KL_t / W
 
-over its trained tokens, and where agents are held that share the weights (`losses/anchor.py`)
+over its trained tokens and, if agents that share the weights are held (`losses/anchor.py`),
 
     + anchor_coef * sum_u k3_u / U
 
-over their U tokens in the update, which VERL's own losses get as well. w_t and W come with the rows, because only agl
-knows which of them belong to one rollout; c_t is VERL's `rollout_is_weights`, where they are asked for. FSDP takes the
-mean of gradients over D ranks, so each rank's part is multiplied by D. Micro-batches add up.
+over their U tokens in the update; the second term is also added to VERL's own losses. w_t and W come with the rows,
+because only agl knows which rows belong to one rollout. c_t is VERL's `rollout_is_weights`, if configured. FSDP takes
+the mean of gradients over D ranks, so each rank's part is multiplied by D. Micro-batches add up.
 
-A loss that compares tokens of several rows (`SurveyedLoss`) gets all those of the update beforehand: one more forward
+A loss that compares tokens of several rows (`SurveyedLoss`) gets all tokens of the update beforehand: one more forward
 pass, whose log-probabilities every rank sends to all others.
 
-VERL cuts a step into updates after a number of rows, through the middle of a rollout. Rows of a cluster name their
-update instead, as agl cut them, and a mean over sequences is one over the rollouts of the update. A rank without a row
-of an update joins it with one that has no token, trained or held, because every rank takes part in each.
-An update that was left without a gradient (`ray/completion.py`) is not made, for momentum would still move the weights.
+VERL cuts a step into updates after a number of rows, through the middle of a rollout. On a cluster the rows name their
+update instead, as agl cut them, and a mean over sequences is a mean over the rollouts of the update. Every rank takes
+part in every update, so a rank without a row of an update joins with a row that has no token, trained or held. An
+update without a gradient (`ray/completion.py`) is skipped, because momentum would still move the weights.
 
 Axes: B rows of a micro-batch, R tokens of the longest response, M trained tokens.
 """
@@ -60,26 +60,26 @@ if TYPE_CHECKING:
     from agl_objectives.registry import FoundLoss
 
 WEIGHT, TOTAL, ROLLOUT, ROW = "agl_weight", "agl_total", "agl_rollout", "agl_row"
-"""Fields of a batch with one number per row: w_t of its tokens, W, the number of its rollout, and its own."""
+"""Batch fields with one number per row: w_t of its tokens, W, the number of its rollout, and its own number."""
 
 UPDATES, ROLLOUTS = "agl_updates", "agl_rollouts"
-"""Fields with the number of the step's updates, and with the rollouts of the row's update."""
+"""Batch fields: the number of updates in the step, and the number of rollouts in the row's update."""
 
 ANCHOR, START, ANCHOR_COEF = "agl_anchor", "agl_start", "agl_anchor_coef"
-"""Fields with 1 / U at the tokens that are held and log pi_ref, ragged, [R] per row; and the anchor's weight."""
+"""Batch fields: 1 / U at held tokens and log pi_ref, both ragged with [R] per row; and the anchor's weight."""
 
 LIMIT = 20.0
-"""Largest size of a log-ratio, as in VERL."""
+"""Largest absolute value of a log-ratio, as in VERL."""
 
 FOUND = "agl_found_"
-"""Beginning of the fields with what a loss found in its survey, ragged, one vector [R] per row."""
+"""Prefix of the batch fields with the results of a loss's survey; ragged, one vector [R] per row."""
 
 
 def loss_of(mode: str) -> FoundLoss | None:
     """Return the loss that a `loss_mode` names; None for VERL's own names."""
     if not mode.startswith(PREFIX):
         return None
-    # The name travels as text, because VERL's configuration carries nothing else to its workers.
+    # The name travels as text, because VERL's configuration passes nothing else to its workers.
     named = json.loads(mode.removeprefix(PREFIX))
     return find_loss(named["loss"], named["params"])
 
@@ -92,32 +92,32 @@ class LossWorker(TrainingWorker):
     _place = 0  # of the update in its step
 
     def set_loss_fn(self, loss_fn: Any) -> None:
-        """Take the loss that the configuration in VERL's `ppo_loss` names, with the anchor where rows ask for it."""
+        """Set the loss that the configuration in VERL's `ppo_loss` names, with the anchor for rows that are held."""
         config: Any = loss_fn.keywords["config"]
         policy = getattr(config, "policy_loss", None)
         self.loss_fn = loss_fn
         if policy is None:  # a critic has none
             return
-        # None for `vanilla` and `gspo`, which stay VERL's own functions.
+        # None for `vanilla` and `gspo`, which remain VERL's own functions.
         self._found = loss_of(policy.loss_mode)
-        # VERL's own loss, with the numbers that ours report as well.
+        # VERL's own loss, with the metrics that our losses report as well.
         own = partial(counted, loss_fn, config)
         if self._found is not None:
             own = partial(policy_loss, config=config, found=self._found)
-        # The anchor's term comes last; it is 0 where no row is held.
+        # The anchor's term comes last; it is 0 if no row is held.
         self.loss_fn = partial(anchored, own)
 
     def train_mini_batch(self, data: TensorDict) -> Any:
-        """Do the updates that the rows name, as often as there are epochs; or leave one update to VERL."""
-        # One update leaves the cut to VERL, whose mini-batch then has all rows.
+        """Do the updates that the rows name, once per epoch; a single update is left to VERL."""
+        # With a single update, VERL makes the mini-batch, which then has all rows.
         count = int(per_row(data, UPDATES)[0]) if UPDATES in cast("Any", data) else 1
         self._place = 0
         if count == 1:
             return super().train_mini_batch(data)
         pop: Any = verl_part("verl.utils.tensordict_utils:pop")
-        # mu of PPO: how often each update is made; VERL would repeat the whole batch instead.
+        # mu of PPO: how often each update is made. VERL would repeat the whole batch instead.
         epochs = int(pop(data, key="epochs", default=1))
-        # VERL averages a list of numbers over the updates of a step.
+        # VERL averages the list of a metric over the updates of a step.
         merged: dict[str, list[Any]] = {}
         for index in range(epochs * count):
             self._moves_schedule = index + 1 == epochs * count  # schedules count steps, so only the last update does
@@ -130,15 +130,15 @@ class LossWorker(TrainingWorker):
         return get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": merged}) if merged else None
 
     def _update(self, data: TensorDict, number: int) -> TensorDict:
-        """Return this rank's rows of an update as VERL's one mini-batch."""
-        # This rank's rows of the update; other ranks have the rest.
+        """Return this rank's rows of update `number` as a single mini-batch of VERL."""
+        # This rank's rows of the update; the other ranks have the rest.
         places = (per_row(data, UPDATE) == number).nonzero()[:, 0]
         select: Any = verl_part("verl.utils.tensordict_utils:index_select_tensor_dict")
         part: Any = select(data, places if len(places) else torch.tensor([0]))
         for name in () if len(places) else ("response_mask", "loss_mask", ANCHOR):
             if name in part:
                 part[name] = ragged([torch.zeros_like(values_R) for values_R in _field(part, name).unbind()])
-        # The mini-batch of VERL is counted over all ranks.
+        # VERL counts its mini-batch over all ranks.
         rows = part.shape[0] * cast("Any", self).engine.get_data_parallel_size()  # VERL divides by the ranks again
         verl_part("verl.utils.tensordict_utils:assign_non_tensor")(
             part, mini_batch_size=rows, epochs=1, global_batch_size=int(per_row(part, ROLLOUTS)[0])
@@ -146,7 +146,7 @@ class LossWorker(TrainingWorker):
         return part
 
     def train_batch(self, data: TensorDict) -> Any:
-        """Do one update, after the survey of a loss that has one; only its passes where it has no gradient."""
+        """Do one update, after the survey if the loss has one; an update without a gradient runs its passes only."""
         if not self._moves_schedule:
             verl_part("verl.utils.tensordict_utils:assign_non_tensor")(data, update_lr_scheduler=False)
         if self._found is not None and isinstance(self._found.call, SurveyedLoss):
@@ -159,17 +159,17 @@ class LossWorker(TrainingWorker):
                 return super().train_batch(data)
 
     def _surveyed(self, data: TensorDict, loss: SurveyedLoss) -> TensorDict:
-        """Return the batch with what the loss finds in the tokens of the update on all ranks."""
+        """Return the batch with the results of the loss's survey of the update's tokens on all ranks."""
         asked = cast("Any", data.copy())
         verl_part("verl.utils.tensordict_utils:assign_non_tensor")(asked, compute_loss=False, calculate_entropy=False)
-        # log pi before the update, which the survey compares over all tokens of the update.
+        # log pi before the update; the survey compares it over all tokens of the update.
         answer: Any = self.infer_batch(asked)  # None on the ranks that share a row's tokens with another one
         own: dict[int, TokenBatch] = {}
         if answer is not None:
             logp_B_R = no_padding_2_padding(answer["log_probs"].to(_field(data, "responses").device), data).float()
-            # By the row's number, so that all ranks see one order.
+            # Keyed by the row's number, so that all ranks use one order.
             own = by_row(tokens_of(data, logp_B_R))
-        # Every rank computes the same: the survey is a function of all tokens.
+        # Every rank computes the same result: the survey is a function of all tokens.
         found = surveyed_rows(_of_all_ranks(own), loss)
         surveyed = cast("Any", data.copy())
         lengths = integers(_field(data, "responses").offsets().diff())
@@ -181,17 +181,17 @@ class LossWorker(TrainingWorker):
 on_every_rank: Any = verl_part("verl.single_controller.base.decorator:register")(
     dispatch_mode=verl_part("verl.single_controller.base.decorator:Dispatch").ONE_TO_ALL
 )
-"""Makes a method of a worker one that VERL's trainer can call, on all ranks at once."""
+"""Decorator for a worker's method that VERL's trainer can call, on all ranks at once."""
 
 
 class _OfCluster:
-    """Gives a training worker of a cluster the schedule and the settings of the run, not those of a checkpoint."""
+    """Gives a cluster's training worker the run's schedule and settings in place of a checkpoint's."""
 
     _role = "policy"
 
     @on_every_rank
     def reset(self) -> None:
-        """Open the model, with a schedule over the steps of the whole run at the place where the run is."""
+        """Open the model, with a schedule over the steps of the whole run, at the run's current position."""
         schedule = found_schedule()
         if schedule is not None:
             cast("Any", self).optimizer_config.total_training_steps = schedule.steps
@@ -200,24 +200,24 @@ class _OfCluster:
 
     @on_every_rank
     def load_checkpoint(self, local_path: Any, hdfs_path: Any = None, del_local_after_load: bool = False) -> None:
-        """Load weights, moments and random state; rates and other settings stay those of the configuration."""
+        """Load weights, moments and random state; learning rates and other settings stay as configured."""
         with with_own_settings(cast("Any", self).engine):
             cast("Any", super()).load_checkpoint(local_path, hdfs_path, del_local_after_load)
         self._move()
 
     def _move(self) -> None:
-        """Go to the place of the run in the schedule."""
+        """Move the schedule to the run's position."""
         schedule = found_schedule()
         if schedule is not None:
             use_rate_of_schedule(cast("Any", self).engine, place=getattr(schedule, self._role))
 
 
 class ClusterWorker(_OfCluster, LossWorker):
-    """A `LossWorker` of a cluster."""
+    """A `LossWorker` on a cluster."""
 
 
 class ClusterCritic(_OfCluster, TrainingWorker):
-    """VERL's own worker for the critic of a cluster, which learns by one update in a step."""
+    """VERL's own worker for the critic on a cluster, which makes one update per step."""
 
     _role = "critic"
 
@@ -225,10 +225,11 @@ class ClusterCritic(_OfCluster, TrainingWorker):
 def policy_loss(
     config: Any, model_output: Any, data: TensorDict, dp_group: Any = None, *, found: FoundLoss
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return a micro-batch's part of the update's loss, a scalar with gradient, and metrics; see the module.
+    """Return a micro-batch's part of the update's loss, a scalar with gradient, and metrics; see the module's
+    docstring.
 
-    It takes the place of VERL's `ppo_loss` and has its arguments. Raises ConfigError where the loss returns anything
-    but a number for each token.
+    It replaces VERL's `ppo_loss` and has the same arguments. Raises ConfigError unless the loss returns one number per
+    token.
     """
     del dp_group  # the weights of the rows are those of the whole update
     fields: Any = data
@@ -238,7 +239,7 @@ def policy_loss(
     # H_t of the trained tokens, with gradient.
     entropy_M = None if entropy is None else no_padding_2_padding(entropy, data)[mask_B_R]
     tokens = tokens_of(data, logp_B_R)
-    # Losses read entropies as numbers; the bonus below has their gradient.
+    # Losses read entropies without their gradient; the bonus below uses the gradient.
     tokens = replace(tokens, entropy_M=None if entropy_M is None else entropy_M.detach())
     # loss_t of every trained token, [M].
     terms = checked_terms(found.entry.name, found.call(tokens), tokens.logp_M)
@@ -256,16 +257,16 @@ def policy_loss(
         loss = loss - config.entropy_coeff * bonus
         metrics["actor/entropy_loss"] = _summed(bonus)
     if config.use_kl_loss:
-        # log pi_ref of the frozen start.
+        # log pi_ref of the frozen reference.
         reference_M = _padded(data, "ref_log_prob")[mask_B_R]
         kl_penalty = verl_part("verl.trainer.ppo.core_algos:kl_penalty")
         kl = (share_M * kl_penalty(tokens.logp_M, reference_M, kl_penalty=config.kl_loss_type)).sum()
         # + kl_loss_coef * sum_t w_t KL_t / W, by VERL's estimate of the KL.
         loss = loss + config.kl_loss_coef * kl
         metrics |= {"kl_loss": _summed(kl), "kl_coef": config.kl_loss_coef}
-    # D / M: metrics are means over the update's tokens, and VERL averages them over ranks.
+    # D / M: metrics are means over the update's tokens, which VERL averages over ranks.
     per_token = float(fields["dp_size"]) / max(1, int(fields["batch_num_tokens"]))
-    # -log rho_t, whose mean is the k1 estimate of KL(pi_old || pi).
+    # -log rho_t; its mean is the k1 estimate of KL(pi_old || pi).
     away_M = (tokens.old_M - tokens.logp_M).detach()
     counts = {COUNTS + name: value for name, value in terms.counts.items()} | {"actor/ppo_kl": float(away_M.sum())}
     summed = {name: _summed(value * per_token) for name, value in counts.items()}
@@ -275,10 +276,10 @@ def policy_loss(
 def counted(
     loss_fn: Any, config: Any, model_output: Any, data: TensorDict, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return VERL's own loss `loss_fn` of a micro-batch with the numbers that losses of agl-objectives have.
+    """Return VERL's own loss `loss_fn` of a micro-batch, with the metrics that losses of agl-objectives report.
 
-    VERL's means over the tokens of a micro-batch become parts of one over those of the update: micro-batches differ in
-    size, and one of rows that are only held has no token.
+    VERL's means over the tokens of a micro-batch become parts of a mean over the update's tokens, because micro-batches
+    differ in size, and one with held rows only has no trained token.
     """
     loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
     mask_B_R = _padded(data, "response_mask").bool()
@@ -287,14 +288,14 @@ def counted(
         away_M, peak = log_B_R[mask_B_R], _peak(log_B_R[mask_B_R])
         advantages_M = _padded(data, "advantages")[mask_B_R]
         if config.policy_loss.loss_mode == "gspo":
-            # log s of GSPO: the mean of log rho_t over the row's trained tokens, the same at each of them.
+            # log s of GSPO: the mean of log rho_t over the row's trained tokens, the same value at each of them.
             length_B = mask_B_R.sum(dim=1, keepdim=True).clamp(min=1)
             away_M = ((log_B_R * mask_B_R).sum(dim=1, keepdim=True) / length_B).expand(mask_B_R.shape)[mask_B_R]
         # rho_t, or s of GSPO.
         ratio_M = away_M.clamp(-LIMIT, LIMIT).exp()
         # Clipped below: a bad token that has already become unlikely has no gradient.
         low = (ratio_M < 1.0 - config.clip_ratio_low) & (advantages_M < 0)
-        # Clipped above: a good token that has already become likely has none.
+        # Clipped above: a good token that has already become likely has no gradient.
         high = (ratio_M > 1.0 + config.clip_ratio_high) & (advantages_M > 0)
     per_token = float(cast("Any", data)["dp_size"]) / max(1, int(cast("Any", data)["batch_num_tokens"]))
     means = [name for name, value in metrics.items() if getattr(value, "aggregation", None) is AggregationType.MEAN]
@@ -305,7 +306,7 @@ def counted(
 
 
 def anchored(loss_fn: Any, model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
-    """Return a micro-batch's part of the loss `loss_fn` and of the anchor, with their metrics."""
+    """Return a micro-batch's part of the loss `loss_fn` plus the anchor's term, with the metrics of both."""
     loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
     fields: Any = data
     if ANCHOR not in fields:
@@ -314,14 +315,14 @@ def anchored(loss_fn: Any, model_output: Any, data: TensorDict, dp_group: Any = 
     share_B_R = _padded(data, ANCHOR)
     held_B_R = share_B_R > 0
     logp_M = no_padding_2_padding(model_output["log_probs"], data)[held_B_R]
-    # k3 = exp(d) - d - 1 with d = log pi_ref - log pi, which is never negative.
+    # k3 = exp(d) - d - 1 with d = log pi_ref - log pi; it is never negative.
     kl_M = kl_estimate(logp_M, _padded(data, START)[held_B_R], kind="k3")
     kl = (share_B_R[held_B_R] * kl_M).sum() * float(fields["dp_size"])  # D k3 / U
     return loss + float(fields[ANCHOR_COEF]) * kl, {**metrics, "anchor_kl": _summed(kl)}
 
 
 def tokens_of(data: TensorDict, logp_B_R: Tensor) -> TokenBatch:
-    """Return the trained tokens of rows as losses read them, with what a survey has found."""
+    """Return the trained tokens of rows as losses read them, with the results of a survey."""
     mask_B_R = _padded(data, "response_mask").bool()
     fields = [str(name) for name in cast("Any", data).keys()]  # noqa: SIM118 - a batch iterates over its rows
     names = [name for name in fields if name.startswith(FOUND)]
@@ -338,8 +339,8 @@ def tokens_of(data: TensorDict, logp_B_R: Tensor) -> TokenBatch:
 
 
 def by_row(tokens: TokenBatch) -> dict[int, TokenBatch]:
-    """Return the tokens of each row that has any, by its number, on the CPU and without gradient."""
-    # Tokens of a row stand together, so its runs are its rows.
+    """Return the tokens of each row that has any, by row number, on the CPU and without gradient."""
+    # The tokens of a row are adjacent, so each run of equal numbers is a row.
     numbers, counts = cast("Any", torch).unique_consecutive(tokens.row_M, return_counts=True)
     sizes = integers(counts)
     split: list[Sequence[Tensor]] = [getattr(tokens, name).detach().cpu().split(sizes) for name in _VECTORS]
@@ -348,11 +349,11 @@ def by_row(tokens: TokenBatch) -> dict[int, TokenBatch]:
 
 
 def surveyed_rows(rows: Mapping[int, TokenBatch], loss: SurveyedLoss) -> dict[str, dict[int, Tensor]]:
-    """Return what the loss finds in the tokens of all rows, by name and by the row's number, one number per token."""
+    """Return the results of the loss's survey over all rows, by name and row number; one number per token."""
     order = sorted(rows)  # the same on every rank, however rows were dealt out
     if not order:
         return {}
-    # All M tokens of the update, row after row.
+    # All M tokens of the update, row by row.
     whole = _of_vectors([torch.cat([getattr(rows[row], name) for row in order]) for name in _VECTORS])
     sizes = [len(rows[row].logp_M) for row in order]
     found: Mapping[str, Any] = loss.survey(whole)
@@ -367,7 +368,7 @@ def _of_vectors(values: Sequence[Tensor]) -> TokenBatch:
 
 
 def _of_all_ranks(own: dict[int, TokenBatch]) -> dict[int, TokenBatch]:
-    """Return the rows of all ranks by their numbers."""
+    """Return the rows of all ranks, by row number."""
     distributed = cast("Any", torch.distributed)
     parts: list[Any] = [None] * distributed.get_world_size()
     # Objects, because ranks have different numbers of rows.
@@ -376,13 +377,13 @@ def _of_all_ranks(own: dict[int, TokenBatch]) -> dict[int, TokenBatch]:
 
 
 def _ragged_rows(parts: Mapping[int, Tensor], data: TensorDict, *, lengths: Sequence[int]) -> Tensor:
-    """Return what was found about trained tokens as one vector per row of the batch, 0 at the others."""
+    """Return values of trained tokens as one vector per row of the batch, with 0 at all other tokens."""
     mask = _field(data, "response_mask")
     rows: list[Tensor] = []
     for number, mask_R, length in zip(integers(per_row(data, ROW)), mask.unbind(), lengths, strict=True):
-        # [R]; untrained places stay 0 and are never read.
+        # [R]; untrained positions stay 0 and are never read.
         values_R = torch.zeros(length, device=mask_R.device)
-        # A row that fills up a batch is the copy of another one, without a trained token.
+        # A row that pads a batch is a copy of another row, without a trained token.
         if bool(mask_R.any()):
             values_R[mask_R[:length].bool()] = parts[number].to(values_R)
         rows.append(values_R)
@@ -394,22 +395,22 @@ def _field(data: TensorDict, name: str) -> Any:
 
 
 def _padded(data: TensorDict, name: str) -> Tensor:
-    """Return a ragged field as [B, R], 0 in the padding."""
+    """Return a ragged field as [B, R], with 0 in the padding."""
     values = _field(data, name)
     return values.to_padded_tensor(0.0 if values.is_floating_point() else 0) if values.is_nested else values
 
 
 def _per_token(data: TensorDict, name: str, mask_B_R: Tensor) -> Tensor:
-    """Return a field of one number per row at each trained token, [M]."""
+    """Return a field with one number per row, repeated for each trained token, [M]."""
     return per_row(data, name)[:, None].expand(mask_B_R.shape)[mask_B_R]
 
 
 def _peak(log_M: Tensor) -> Any:
-    """Return the largest ratio as a metric, 0 without a token."""
+    """Return the largest ratio as a metric; 0 without tokens."""
     value = float(log_M.detach().max().clamp(max=LIMIT).exp()) if len(log_M) else 0.0
     return Metric(value=value, aggregation=AggregationType.MAX)
 
 
 def _summed(value: Tensor | float) -> Any:
-    """Return a metric that adds up over micro-batches."""
+    """Return a metric that is summed over micro-batches."""
     return Metric(value=value, aggregation=AggregationType.SUM)

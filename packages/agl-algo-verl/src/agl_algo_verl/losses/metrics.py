@@ -1,4 +1,4 @@
-"""Metrics of VERL's training workers, reduced to one number per name."""
+"""Reduces the metrics of VERL's training workers to one number per name."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 COUNTS = "agl_loss/"
-"""Beginning of the names of a loss's own metrics, each per trained token of an update."""
+"""Prefix of the names of a loss's own metrics, which are per trained token of an update."""
 
 
 def plain_metrics(metrics: Any) -> dict[str, float]:
-    """Return the metrics of an update without VERL's prefixes; memory and speed of its process are left out."""
+    """Return the metrics of an update without VERL's prefixes and without its metrics of memory and speed."""
     found = cast("dict[str, Any]", metrics)
     return {name.rsplit("/", 1)[-1]: _number(value) for name, value in found.items() if not name.startswith("perf/")}
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite numbers among averages over updates, one of which was skipped."""
+    """Return the finite metrics only; used for averages over updates with a skipped one."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _number(value: Any) -> float:
-    """Return one number for a number, a list over ranks or micro-batches, or VERL's own metric."""
+    """Return a number, the mean of a list over ranks or micro-batches, or the value of VERL's own metric."""
     if isinstance(value, verl_part("verl.utils.metric:Metric")):
         return float(value.aggregate())
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""VERL's own trainer on a Ray cluster, fed with rows by agl."""
+"""VERL's own trainer on a Ray cluster; agl supplies the rows."""

@@ -1,17 +1,17 @@
-"""The checkpoints that VERL on Ray leaves below an algorithm's directory: which are complete, and which stay.
+"""The checkpoints that VERL on Ray leaves in an algorithm's directory: which are complete, and which are kept.
 
-Every start of VERL's trainer on other weights has a directory of its own, `verl-000007` after step 7, because VERL then
-counts its steps from 1 again; below it VERL writes `global_step_N`. A checkpoint counts once `steps.json` in it names
-the steps of the algorithm that continue from it: the one that trained it, and later ones that trained nothing. What
-VERL saved and no step counts is removed when the run goes on.
+Every start of VERL's trainer on other weights has a separate directory, `verl-000007` after step 7, because VERL then
+counts its steps from 1 again; in it VERL writes `global_step_N`. A checkpoint counts once its `steps.json` names the
+steps of the algorithm that continue from it: the step that trained it, and later steps that trained nothing. A
+checkpoint of VERL that no step counts is removed when the run continues.
 
-VERL writes into `config.json` that the weights are in bfloat16, whatever they are, so loading would round them. With
-LoRA it saves base and adapters apart, under names of peft that nothing loads; here they are added up:
+VERL always writes into `config.json` that the weights are in bfloat16, so loading would round others. With LoRA it
+saves base and adapters separately, under names of peft that nothing loads; here they are merged:
 
     W = W_0 + (alpha / r) * B @ A        (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1)
 
-Both repairs are made in place before the weights are published, and may be repeated where one was interrupted. Training
-continues from VERL's own shards next to them, which stay as they are.
+Both repairs are made in place before the weights are published, and may be repeated after an interruption. Training
+continues from VERL's own shards in the same checkpoint, which are not changed.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 
 
 STARTS = "verl-{:06d}"
-"""Directory of a start of VERL's trainer, by the steps that were done before."""
+"""The directory for a start of VERL's trainer; the number is that of steps completed before."""
 
 STEPS = "steps.json"
 
 ORIGIN = "origin.json"
-"""File in a checkpoint that names the weights which VERL was started on."""
+"""The file in a checkpoint that names the weights on which VERL was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsaved:
-    """The checkpoint of a step that is not complete.
+    """The incomplete checkpoint of a step.
 
     Attributes:
-        folder: Where VERL writes it, or has written it.
-        is_written: VERL has written it at the end of its step.
-        seconds: What that took.
+        folder: The directory into which VERL writes it.
+        is_written: True if VERL has written it at the end of its step.
+        seconds: The time that VERL took to write it.
     """
 
     folder: Path
@@ -63,14 +63,14 @@ class Unsaved:
 
 
 def weights_in(folder: Path, read: RaySettings) -> Path:
-    """Return where the weights are in a checkpoint, in Hugging Face's format."""
+    """Return the directory of a checkpoint with the weights in Hugging Face's format."""
     return folder / WEIGHTS[read.strategy]
 
 
 def complete(weights: Weights, folder: Path, *, read: RaySettings, probes: bool) -> None:
-    """Make what VERL wrote load as what was trained, and put a probe next to it; may be repeated after a failure.
+    """Repair VERL's files so that they load as trained, and add a probe; may be repeated after a failure.
 
-    Raises AglError where VERL wrote nothing.
+    Raises AglError if VERL wrote no weights.
     """
     place = weights_in(folder, read)
     if not any(place.glob("*.safetensors")):
@@ -87,7 +87,7 @@ def complete(weights: Weights, folder: Path, *, read: RaySettings, probes: bool)
 
 
 def count(folder: Path, *, step: int, origin: str) -> None:
-    """Note that a step of the algorithm continues from a checkpoint of training that began on `origin`."""
+    """Record that a step of the algorithm continues from a checkpoint, whose training began on the weights `origin`."""
     known = steps_of(folder)
     for name, content in ((ORIGIN, {"uri": origin}), (STEPS, [*known, *([] if step in known else [step])])):
         fresh = folder / f"{name}.new"
@@ -96,24 +96,24 @@ def count(folder: Path, *, step: int, origin: str) -> None:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Return the steps of the algorithm that continue from a checkpoint; none where it does not count."""
+    """Return the steps of the algorithm that continue from a checkpoint; empty if it does not count."""
     file = folder / STEPS
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
 
 
 def origins(workdir: Path) -> list[str]:
-    """Return the weights on which VERL was started, of all checkpoints that count."""
+    """Return the weights on which VERL was started, for all checkpoints that count."""
     counted = [path for path in workdir.glob(f"verl-*/{CHECKPOINTS.format('*')}") if steps_of(path)]
     return [json.loads((path / ORIGIN).read_text(encoding="utf-8"))["uri"] for path in counted]
 
 
 def number(folder: Path) -> int:
-    """Return VERL's number of the step that a checkpoint was saved after."""
+    """Return the number, in VERL's count, of the step after which a checkpoint was saved."""
     return int(folder.name.rpartition("_")[2])
 
 
 def forget_after(folder: Path, *, step: int) -> None:
-    """Remove what VERL saved after its `step`: those steps never counted as done for agl, and they are repeated."""
+    """Remove VERL's checkpoints after its `step`: agl never counted those steps as done, and repeats them."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(CHECKPOINTS.format("*")):
         if number(path) > step:
@@ -121,9 +121,9 @@ def forget_after(folder: Path, *, step: int) -> None:
 
 
 def prune(workdir: Path, *, keep: int, kept: Collection[int], used: Collection[str]) -> None:
-    """Remove the checkpoints that count, except the newest `keep`, those of the steps `kept`, and those with `used`.
+    """Remove the checkpoints that count, except the newest `keep`, those of the steps `kept`, and those in `used`.
 
-    `used` are directories that training needs; each lies in a checkpoint, or elsewhere.
+    `used` are directories that training needs, in a checkpoint or elsewhere.
     """
     found = [path for path in workdir.glob(f"verl-*/{CHECKPOINTS.format('*')}") if steps_of(path)]
     needed = [Path(each) for each in used if each]
@@ -134,18 +134,18 @@ def prune(workdir: Path, *, keep: int, kept: Collection[int], used: Collection[s
 
 
 PREFIX, BASE = "base_model.model.", ".base_layer"
-"""Parts of names that peft puts around those of the model."""
+"""The parts that peft adds to the names of the model's weights."""
 
 WHOLE = "model.safetensors"
-"""File of the merged weights."""
+"""The file of the merged weights."""
 
 MERGED = {"format": "pt", "merged": "lora"}
-"""Metadata of that file, by which it is known as merged; transformers reads `format`."""
+"""Metadata that marks this file as merged; transformers reads `format`."""
 
 
 def say_precision(folder: Path) -> None:
-    """Write into the configuration in `folder` the precision that its weights have."""
-    # All tensors of a checkpoint have one precision, so the first of the first file tells it.
+    """Write the actual precision of the weights in `folder` into its configuration."""
+    # All tensors of a checkpoint have one precision, so the first tensor of the first file shows it.
     with cast("Any", safe_open)(min(folder.glob("*.safetensors")), framework="pt") as file:
         precision = str(file.get_tensor(min(file.keys())).dtype).removeprefix("torch.")
     path, fresh = folder / "config.json", folder / "config.json.new"
@@ -155,9 +155,9 @@ def say_precision(folder: Path) -> None:
 
 
 def merge_saved(folder: Path, *, scaling: float) -> None:
-    """Add the adapters that VERL saved in `folder` to its weights; `scaling` is alpha / r.
+    """Merge the adapters that VERL saved in `folder` into its weights; `scaling` is alpha / r.
 
-    All weights are read into memory, and one file is written. Raises AglError where there are no adapters.
+    All weights are read into memory, and one file is written. Raises AglError if there are no adapters.
     """
     whole, files = folder / WHOLE, sorted(folder.glob("*.safetensors"))
     if not _is_merged(whole):
@@ -174,7 +174,7 @@ def merge_saved(folder: Path, *, scaling: float) -> None:
 
 
 def _is_merged(file: Path) -> bool:
-    """Return whether a file is there and has weights with their adapters added."""
+    """Return true if the file exists and has weights with merged adapters."""
     if not file.is_file():
         return False
     with cast("Any", safe_open)(file, framework="pt") as opened:
@@ -182,7 +182,7 @@ def _is_merged(file: Path) -> bool:
 
 
 def merged(state: dict[str, Tensor], *, scaling: float) -> dict[str, Tensor]:
-    """Return the weights with their adapters added, from peft's names to those of the model without adapters."""
+    """Return the weights with their adapters merged, under the names of the model without adapters."""
     whole: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if ".lora_A." in name or ".lora_B." in name:
@@ -191,7 +191,7 @@ def merged(state: dict[str, Tensor], *, scaling: float) -> dict[str, Tensor]:
         plain = name.removeprefix(PREFIX).replace(f"{BASE}.", ".")
         whole[plain] = tensor
         if f"{layer}.lora_A.default.weight" in state:
-            # [out, in] = [out, r] @ [r, in]; adapters may be in float32 over a base in bfloat16
+            # [out, in] = [out, r] @ [r, in]; the adapters may be in float32 over a base in bfloat16
             change = state[f"{layer}.lora_B.default.weight"] @ state[f"{layer}.lora_A.default.weight"]
             whole[plain] = tensor + (scaling * change).to(tensor.dtype)
     return whole

@@ -1,8 +1,8 @@
 """A Ray cluster with VERL's trainer on it, as the experiment uses it: start, wait for a request, answer, stop.
 
-All calls that start or stop Ray run in one thread of this object's own. Ray's processes are children of that thread
-and die with it, so that neither an error nor `kill -9` of the experiment leaves any of them behind. Where this process
-is connected to a cluster already, as by the runner `ray`, VERL uses that connection and leaves it open.
+All calls that start or stop Ray run in one thread of this object. Ray's processes are children of that thread and die
+with it, so that neither an error nor `kill -9` of the experiment leaves any of them behind. If this process is already
+connected to a cluster, as by the runner `ray`, VERL uses that connection and leaves it open.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings.ray import RaySettings
 
 LOGICAL_CPUS = 16
-"""CPUs that a cluster on one machine without GPUs claims to have: its actors ask for one each and mostly wait."""
+"""CPUs that a cluster on one machine without GPUs claims: each of its actors requests one, and mostly waits."""
 
 STORE_MB = 256
-"""Shared memory of such a cluster, in MiB."""
+"""Shared memory of a cluster on one machine without GPUs, in MiB."""
 
 
 STARTS = 6
-"""Attempts to start Ray, which gives its own processes 30 seconds: too few on a busy machine."""
+"""Attempts to start Ray. It gives its own processes 30 seconds, which is too short on a busy machine."""
 
 QUEUE_S, QUEUE_POLL_S = 60.0, 0.5
-"""Seconds in which Ray has removed what a run that ended, or was killed, has left on a cluster; and between looks."""
+"""Seconds for Ray to remove the remains of a run that ended or was killed, and seconds between two checks."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Cluster:
 
     Args:
         read: The configuration.
-        environment: Environment variables of every process of the cluster.
+        environment: Environment variables for every process of the cluster.
     """
 
     def __init__(self, read: RaySettings, *, environment: Mapping[str, str]) -> None:
@@ -64,9 +64,9 @@ class Cluster:
         self._is_shared = False
 
     async def start(self, config: Callable[[], Any]) -> None:
-        """Start Ray, or attach to it, and start VERL's trainer on the configuration that `config` makes.
+        """Start Ray, or attach to it, and start VERL's trainer with the configuration that `config` returns.
 
-        Raises ConfigError when Ray cannot start or the cluster has too few GPUs.
+        Raises ConfigError if Ray cannot start or the cluster has too few GPUs.
         """
         reference = await self._in_thread(lambda: self._launch(config))
         self._run = asyncio.wrap_future(reference.future())
@@ -74,7 +74,7 @@ class Cluster:
     async def request(self) -> StepRequest | None:
         """Return VERL's next request, or None once its trainer has taken its last step.
 
-        Raises AglError with the cause when VERL's trainer ends too early.
+        Raises AglError with the cause if VERL's trainer ends too early.
         """
         return await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.request.remote().future()))
 
@@ -90,17 +90,17 @@ class Cluster:
         return None if error is None else _trainer_error(error)
 
     async def answer(self, answer: StepRows) -> None:
-        """Give VERL the rows of a step; raises AglError when its trainer has ended."""
+        """Send the rows of a step to VERL; raises AglError if its trainer has ended."""
         ray: Any = verl_part("importlib:import_module")("ray")
         self._given = await self._in_thread(lambda: ray.put(answer))  # kept: Ray drops what nobody refers to
         await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.answer.remote([self._given]).future()))
 
     async def save(self) -> None:
-        """Let VERL, which waits for rows, save a checkpoint; raises AglError when its trainer has ended."""
+        """Make VERL, which is waiting for rows, save a checkpoint; raises AglError if its trainer has ended."""
         await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.save.remote().future()))
 
     async def stop(self) -> None:
-        """End VERL's trainer, and Ray where it was started here; call it once, even where `start` failed."""
+        """End VERL's trainer, and Ray if it was started here; call this once, even after `start` failed."""
         run, self._run = self._run, None
         await self._in_thread(self._shut_down)
         if run is not None:
@@ -113,7 +113,7 @@ class Cluster:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _unless_trainer_ended(self, wanted: asyncio.Future[Any]) -> Any:
-        """Return what `wanted` brings, None if VERL's trainer ends well before; raises AglError for either's error."""
+        """Return the result of `wanted`; None if VERL's trainer ends normally first; raises AglError if one fails."""
         run = self._run
         if run is None:
             raise AglError("VERL's trainer is not running; this is a defect of agl-algo-verl")
@@ -154,7 +154,7 @@ class Cluster:
         return {**runtime_env, **mine, "env_vars": {**runtime_env["env_vars"], **mine.get("env_vars", {})}}
 
     def _check_shared(self, ray: Any) -> None:
-        """Refuse arguments that have no effect on a cluster to which this process is connected already."""
+        """Refuse arguments that have no effect on a cluster to which this process is already connected."""
         given = {name: value for name, value in self._read.ray_init.items() if name != "runtime_env"}
         found = str(ray.get_runtime_context().gcs_address)
         if given.get("address") in ("auto", found):
@@ -209,9 +209,10 @@ class Cluster:
 
 
 def check_alone(ray: Any, *, patience_s: float = QUEUE_S) -> None:
-    """Raise ConfigError while another run has VERL's queue on the cluster, after waiting for one that has just ended.
+    """Wait for VERL's queue of a run that has just ended; raises ConfigError if another run still has one on the
+    cluster.
 
-    Both would put their rows into the same queue. Blocks.
+    Two runs would put their rows into the same queue. Blocks.
     """
     until = time.monotonic() + patience_s
     while has_queue(ray):
@@ -233,11 +234,11 @@ def _kill(processes: set[psutil.Process]) -> None:
 
 
 def _one_machine(ranks: int) -> dict[str, Any]:
-    """Return the arguments of a cluster on one machine without GPUs.
+    """Return the arguments for a cluster on one machine without GPUs.
 
-    It is always a new one: without ``local``, Ray would attach to another cluster of this machine, or to one that has
-    ended and left its address behind. Its memory monitor is off, for it would kill workers for memory that other
-    programs use.
+    It is always a new cluster: without ``local``, Ray would attach to another cluster of this machine, or to one that
+    has ended and left its address behind. Its memory monitor is off, because it would kill workers for memory that
+    other programs use.
     """
     return {
         "address": "local",
@@ -256,6 +257,6 @@ def _trainer_error(error: BaseException) -> AglError:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the type and last line of an error from another process; that line names its cause."""
+    """Return the type and last line of an error from another process; the last line names the cause."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"

@@ -1,14 +1,13 @@
 """Completes a step's rows in VERL's trainer on Ray, after it has recomputed log-probabilities and before advantages.
 
-Four things can be known no earlier, of which VERL would make the first of rows:
+Four things are not known earlier; VERL would base the first on rows:
 
     correction    importance weights and rejection over whole rollouts (`losses/correction.py`), in place of VERL's own.
-                  Rejected tokens change the weights of a mean over sequences, so these are made once more.
-    anchor        what the loss reads of rows that are held (`loss_worker.anchored`). VERL fills a batch up with copies
-                  of a row, which may be one that is held, and the copies are not.
-    silence       updates that the correction has left without a gradient, which the workers then leave out
-    numbers       the distance to the reference, and the weights of rollouts that are trained once more, as they are
-                  logged in one process
+                  Rejected tokens change the weights of a mean over sequences, so these are computed again.
+    anchor        the loss's input for rows that are held (`loss_worker.anchored`). VERL pads a batch with copies of a
+                  row; if that row is held, its copies are not.
+    silence       updates that have no gradient after the correction, which the workers then skip
+    numbers       the distance to the reference, and the weights of replayed rollouts, logged as in one process
 
 B is the number of rows, R the length of a row's response.
 """
@@ -37,32 +36,32 @@ if TYPE_CHECKING:
     from agl_algo_verl.losses.choice import LossChoice
 
 HELD = "agl_held"
-"""Field with 1 / U at rows that are held, U being the held tokens of the row's update, and 0 at others; [B, 1]."""
+"""Field with 1 / U at held rows, where U is the number of held tokens in the row's update, and 0 at others; [B, 1]."""
 
 ROW_MEAN = "seq-mean-token-mean"
-"""VERL's mean over the tokens of each row, which the advantages turn into one over those of each rollout."""
+"""VERL's mean over the tokens of each row; scaled advantages turn it into a mean over each rollout's tokens."""
 
 REPLAYED = "agl_replayed"
-"""Field with 1 at rows that earlier steps have trained already, and 0 at others; [B, 1]."""
+"""Field with 1 at rows on which earlier steps have trained, and 0 at others; [B, 1]."""
 
 UPDATE = "agl_update"
-"""Field with the place of a row's update in the step; [B, 1]."""
+"""Field with the index of a row's update in the step; [B, 1]."""
 
 SILENT = "agl_silent"
-"""Option with the places of the updates that have no gradient."""
+"""Option with the indices of the updates that have no gradient."""
 
 METRIC = "agl/"
-"""Beginning of what is logged, among VERL's metrics."""
+"""Prefix of agl's own metrics among VERL's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The fields, options and numbers by which a step is completed.
+    """The fields, options and metrics that complete a step.
 
     Attributes:
         fields: The fields to change or to add, by name.
         options: Settings for VERL's training workers, by name.
-        metrics: What to log, by VERL's names.
+        metrics: The metrics to log, by their names in VERL.
     """
 
     fields: dict[str, Tensor] = field(default_factory=dict[str, "Tensor"])
@@ -70,21 +69,21 @@ class Completed:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add to what to log."""
+        """Add metrics to log, under names with agl's prefix."""
         self.metrics.update({METRIC + name: value for name, value in metrics.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Corrects the rows of a step and marks those that are held, before VERL makes advantages.
+    """Corrects the rows of a step and marks the held rows, before VERL computes advantages.
 
     Attributes:
         correction: Importance weights and rejection.
         anchor_coef: The weight of the anchor, 0 for none.
-        measures_kl: Whether the distance to the reference is logged, for which the reference must run.
-        choice: The run's loss of agl-objectives, None for one of VERL's.
+        measures_kl: True to log the distance to the reference, which requires that the reference runs.
+        choice: The run's loss of agl-objectives; None for one of VERL's.
         mode: `loss_agg_mode` of the run's loss.
-        has_gradient: Tells whether an update of these rows can have a gradient; None where only VERL knows.
+        has_gradient: Returns whether an update of the given rows can have a gradient; None if only VERL knows.
         epochs: How often each update of the step is made.
     """
 
@@ -108,17 +107,17 @@ class Completion:
 
     @property
     def reads(self) -> list[str]:
-        """The names of the fields that it reads."""
+        """The names of the fields that :meth:`completed` reads."""
         names = ["response_mask", "old_log_probs", "rollout_log_probs", "rm_scores", "agl_rollout", UPDATE, REPLAYED]
         names += ["ref_log_prob"] if self.anchor_coef or self.measures_kl else []
         return [*names, HELD] if self.anchor_coef else names
 
     def completed(self, data: TensorDict, *, padding: Sequence[bool]) -> Completed:
-        """Return what VERL's workers read of all B rows, in their order.
+        """Return the fields, options and metrics for all B rows, in their order.
 
         Args:
-            data: The fields of `reads`, ragged, one vector [R] per row, or [B, 1].
-            padding: True for each row that only fills up the batch.
+            data: The fields of `reads`; ragged, one vector [R] per row, or [B, 1].
+            padding: True for each row that only pads the batch.
         """
         found, given = Completed(), _samples(data)
         is_replayed = [bool(value) for value in floats(per_row(data, REPLAYED))]
@@ -141,7 +140,7 @@ class Completion:
         return found
 
     def _silent(self, rows: Sequence[RowSample], *, updates: Sequence[int]) -> tuple[int, ...]:
-        """Return the places of the updates without a gradient; `updates` has that of each row."""
+        """Return the indices of the updates without a gradient; `updates` has the update's index for each row."""
         if self.has_gradient is None:
             return ()
         parts: defaultdict[int, list[RowSample]] = defaultdict(list)
@@ -160,14 +159,14 @@ class Completion:
         if self.scales_later:
             found["rm_scores"] = ragged([row.advantages for row in per_rollout(rows)])
         if self.choice is not None:
-            # The number of rollouts is in the divisor alone, which the rows have already.
+            # The number of rollouts only affects the divisor, which the rows already have.
             weight = weighting(rows, rollouts=1, choice=self.choice).weight
             found["agl_weight"] = torch.tensor([[weight[row.rollout]] for row in rows])
         return found
 
 
 def _samples(data: TensorDict) -> list[RowSample]:
-    """Return rows as the correction reads them, each with the number of its rollout for a name."""
+    """Return rows in the form that the correction reads, each named by the number of its rollout."""
     names = ("response_mask", "rm_scores", "rollout_log_probs", "old_log_probs")
     numbers = integers(per_row(data, "agl_rollout"))
     start = _start(data) if "ref_log_prob" in cast("Any", data) else [None] * len(numbers)

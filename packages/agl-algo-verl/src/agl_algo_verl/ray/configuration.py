@@ -1,6 +1,7 @@
-"""VERL's whole configuration for a run of agl: VERL's own file, the person's keys, and those that this engine needs.
+"""VERL's whole configuration for a run of agl: VERL's own file, the user's keys, and the keys that this engine needs.
 
-Later ones win: VERL's defaults, this package's, those of a machine without a GPU, the person's, the needed ones.
+Later ones have precedence: VERL's defaults, this package's, those for a machine without a GPU, the user's keys, the
+needed ones.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ CHECKPOINTS = "global_step_{}"
 """VERL's name for the directory of a step."""
 
 METRICS = "metrics.jsonl"
-"""File that VERL's file logger writes, in the directory of the checkpoints."""
+"""The file that VERL's file logger writes, in the directory of the checkpoints."""
 
 LIBRARIES = "actor_rollout_ref.model.external_lib"
-"""Key of the modules that VERL imports before it builds a model."""
+"""The key that lists the modules that VERL imports before it builds a model."""
 
 WEIGHTS = {"fsdp2": "actor/huggingface", "megatron": "actor/model/huggingface"}
-"""Where each engine of VERL saves weights in Hugging Face's format, in the directory of a step."""
+"""The folder, in the directory of a step, in which each engine of VERL saves weights in Hugging Face's format."""
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 """Precision on the CPU, where bfloat16 is slow."""
@@ -52,22 +53,22 @@ def compose(
     """Return VERL's configuration, an OmegaConf `DictConfig`.
 
     Args:
-        read: The person's configuration.
+        read: The user's configuration.
         model: Directory of the weights to start from.
-        folder: Where checkpoints go; on several machines, one that all of them see.
-        steps: Steps that VERL has to take.
-        tasks: Tasks of a step.
-        checkpoint: The directory of a step to continue after; None to start from `model`.
+        folder: Directory for checkpoints; on several machines, one that all of them can access.
+        steps: Number of steps that VERL has to take.
+        tasks: Number of tasks per step.
+        checkpoint: The directory of the step after which to continue; None to start from `model`.
         threads: Torch's threads in a process on the CPU; 0 for one.
-        before: Steps that were done before VERL's count began.
-        rate: Factor of the configured learning rate of the policy.
+        before: Number of steps completed before VERL's count began.
+        rate: Factor of the policy's configured learning rate.
     """
     omega: Any = verl_part("omegaconf:OmegaConf")
     config = omega.create(verl_content(read.strategy))
     needed = _needed(read, model=model, folder=folder, steps=steps, tasks=tasks, checkpoint=checkpoint)
     needed |= _critic(read, model=model, before=before) if read.settings.has_critic else {}
     if read.settings.is_lora and not read.is_cpu:
-        # A replica with adapters serves them to VERL's own client only; others would get the weights without them.
+        # A replica serves adapters only to VERL's own client; other clients would get the weights without them.
         needed["actor_rollout_ref.model.lora.merge"] = True
     here = _on_cpu(threads) if read.is_cpu else {}
     needed |= _worker(read, rate=rate)
@@ -85,7 +86,7 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
         "trainer.n_gpus_per_node": 1,
         "actor_rollout_ref.rollout.n": settings.actor_rollout_ref.rollout.n,
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,  # VERL's 2 needs two GPUs
-        # VERL's own bounds are 0.2 whatever clip_ratio says, so they are always given.
+        # VERL's own bounds are 0.2, whatever clip_ratio is, so they are always set.
         "actor_rollout_ref.actor.clip_ratio_low": actor.number("clip_ratio_low"),
         "actor_rollout_ref.actor.clip_ratio_high": actor.number("clip_ratio_high"),
         "actor_rollout_ref.model.use_remove_padding": settings.is_packed,
@@ -97,13 +98,13 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
 
 
 def _worker(read: RaySettings, *, rate: float) -> dict[str, Any]:
-    """Return the keys of this package's training worker, of its loss, of a smaller rate and of an anchor."""
+    """Return the keys for this package's training worker, its loss, a reduced learning rate, and an anchor."""
     choice = chosen_loss(read.settings)
     named = read.given.get(LIBRARIES)
     theirs = cast("list[str]", named if isinstance(named, list) else [named] if named else [])
     worker: dict[str, Any] = {LIBRARIES: [*theirs, "agl_algo_verl.ray.preparation"]}
     if read.holds and not read.settings.actor.use_kl_loss:
-        # The anchor reads what VERL's reference says, which VERL has for a KL term alone; that one weighs nothing.
+        # The anchor needs VERL's reference, which VERL runs only for a KL term; this one has weight 0.
         worker |= {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": 0.0}
     if rate != 1.0:
         worker["actor_rollout_ref.actor.optim.lr"] = rate * read.settings.actor.optim.lr
@@ -118,7 +119,7 @@ def _worker(read: RaySettings, *, rate: float) -> dict[str, Any]:
 
 
 def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
-    """Return the keys of VERL's critic on the network of the policy, with VERL's own GAE."""
+    """Return the keys of VERL's critic, with the policy's network and VERL's own GAE."""
     critic = read.settings.critic
     own: dict[str, Any] = {
         "algorithm.adv_estimator": "gae",
@@ -141,7 +142,7 @@ def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
 
 
 def _on_cpu(threads: int) -> dict[str, Any]:
-    """Return the keys that have one possible value on the CPU, or one that is not slow."""
+    """Return the keys with only one possible value on the CPU, or only one that is not slow."""
     return {
         "trainer.device": "cpu",
         "actor_rollout_ref.actor.use_torch_compile": False,
@@ -161,7 +162,7 @@ def _on_cpu(threads: int) -> dict[str, Any]:
 def _needed(
     read: RaySettings, *, model: str, folder: Path, steps: int, tasks: int, checkpoint: Path | None
 ) -> dict[str, Any]:
-    """Return the keys that give VERL's trainer agl's tasks, rollouts, advantages, checkpoints and metrics."""
+    """Return the keys with which VERL's trainer uses agl's tasks, rollouts, advantages, checkpoints and metrics."""
     contents = ["model", "optimizer", "extra", "hf_model"]
     return {
         "algorithm.adv_estimator": "agl",  # advantages come with the rows (`loops.as_given`)
@@ -199,7 +200,7 @@ def _needed(
 
 
 def environment(read: RaySettings, *, folder: Path, threads: int, schedule: Schedule | None = None) -> dict[str, str]:
-    """Return the environment variables of every process of the cluster, `schedule` among them where VERL has FSDP2."""
+    """Return the environment variables of every process of the cluster; `schedule` is among them if VERL uses FSDP2."""
     common = {
         "VERL_FILE_LOGGER_PATH": str(folder / METRICS),
         "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARNING"),
@@ -219,9 +220,9 @@ def environment(read: RaySettings, *, folder: Path, threads: int, schedule: Sche
 
 
 def module_path(folder: Path) -> dict[str, str]:
-    """Return the variable by which every process of the cluster finds the modules in an experiment's folder.
+    """Return the variable with which every process of the cluster finds the modules in an experiment's folder.
 
-    A loss may be one of them. On several machines the folder must be there, or the module be installed.
+    A loss may be one of them. On several machines the folder must exist everywhere, or the module be installed.
     """
     own = [str(folder.absolute()), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, own))}

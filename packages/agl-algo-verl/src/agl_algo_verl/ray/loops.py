@@ -1,24 +1,24 @@
-"""VERL's end of the bridge, in the process of VERL's trainer: it asks agl for rollouts and hands their rows to VERL.
+"""VERL's end of the bridge, in the process of VERL's trainer: asks agl for rollouts and passes their rows to VERL.
 
 It fills three of VERL's plug-in points, named in its configuration:
 
     AgentLoops   rollout.agent.agent_loop_manager_class: asks agl for a step's rollouts and puts the rows into VERL's
-                 queue, which the trainer samples next
+                 queue, from which the trainer samples next
     EmptyTasks   data.custom_cls: as many empty tasks as a step has; agl decides which tasks they are
-    as_given     algorithm.adv_estimator = "agl": advantages come with the rows, as agl's credit made them; with a
-                 critic the rows bring rewards instead, and the estimator is VERL's own `gae`
+    as_given     algorithm.adv_estimator = "agl": advantages come with the rows, from agl's credit; with a critic the
+                 rows carry rewards instead, and the estimator is VERL's own `gae`
 
-VERL counts rows where agl counts rollouts. So before a step is sampled, its `ppo_mini_batch_size` is set to hold all
-its rows, which then share one update unless they name several (`loss_worker.py`), and `rollout.temperature` to that of
-its rows. Then a loss that is a mean over sequences divides by the rows of that mini-batch, N, padding included; wanted
-is a mean over the rollouts, n:
+VERL counts rows where agl counts rollouts. So before a step is sampled, `ppo_mini_batch_size` is set to hold all its
+rows, which then share one update unless they name several (`loss_worker.py`), and `rollout.temperature` is set to that
+of its rows. A loss that is a mean over sequences then divides by the rows of that mini-batch, N, padding included. It
+should be a mean over the rollouts, n:
 
     sum(A_row * l_row) * (N / n) / N = sum(A_row * l_row) / n
 
-so advantages are scaled by N / n. VERL's `vanilla` and `gspo` are proportional to a positive factor of the advantages,
-so this is exact. Rows for a loss of agl-objectives bring the weights of their tokens instead (`losses/loss_worker.py`).
+So advantages are scaled by N / n. VERL's `vanilla` and `gspo` are proportional to a positive factor of the advantages,
+so this is exact. Rows for a loss of agl-objectives carry the weights of their tokens instead (`losses/loss_worker.py`).
 
-What depends on the log-probabilities that VERL recomputes is done before its advantages (`ray/completion.py`).
+All work that needs the log-probabilities recomputed by VERL is done before its advantages (`ray/completion.py`).
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ if TYPE_CHECKING:
     from agl_algo_verl.ray.completion import Completion
 
 ESTIMATOR = "agl"
-"""Value of `algorithm.adv_estimator` for advantages that come with the rows."""
+"""The value of `algorithm.adv_estimator` for advantages that come with the rows."""
 
 
 @register_adv_est(ESTIMATOR)
 def as_given(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    """Return the values of the rows' tokens as advantages and returns, [B, R] each."""
+    """Return the values at the rows' tokens as both advantages and returns, [B, R] each."""
     advantages_BR = token_level_rewards * response_mask  # [B, R]; VERL calls `rm_scores` rewards from here on
     return advantages_BR, advantages_BR  # returns are a critic's, and this estimator has none
 
 
 class EmptyTasks(Dataset[dict[str, Any]]):
-    """`data.train_batch_size` tasks without content."""
+    """A data set of `data.train_batch_size` tasks without content."""
 
     def __init__(self, *, config: Any, **_: Any) -> None:
         self._size = int(config.train_batch_size)
@@ -78,20 +78,20 @@ class AgentLoops:
     """Asks agl for the rollouts of a step, in place of VERL's own agent loops.
 
     Args:
-        config: VERL's whole configuration, which its trainer reads anew in every step.
-        balancer: VERL's actor that knows the addresses of all replicas.
+        config: VERL's whole configuration, which its trainer reads again in every step.
+        balancer: The VERL actor that knows the addresses of all replicas.
     """
 
     def __init__(self, *, config: Any, balancer: Any) -> None:
         self._config, self._balancer = config, balancer
         self._bridge = cast("Any", ray).get_actor(NAME)
         self.trainer: Any = None
-        """VERL's trainer, from the moment when it begins to train (`privates.introduce_trainer`)."""
+        """VERL's trainer, set when it begins to train (`privates.introduce_trainer`)."""
         self._completion: Completion | None = None
 
     @classmethod
     def create(cls, *, config: Any, llm_client: Any, **_: Any) -> AgentLoops:
-        """Build the manager; VERL calls this in its trainer's process."""
+        """Create the manager; VERL calls this in its trainer's process."""
         report_tokens()
         introduce_trainer()
         return cls(config=config, balancer=balancer_of(llm_client))
@@ -135,18 +135,18 @@ class AgentLoops:
             fields=verl_part("verl.utils.tensordict_utils:list_of_dict_to_tensordict")(rows),
             tags=[_row_tags(row, step=step) for row in answer.rows],
         )
-        # VERL samples a step once each of its own prompts is finished, too.
+        # VERL samples a step once all its own prompts are finished too.
         put(keys=uids, partition_id="train", tags=[{"status": "finished"} for _ in uids])
 
     def _complete_by(self, completion: Completion | None) -> None:
-        """Complete the rows of this step and of later ones, in place of VERL's own correction."""
+        """Use `completion` for the rows of this step and later ones, in place of VERL's own correction."""
         if completion is not None and self._completion is None:
             self._config.algorithm.rollout_correction = None  # whose statistics fail where every token is rejected
             before_advantages(self.trainer, self._complete)
         self._completion = completion
 
     def _complete(self, batch: Any, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Complete a batch in VERL's queue before its advantages; returns the options that its workers get with it."""
+        """Complete a batch in VERL's queue before advantages are computed; returns options for the training workers."""
         completion = self._completion
         if completion is None:
             return {}
@@ -162,10 +162,11 @@ class AgentLoops:
         return found.options
 
     def _widen_mini_batch(self, answer: StepRows) -> int:
-        """Set the step's mini-batch and temperature; returns how many rows the mini-batch has, padding included."""
+        """Set the step's mini-batch and temperature; returns the number of rows in the mini-batch, padding included."""
         policy, trainer = self._config.actor_rollout_ref, self._config.trainer
         ranks = trainer.nnodes * trainer.n_gpus_per_node
-        # VERL multiplies this by rollout.n to get rows, and wants a multiple of the ranks: the smallest that holds all.
+        # VERL multiplies this by rollout.n to get rows, and needs a multiple of the ranks: the smallest that holds all
+        # rows.
         policy.actor.ppo_mini_batch_size = ranks * math.ceil(len(answer.rows) / (ranks * policy.rollout.n))
         policy.rollout.temperature = answer.temperature
         self._config.critic.ppo_mini_batch_size = policy.actor.ppo_mini_batch_size
@@ -173,7 +174,7 @@ class AgentLoops:
 
 
 def _row_fields(row: BridgeRow, uid: str, *, step: int, scale: float) -> dict[str, Any]:
-    """Return a row by VERL's names of its tensors."""
+    """Return a row's tensors by their names in VERL."""
     prompt = len(row.ids) - len(row.mask)  # P = T - R
     return {
         "uid": uid,
@@ -192,14 +193,14 @@ def _row_fields(row: BridgeRow, uid: str, *, step: int, scale: float) -> dict[st
 
 
 def _row_tags(row: BridgeRow, *, step: int) -> dict[str, Any]:
-    """Return what VERL's queue knows of a row without reading its tensors."""
+    """Return the tags of a row, which VERL's queue reads instead of its tensors."""
     return {
         "status": "success",
         "prompt_len": len(row.ids) - len(row.mask),
         "response_len": len(row.mask),
         "seq_len": len(row.ids),
         "global_steps": step,
-        # Versions of the policy that wrote the row; how old it really is, agl has checked already (`rows/supply.py`).
+        # Versions of the policy that wrote the row; agl has already checked its real staleness (`rows/supply.py`).
         "min_global_steps": step - 1,
         "max_global_steps": step - 1,
     }

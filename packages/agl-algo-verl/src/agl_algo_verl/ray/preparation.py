@@ -1,9 +1,9 @@
-"""Imported by VERL before it builds a model (`model.external_lib`), to prepare a process of its cluster.
+"""Prepares a process of VERL's cluster; VERL imports it before it builds a model (`model.external_lib`).
 
-No setting of VERL reaches the class of the model that a worker trains, so `privates.use_loss_worker` replaces it by
+No setting of VERL selects the class of the model that a worker trains, so `privates.use_loss_worker` replaces it by
 `ClusterWorker`, which reads the loss from VERL's own configuration and the updates from the rows (`loss_worker.py`). In
-the process of VERL's trainer it replaces the critic's by `ClusterCritic`. A process with neither, such as a server's,
-keeps its classes.
+the process of VERL's trainer it replaces the critic's class by `ClusterCritic`. A process with neither class, such as a
+server's, is not changed.
 
 On the CPU it also registers the replica `agl_hf`, lets a frozen reference keep its weights in ordinary memory, and
 seeds torch so that adapters always start from the same numbers.

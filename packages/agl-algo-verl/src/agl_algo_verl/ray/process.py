@@ -1,6 +1,6 @@
 """Imported by every process of VERL's cluster that trains on the CPU (VERL_USE_EXTERNAL_MODULES).
 
-It registers the platform, and asks for two of the repairs in `privates.py`; `ray/preparation.py` asks for the others.
+It registers the platform and makes two of the repairs in `privates.py`; `ray/preparation.py` makes the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A rollout replica for VERL's trainer on machines without a GPU: `rollout.name = "agl_hf"`.
 
-`HFReplica`, in the trainer's process, starts a server (`serving.HFServer`) for every training worker and knows its
-address. `HFRollout`, in the training worker, hands the new weights to that server after every step.
-Limits: one worker per replica (tensor parallelism is for GPUs), and the server holds a copy of the weights.
+`HFReplica`, in the trainer's process, starts a server (`ray/server.py`) for every training worker and holds its
+address. `HFRollout`, in the training worker, sends the new weights to that server after every step. Limits: one worker
+per replica (tensor parallelism is for GPUs), and the server holds a copy of the weights.
 """
 
 # ruff: noqa: D102 - VERL's RolloutReplica and BaseRollout describe the methods
@@ -43,7 +43,7 @@ class HFReplica(RolloutReplica):
 
 
 class HFRollout(BaseRollout):
-    """Hands a training worker's new weights to the server of its own replica."""
+    """Sends a training worker's new weights to the server of its own replica."""
 
     async def resume(self, tags: list[str]) -> None:
         del tags

@@ -1,8 +1,9 @@
-"""From the prepared rows of a step to those that VERL's end of the bridge takes.
+"""Converts the prepared rows of a step to the rows that VERL's end of the bridge takes.
 
-VERL on Ray makes a rollout's weight from rows: here advantages are scaled where that would show, and `ray/loops.py`
-does the rest. With a critic the rows carry rewards instead, for VERL's own GAE makes the advantages (`shaping.py`).
-Rows that are held and not trained (`losses/anchor.py`) go with the update that trains their rollout.
+VERL on Ray derives a rollout's weight from rows. So advantages are scaled here where that would matter, and
+`ray/loops.py` does the rest. With a critic the rows carry rewards instead, because VERL's own GAE computes the
+advantages (`shaping.py`). Rows that are held and not trained (`losses/anchor.py`) go into the update that trains their
+rollout.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ def rows_for_verl(
         prepared: The step's rollouts, and at least one sample.
         mode: The loss's `loss_agg_mode`.
         step: The step's number, for errors.
-        has_critic: Whether VERL's critic makes the advantages.
-        choice: A loss of agl-objectives, None for one of VERL's.
-        tasks: Tasks of an update; None for one update.
-        has_gradient: Tells whether an update of these rows can have a gradient. Where a step has several updates,
-            those without one are left out, for momentum would still move the weights.
+        has_critic: True if VERL computes the advantages with a critic.
+        choice: A loss of agl-objectives; None for one of VERL's.
+        tasks: Number of tasks per update; None for a single update.
+        has_gradient: Returns whether an update of the given rows can have a gradient. If a step has several updates,
+            those without a gradient are left out, because momentum would still move the weights.
         held: The rows of calls that are held.
-        replayed: The rollouts that earlier steps have trained already.
-        completion: What is done once VERL has the rows' log-probabilities.
+        replayed: The rollouts on which earlier steps have trained.
+        completion: The computation on the rows once VERL has their log-probabilities; None for none.
 
-    Raises AglError where rows have several temperatures, which VERL cannot train.
+    Raises AglError if rows have several temperatures, which VERL cannot train.
     """
     if has_critic:
         prepared = replace(prepared, samples=with_rewards(prepared))
-    # A mean over each row's tokens becomes one over each rollout's (`batches.per_rollout`). Modes that add up tokens
-    # need nothing: how a rollout is cut into rows does not change their sum.
+    # A mean over each row's tokens becomes a mean over each rollout's tokens (`batches.per_rollout`). Modes that sum
+    # tokens need no change: the division of a rollout into rows does not affect the sum.
     is_scaled = choice is None and mode == ROW_MEAN and not (completion and completion.scales_later)
     samples = per_rollout(prepared.samples) if is_scaled else prepared.samples
     temperature = _temperature(prepared.samples, step=step)
@@ -70,7 +71,7 @@ def rows_for_verl(
     parts = [(samples, len(prepared.rollouts))]
     if tasks is not None:
         parts = updates(samples, prepared.rollouts, tasks=tasks)
-        # A critic makes advantages from what are rewards here, and learns from all of them.
+        # With a critic, these values are rewards, and the critic learns from all of them.
         parts = [part for part in parts if has_critic or has_gradient(part[0])] or parts
     numbered: Counter[str] = Counter()  # rows of each rollout so far
     rows = [
@@ -81,19 +82,19 @@ def rows_for_verl(
         )
     ]
     several = tuple(rollouts for _, rollouts in parts) if len(parts) > 1 else ()
-    # What a mean over sequences has to divide by; a mean over tokens counts its tokens itself.
+    # The divisor of a mean over sequences; a mean over tokens counts its tokens itself.
     counted = 0 if several or choice is not None or mode == "token-mean" else parts[0][1]
     return StepRows(rows=tuple(rows), temperature=temperature, rollouts=counted, updates=several, completion=completion)
 
 
 def with_rewards(prepared: PreparedStep) -> list[RowSample]:
-    """Return the samples with rewards in place of advantages; VERL makes advantages from them and its critic."""
+    """Return the samples with rewards in place of advantages, from which VERL computes advantages with its critic."""
     returns = call_returns(prepared)
     return [replace(s, advantages=call_rewards(s, returns[s.rollout]).float()) for s in prepared.samples]
 
 
 def _temperature(samples: Sequence[RowSample], *, step: int) -> float:
-    """Return the temperature of all rows; raises AglError where they have several."""
+    """Return the temperature of all rows; raises AglError if they have several."""
     found = sorted({sample.temperature for sample in samples})
     if len(found) > 1:
         raise AglError(
@@ -114,7 +115,7 @@ def _rows(
     held: Sequence[RowSample],
     replayed: Collection[str],
 ) -> list[BridgeRow]:
-    """Return the rows of one update, which has so many rollouts, and those of `held` of the same rollouts."""
+    """Return the rows of an update with `rollouts` rollouts, and the `held` rows of the same rollouts."""
     weights = None if choice is None else weighting(samples, rollouts=rollouts, choice=choice)
     names = {sample.rollout for sample in samples}
     beside = [sample for sample in held if sample.rollout in names]

@@ -1,7 +1,7 @@
-"""Where the learning rates of a run on Ray are in their schedules, for VERL's training workers.
+"""The positions of a run's learning rates in their schedules, for VERL's training workers on Ray.
 
 VERL counts its steps from 1 whenever it starts on other weights, and its schedules begin and end with that count. Here
-they count the steps of the experiment, as in one process. No key of VERL's configuration says where a schedule begins,
+they count the steps of the experiment, as in one process. VERL's configuration has no key for the start of a schedule,
 so its workers read it from their environment (`loss_worker.ClusterWorker`).
 """
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings.settings import VerlSettings
 
 SCHEDULE_ENV = "AGL_VERL_SCHEDULE"
-"""Environment variable of VERL's workers, with a `Schedule` in JSON."""
+"""The environment variable of VERL's workers that holds a `Schedule` as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The length of the schedules, and the steps of them that are done when VERL starts.
+    """The length of the schedules, and their positions when VERL starts.
 
     Attributes:
-        steps: Steps of the whole run.
-        policy: Steps of the policy's schedule that are done; a critic that learns alone does not move it.
-        critic: Those of the critic's.
+        steps: Number of steps of the whole run.
+        policy: Completed steps of the policy's schedule; steps that train only a critic do not count.
+        critic: Completed steps of the critic's schedule.
     """
 
     steps: int
@@ -39,12 +39,12 @@ class Schedule:
 
 
 def schedule_after(done: int, *, settings: VerlSettings, steps: int) -> Schedule:
-    """Return the schedule of a run of `steps` steps of which `done` are done."""
+    """Return the schedule of a run of `steps` steps, after `done` steps."""
     alone = max(0, settings.trainer.critic_warmup - 1) if settings.has_critic else 0
     return Schedule(steps=steps, policy=max(0, done - alone), critic=done)
 
 
 def found_schedule() -> Schedule | None:
-    """Return the schedule that this process was started with; None outside of a cluster, and with Megatron."""
+    """Return the schedule with which this process was started; None outside a cluster, and with Megatron."""
     written = os.environ.get(SCHEDULE_ENV)
     return None if written is None else Schedule(**json.loads(written))

@@ -1,7 +1,7 @@
-"""The server behind the replica `agl_hf`: a Ray actor that serves one copy of the model and loads new weights.
+"""The server of the replica `agl_hf`: a Ray actor that serves one copy of the model and loads new weights.
 
-It serves by the policy `torch`, which it gets from agl's plugin manager, so nothing here draws a token. It imports
-nothing of VERL, for a process of its own should start fast.
+It serves through the policy `torch`, obtained from agl's plugin manager, so nothing here samples tokens. It imports
+nothing of VERL, so that its process starts fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agl.contracts import Policy
 
 MODEL = "verl"
-"""Model name that the server knows."""
+"""The model name under which the server serves."""
 
 
 class HFServer:
@@ -43,14 +43,14 @@ class HFServer:
         )
 
     async def launch(self) -> str:
-        """Serve; returns `host:port`."""
+        """Start to serve; returns `host:port`."""
         served = await self._policy.start()
         return served.base_urls[0].removeprefix("http://").removesuffix("/v1")
 
     async def load(self, state: dict[str, Tensor], step: int, *, adapter: dict[str, Any] | None = None) -> None:
         """Serve the tensors of `state` from now on; returns once they are live.
 
-        They are the whole weights, or those of the LoRA adapter whose peft configuration is `adapter`.
+        `state` holds the full weights, or those of a LoRA adapter with the peft configuration `adapter`.
         """
         with tempfile.TemporaryDirectory(prefix="agl-weights-") as folder:
             weights = Weights(uri=folder)
@@ -67,4 +67,4 @@ class HFServer:
         """Do nothing: memory is never released here, and no request waits while weights change."""
 
     async def sleep(self) -> None:
-        """Do nothing, for the same reason."""
+        """Do nothing: memory is never released here."""

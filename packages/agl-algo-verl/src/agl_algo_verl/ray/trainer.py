@@ -5,27 +5,27 @@ VERL's trainer owns the loop; it runs in an actor of the cluster. One step:
     1. VERL asks for rollouts, with the addresses of its replicas, which serve the current weights (`ray/loops.py`)
     2. agl sends the policy's calls there (`policy.py`), runs the agents, and makes rows with advantages from credit
        (`rows/rows.py`, `ray/rows.py`)
-    3. VERL recomputes log-probabilities, updates, saves a checkpoint, and hands the new weights to its replicas
+    3. VERL recomputes log-probabilities, updates, saves a checkpoint, and passes the new weights to its replicas
     4. VERL asks for the next step: this one is finished, and its weights are published
 
-Groups that were asked for ahead (`rows/supply.py`) go on meanwhile. Replicas that share the trainer's GPUs cannot serve
-while it trains: calls are held then, and the agents go on with everything else. The replicas on the CPU have memory of
-their own and serve the old weights until they have the new ones.
+Groups that were requested ahead (`rows/supply.py`) continue meanwhile. Replicas that share the trainer's GPUs cannot
+serve while it trains: calls are held then, and the agents continue with everything else. The replicas on the CPU have
+their own memory and serve the old weights until they have the new ones.
 
 Deviations from VERL as it is usually run, and why:
-- Advantages come with the rows, because credit knows which call earned what; VERL sees only tokens.
+- Advantages come with the rows, because credit knows which call earned which reward; VERL sees only tokens.
 - Updates have whole rollouts: `ppo_mini_batch_size` counts tasks. VERL would cut after a number of rows.
-- A step without a gradient never reaches VERL, whose optimizer would move the weights all the same: VERL's request
-  waits for the next step's rows. Schedules of learning rates count the steps that VERL gets (`ray/schedule.py`).
-- `save_every` says when a checkpoint is saved. VERL does it at the end of a step for which it is due by then, before
-  its replicas wake; for a validation or a stop VERL is asked for one while it waits for rows (`ray/loops.py`).
-- Importance weights and rejection are over whole rollouts, and agents that share the weights and are not trained are
-  held near the start (`completion.py`, `anchor.py`). VERL's reference runs for that where agents are filtered.
-- Where a run goes back, VERL starts again from the checkpoint of then, and its schedule goes on where it is. With
-  Megatron it starts from the weights of then, with new moments, because no checkpoint there takes another rate, and its
-  schedule falls over what is left.
-- VERL's trainer runs in its mode `sync`, also where groups are collected ahead. In VERL's own asynchronous modes its
-  replicas break off calls in the middle, and only VERL's own client would resume them.
+- A step without a gradient never reaches VERL, whose optimizer would still move the weights: VERL's request waits for
+  the next step's rows. Schedules of learning rates count the steps that VERL gets (`ray/schedule.py`).
+- `save_every` decides when a checkpoint is saved. VERL saves it at the end of a step if one is due by then, before its
+  replicas wake. For a validation or a stop, VERL is asked for one while it waits for rows (`ray/loops.py`).
+- Importance weights and rejection are over whole rollouts, and agents that share the weights but are not trained are
+  held near their start (`completion.py`, `anchor.py`). If agents are filtered, VERL's reference runs for that.
+- If a run goes back, VERL starts again from the earlier checkpoint, and its schedule keeps its position. With Megatron
+  it starts from the earlier weights with new moments, because its checkpoints take no other rate, and its schedule
+  falls over the remaining steps.
+- VERL's trainer runs in its mode `sync`, even if groups are collected ahead. In VERL's own asynchronous modes its
+  replicas interrupt calls in the middle, and only VERL's own client would resume them.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ REPORTED = {
     "timing_s/save_checkpoint": "save_s",
     "timing_s/update_weights": "weight_sync_s",
 }
-"""VERL's metrics that are logged, and the names that they get; the same numbers have the same names in one process."""
+"""VERL's metrics that are logged, by their names in VERL; their logged names are those used in one process."""
 
 
 class RayVERL(VerlTraining):
     """Trains the weights of one policy with VERL's trainer on Ray.
 
     Args:
-        config: VERL's configuration, by its groups, and the parameters next to it (`algorithm.py`).
+        config: VERL's configuration, by its groups, and the parameters of agl (`algorithm.py`).
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
@@ -119,7 +119,7 @@ class RayVERL(VerlTraining):
         self._nonfinite = Skipped(self.settings.max_nonfinite)
         self._cluster: Cluster | None = None
         self._request: StepRequest | None = None
-        # `_base` steps were done before VERL's count began, and `_skipped` ones since then never reached VERL.
+        # `_base` steps were completed before VERL's count began; `_skipped` steps since then never reached VERL.
         self._base = self._skipped = 0
         self._opened: str = ""
         self._origin: str = ""
@@ -131,7 +131,7 @@ class RayVERL(VerlTraining):
     async def check(self, context: AlgorithmContext) -> None:
         """Check the machine, and let VERL check its whole configuration; starts nothing.
 
-        Raises ConfigError for what this machine lacks, and for what VERL refuses.
+        Raises ConfigError for missing hardware or packages, and for settings that VERL refuses.
         """
         import torch
 
@@ -141,16 +141,16 @@ class RayVERL(VerlTraining):
         await asyncio.to_thread(check_composed, self.read, steps=self.settings.steps(len(context.train)), tasks=tasks)
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check the policy, the tasks and the machine; say which keys others decide. Ray starts with the first step.
+        """Check policy, tasks and machine, and log the keys that are overruled; Ray starts with the first step.
 
-        Raises ConfigError for what cannot be trained here.
+        Raises ConfigError for a run that cannot be trained here.
         """
         import torch
 
         self._tuned, weights = tuned_policy(context)
         self._context = context
         told_of_agents = self._use_agents(context.agents)
-        # The GPUs of a cluster elsewhere are not seen from here, and its machines have what is installed here.
+        # The GPUs of a cluster elsewhere are not visible from here; its machines are assumed to have the same packages.
         has_gpu = not self.read.is_cpu and (torch.cuda.is_available() or bool(self.read.ray_init.get("address")))
         self.settings, told = with_packing(self.settings, has_gpu=has_gpu)
         self.read = replace(self.read, settings=self.settings)
@@ -168,9 +168,10 @@ class RayVERL(VerlTraining):
         self._begin(context, extra=[*told, *told_of_agents])
 
     async def step(self) -> StepReport:
-        """Answer VERL's request with a step's rows, wait until it has trained them, and publish the new weights.
+        """Answer VERL's request with a step's rows, wait until VERL has trained on them, and publish the new weights.
 
-        They are saved unless that may wait. A step that can move no weights is left to agl: VERL goes on waiting.
+        The weights are saved unless saving may wait. A step that can move no weights does not reach VERL, which keeps
+        waiting.
         """
         step = self._step + 1
         cluster = await self._open()
@@ -209,7 +210,7 @@ class RayVERL(VerlTraining):
         return self._report(prepared, metrics=metrics, published=published, uses=uses)
 
     async def save(self, must: bool) -> bool:
-        """Let VERL save a checkpoint unless it has, and complete it; see `defer` of the context."""
+        """Make VERL save a checkpoint unless it has done so, and complete the checkpoint; see the context's `defer`."""
         if self._is_moving or not (must or self._interval.is_due()):
             return False
         started, waiting, kept = time.perf_counter(), self._unsaved, self._context.kept()
@@ -232,7 +233,7 @@ class RayVERL(VerlTraining):
         return True
 
     def state(self) -> Mapping[str, Json]:
-        """Return the step count, VERL's newest checkpoint, and the version and weights that training started from."""
+        """Return the step counts, VERL's newest checkpoint, and the version and weights from which training started."""
         names = {"checkpoint": self._checkpoint, "opened": self._opened, "origin": self._origin, "start": self._start}
         counts = {"step": self._step, "base": self._base, "skipped": self._skipped}
         return {**counts, "supply": self._supply.state(), **names, "rate": self._rate}
@@ -253,9 +254,9 @@ class RayVERL(VerlTraining):
             )
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Start VERL again from an earlier checkpoint with `rate` times the learning rate when the next step begins.
+        """Start VERL again, at the next step, from an earlier checkpoint with `rate` times the learning rate.
 
-        Without the checkpoint, and for an empty state, it starts from the live weights.
+        If the checkpoint is missing or `state` is empty, VERL starts from the live weights.
         """
         await self._stop()
         self._supply.go_back(step=self._step)
@@ -273,7 +274,7 @@ class RayVERL(VerlTraining):
             )
 
     async def close(self) -> None:
-        """Stop the cluster and stop waiting for rollouts; the policy serves at home again."""
+        """Stop the cluster and stop waiting for rollouts; the policy then serves without VERL's replicas again."""
         if hasattr(self, "_supply"):
             await self._supply.close()
         await self._stop()
@@ -286,7 +287,7 @@ class RayVERL(VerlTraining):
 
     @property
     def _done(self) -> int:
-        """Steps that VERL has done since its count began."""
+        """Steps that VERL has completed since its count began."""
         return self._step - self._base - self._skipped
 
     @property
@@ -295,7 +296,7 @@ class RayVERL(VerlTraining):
 
     @property
     def _folder(self) -> Path:
-        """Directory that VERL writes to."""
+        """The directory into which VERL writes."""
         return self._workdir / self._start
 
     def _weights(self, folder: Path) -> Weights:
@@ -303,13 +304,13 @@ class RayVERL(VerlTraining):
         return Weights(uri=str(weights_in(folder, self.read)), format="hf")
 
     def _running(self) -> Cluster:
-        """Return the cluster, whose trainer waits for rows; raises AglError when it has stopped."""
+        """Return the cluster, whose trainer waits for rows; raises AglError if it has stopped."""
         if self._cluster is None:
             raise AglError("VERL's trainer has stopped before it saved its last steps")
         return self._cluster
 
     async def _open(self) -> Cluster:
-        """Return the running cluster; it is started anew when another algorithm has published weights since."""
+        """Return the running cluster; it is restarted if another algorithm has published weights in the meantime."""
         version = self._context.current(self._tuned)
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._cluster is not None and not is_foreign:
@@ -320,7 +321,7 @@ class RayVERL(VerlTraining):
         if is_foreign or not self._origin:
             weights = own_weights(version.resource, name=self._tuned)
             self._origin = (await asyncio.to_thread(whole_weights, weights, workdir=self._workdir)).uri
-            # New weights: VERL counts from 1 again, and there is no checkpoint of its own to continue from.
+            # New weights: VERL counts from 1 again, and has no checkpoint of them from which to continue.
             self._opened, self._base, self._skipped, self._checkpoint = version.version, self._step, 0, ""
             self._start = STARTS.format(self._step)
         self._cluster = await self._launch()
@@ -343,21 +344,21 @@ class RayVERL(VerlTraining):
         return cluster
 
     def _can_train(self, prepared: PreparedStep) -> bool:
-        """Return whether a step can move weights; a critic learns from groups without a difference, too."""
+        """Return true if a step can move weights; a critic also learns from groups without a difference."""
         from agl_algo_verl.rows.batches import has_gradient
 
         samples = prepared.samples
         return bool(samples) and (self.settings.has_critic or has_gradient(samples, self.settings))
 
     def _trains_policy(self, request: StepRequest) -> bool:
-        """Return whether VERL's step trains the policy, rather than a critic alone; see `configuration.compose`."""
+        """Return true if VERL's step trains the policy, false if only a critic; see `configuration.compose`."""
         return not self.settings.has_critic or self.settings.trainer.critic_warmup - self._base <= request.step
 
     async def _train(self, cluster: Cluster, answer: StepRows, *, request: StepRequest) -> dict[str, float]:
-        """Let VERL train a step's rows; returns numbers to log."""
+        """Let VERL train on a step's rows; returns metrics to log."""
         saves = self._context.defer is None or self._interval.is_due()
         answer, started = replace(answer, saves=saves), time.perf_counter()
-        # VERL asks for the next step only when this one is trained and served, and saved where it is due.
+        # VERL asks for the next step only when this one is trained, served and, if due, saved.
         self._is_moving = True
         self._request = await self._exchange(cluster, answer, after=request)
         self._is_moving = False
@@ -369,25 +370,25 @@ class RayVERL(VerlTraining):
         return metrics
 
     async def _publish(self, step: int) -> str:
-        """Make the weights live, which the replicas have; returns `name@version`."""
+        """Make the weights live, which the replicas already have; returns `name@version`."""
         weights = self._weights(Path(self._checkpoint))
         version = await self._context.publish(self._tuned, weights, step=step)
         return f"{self._tuned}@{version.version}"
 
     async def _exchange(self, cluster: Cluster, answer: StepRows, *, after: StepRequest) -> StepRequest | None:
-        """Give a step's rows and wait until VERL has trained them; returns its next request, None after the last."""
+        """Send a step's rows and wait until VERL has trained on them; returns its next request, None after the last."""
         if not self.read.is_cpu:
             await self._policy.hold()  # the replicas' GPUs train now
         await cluster.answer(answer)
         request = await cluster.request()
-        # After the last step VERL asks no more; its replicas serve the final weights until they stop.
+        # After the last step VERL sends no request; its replicas serve the final weights until they stop.
         await self._attach(request or StepRequest(step=after.step + 1, addresses=after.addresses))
         return request
 
     async def _while_served(self, cluster: Cluster, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` returns; raises AglError, and ends `work`, when VERL is gone before.
+        """Return the result of `work`; if VERL ends first, cancels `work` and raises AglError.
 
-        Rollouts that were under way are repeated when the run is resumed.
+        Interrupted rollouts are repeated when the run is resumed.
         """
         task = asyncio.ensure_future(work)
         gone = {asyncio.ensure_future(self._policy.lost()), asyncio.ensure_future(cluster.ended())}
@@ -422,7 +423,7 @@ class RayVERL(VerlTraining):
         )
 
     def _use_agents(self, agents: str) -> list[str]:
-        """Decide whether agents are held that are not trained, none without a filter; returns what to tell of it."""
+        """Decide if agents that are not trained are held (only with an agent filter); returns the messages about it."""
         self.read = replace(self.read, holds=bool(agents) and self.settings.anchor_coef > 0)
         if self.read.holds:
             return [
@@ -463,7 +464,7 @@ class RayVERL(VerlTraining):
         )
 
     def _trained(self, step: int) -> dict[str, float]:
-        """Return VERL's metrics of its step by the names of `REPORTED`, and the loss's own; none without a log."""
+        """Return VERL's metrics of its step by the names in `REPORTED`, and the loss's own; empty without a log."""
         lines = (self._folder / METRICS).read_text(encoding="utf-8").splitlines()
         for line in reversed(lines):
             record = json.loads(line)
@@ -474,9 +475,9 @@ class RayVERL(VerlTraining):
         return {}
 
     def _noted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return VERL's numbers of a step; counts an update that VERL skipped, and says so.
+        """Return VERL's metrics of a step; counts and reports an update that VERL skipped.
 
-        VERL reports the mean over its updates, which is not a number where one of theirs is not.
+        VERL reports the mean over its updates, which is not a number if one of them is not.
         """
         if not self._nonfinite.note(metrics.get("grad_norm", 0.0), update=self._step + 1):
             return metrics

@@ -1,9 +1,9 @@
 """VERL's own check of its whole configuration, before anything starts.
 
 VERL's programs call `validate_config` when they start; its trainer does not, and neither do the processes of a cluster
-before they open a model. What VERL would find there, or in the first step, is found here: the configuration of actor,
-critic and rollout, and the thresholds of the rollout correction. An assertion of VERL becomes a ConfigError that names
-the keys which it is about, with their values.
+before they open a model. Errors that VERL would find there, or in the first step, are found here: in the configuration
+of actor, critic and rollout, and in the thresholds of the rollout correction. An assertion of VERL becomes a
+ConfigError that names the keys concerned, with their values.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings.ray import RaySettings
 
 NAMED = {"n_gpus": ("trainer.nnodes", "trainer.n_gpus_per_node")}
-"""Names in VERL's messages that are no keys, and the keys that they are made of."""
+"""Names in VERL's messages that are not keys, and the keys from which they are computed."""
 
 MOST_NAMED = 4
-"""Keys that a message names at most."""
+"""The most keys that a message names."""
 
 
 def use_platform(environment: Mapping[str, str]) -> None:
-    """Set what VERL reads from the environment when it is imported in this process, unless it is set."""
+    """Set the variables that VERL reads when it is imported in this process, unless they are set."""
     for name in ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_LOGGING_LEVEL"):
         if name in environment:
             os.environ.setdefault(name, environment[name])
@@ -44,7 +44,7 @@ def use_platform(environment: Mapping[str, str]) -> None:
 def check_composed(read: RaySettings, *, steps: int, tasks: int) -> None:
     """Compose VERL's configuration as a run would, and let VERL check it; starts nothing.
 
-    Raises ConfigError for what VERL refuses.
+    Raises ConfigError for settings that VERL refuses.
     """
     place = Path("run")
     use_platform(environment(read, folder=place, threads=1))
@@ -55,14 +55,14 @@ def check_composed(read: RaySettings, *, steps: int, tasks: int) -> None:
 
 
 def checked(config: Any, read: RaySettings) -> Any:
-    """Return VERL's configuration once VERL accepts it; raises ConfigError where it does not."""
+    """Return VERL's configuration if VERL accepts it; raises ConfigError if not."""
     errors: tuple[type[Exception], ...] = (
         *(AssertionError, AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError),
         verl_part("omegaconf.errors:OmegaConfBaseException"),
         verl_part("hydra.errors:HydraException"),  # around what VERL's dataclasses refuse
     )
     try:
-        # VERL prints that all is well, and warns of every engine that is not installed.
+        # VERL prints that the check has passed, and warns of every engine that is not installed.
         with redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _check(config, read)
@@ -104,7 +104,7 @@ def _message(said: str, config: Any, read: RaySettings) -> str:
 
 
 def _keys_in(said: str, *, given: Mapping[str, Any], known: Iterable[str]) -> list[str]:
-    """Return the keys whose names stand in a message, those that the person wrote before others."""
+    """Return the keys that a message mentions, those that the user set first."""
     found: list[str] = []
     names = sorted(known, key=lambda name: (name not in given, not name.startswith("actor_rollout_ref.actor"), name))
     for word in dict.fromkeys(re.findall(r"[A-Za-z_][\w.]*\w", said)):

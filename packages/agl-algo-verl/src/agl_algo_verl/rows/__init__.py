@@ -1,1 +1,1 @@
-"""From recorded runs to the rows and batches that VERL trains."""
+"""From recorded runs to the rows and batches on which VERL trains."""

@@ -1,8 +1,8 @@
 """From samples to the batches that VERL's engine reads: updates that keep rollouts whole, micro-batches, jagged rows.
 
-VERL's losses are sums over tokens with a weight per token, divided by one number for the whole update. Nothing here
-may change that sum by how rows are cut: micro-batches add up, padding rows have no trained token, and the mean over
-sequences is one over rollouts.
+VERL's losses are sums over tokens with a weight per token, divided by one number for the whole update. The division
+into rows must not change that sum: micro-batches add up, padding rows have no trained token, and the mean over
+sequences is a mean over rollouts.
 
 T is the length of a row, R of its response.
 """
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 def updates(
     samples: Sequence[RowSample], rollouts: Sequence[tuple[str, int]], *, tasks: int
 ) -> list[tuple[list[RowSample], int]]:
-    """Cut a step into updates of `tasks` tasks: the rows of each and the number of its rollouts.
+    """Cut a step into updates of `tasks` tasks; returns the rows of each update and the number of its rollouts.
 
-    Rollouts whose rows were all left out count; an update without rows is left out.
+    Rollouts whose rows were all left out are counted; an update without rows is left out.
     """
     parts: dict[int, tuple[list[RowSample], int]] = {}
     # The count divides a mean over sequences. It includes rollouts without rows: leaving out a row that is too long
-    # must not make the others weigh more.
+    # must not give the others more weight.
     for _, group in rollouts:
         rows, count = parts.get(group // tasks, ([], 0))
         parts[group // tasks] = (rows, count + 1)
-    # Groups are numbered in a step's order, so the first `tasks` of them are update 0. Cutting by task keeps all rows
-    # of a rollout, and all rollouts of a group, in one update.
+    # Groups are numbered in a step's order, so the first `tasks` groups are update 0. Cutting by task keeps all rows of
+    # a rollout, and all rollouts of a group, in one update.
     for sample in samples:
         parts[sample.group // tasks][0].append(sample)
     return [part for _, part in sorted(parts.items()) if part[0]]
@@ -59,13 +59,13 @@ def has_gradient(samples: Sequence[RowSample], settings: VerlSettings) -> bool:
 
 
 def per_rollout(samples: Sequence[RowSample]) -> list[RowSample]:
-    """Scale advantages so that a mean over the tokens of each row becomes one over the tokens of its rollout.
+    """Scale advantages so that a mean over the tokens of each row becomes a mean over the tokens of its rollout.
 
     VERL's `vanilla` and `gspo` are proportional to a positive factor of the advantages, so this is exact.
     """
-    # VERL takes sum over rows of (1 / n_row) * sum of its token losses; wanted is 1 / n_rollout for each of them.
-    # A * n_row / n_rollout turns the one into the other: clipping looks at the ratio and the sign of A alone.
-    # VERL counts the tokens that are not rejected.
+    # VERL sums (1 / n_row) * sum of token losses over rows; here each rollout needs 1 / n_rollout for all its rows. A *
+    # n_row / n_rollout converts the first to the second: clipping depends only on the ratio and the sign of A. As in
+    # VERL, n counts the tokens that are not rejected.
     tokens: Counter[str] = Counter()
     for sample in samples:
         tokens[sample.rollout] += sample.kept_tokens
@@ -77,9 +77,9 @@ class Weighting:
     """The weights of an update's tokens, for a loss of agl-objectives (`losses/loss_worker.py`).
 
     Attributes:
-        weight: w_t of the tokens of each rollout, by its id.
-        total: W, which the weighted sum is divided by.
-        number: The number of each rollout.
+        weight: w_t of the tokens of each rollout, by rollout id.
+        total: W, the divisor of the weighted sum.
+        number: The number of each rollout, by rollout id.
     """
 
     weight: Mapping[str, float]
@@ -87,8 +87,8 @@ class Weighting:
     number: Mapping[str, int]
 
     def fields(self, samples: Sequence[RowSample]) -> dict[str, Tensor]:
-        """Return the fields that the loss reads of each row, [B]."""
-        # Rows that are held and not trained may belong to a rollout without any other; they have no token to weigh.
+        """Return the fields of each row that the loss reads, [B]."""
+        # A held row may belong to a rollout without any trained row; it has no token to weight.
         return {
             "agl_weight": torch.tensor([self.weight.get(s.rollout, 0.0) for s in samples], dtype=torch.float32),
             "agl_total": torch.full((len(samples),), self.total),
@@ -98,7 +98,7 @@ class Weighting:
 
 
 def weighting(samples: Sequence[RowSample], *, rollouts: int, choice: LossChoice) -> Weighting:
-    """Return the weights of the rows of an update of so many rollouts, those without a row included."""
+    """Return the weights for the rows of an update with `rollouts` rollouts, including those without a row."""
     tokens: Counter[str] = Counter()
     for sample in samples:
         tokens[sample.rollout] += sample.kept_tokens
@@ -114,7 +114,7 @@ def weighting(samples: Sequence[RowSample], *, rollouts: int, choice: LossChoice
 
 
 def fill_up(samples: Sequence[RowSample], *, multiple: int) -> list[RowSample]:
-    """Append copies without a trained token until the number of rows is a multiple; they change no sum."""
+    """Append copies without a trained token until the number of rows is a multiple of `multiple`; no sum changes."""
     missing = -len(samples) % multiple
     copy = replace(samples[-1], mask=torch.zeros_like(samples[-1].mask), held=None)
     return [*samples, *(copy for _ in range(missing))]
@@ -123,9 +123,9 @@ def fill_up(samples: Sequence[RowSample], *, multiple: int) -> list[RowSample]:
 def micro_batched(
     samples: Sequence[RowSample], *, rows: int | None, tokens: int, device: torch.device, **options: Any
 ) -> TensorDict:
-    """Return a batch on a device that VERL cuts into micro-batches of `rows` rows, or of at most `tokens` tokens.
+    """Return a batch on a device, which VERL cuts into micro-batches of `rows` rows or at most `tokens` tokens.
 
-    A single row longer than `tokens` raises the budget to its length and comes alone.
+    A single row longer than `tokens` raises the budget to its length and forms a micro-batch alone.
     """
     sizes: dict[str, Any] = {
         "use_dynamic_bsz": rows is None,
@@ -138,21 +138,21 @@ def micro_batched(
 
 
 def batch(samples: Sequence[RowSample], *, weighting: Weighting | None = None, **options: Any) -> TensorDict:
-    """Return rows as VERL's engine reads them, ragged; `options` are VERL's settings for this batch."""
+    """Return rows in the ragged form that VERL's engine reads; `options` are VERL's settings for this batch."""
     # Every entry is jagged, one vector per row: [T] in the first two, then [T - R], and [R] from `responses` on.
     tensors: dict[str, Tensor] = {
         "input_ids": ragged([s.ids for s in samples]),
         "position_ids": ragged([torch.arange(len(s.ids)) for s in samples]),
         "prompts": ragged([s.ids[: s.prompt] for s in samples]),
         "responses": ragged([s.ids[s.prompt :] for s in samples]),
-        # What is rejected is in VERL's second mask, by which it counts the tokens of an update, and not in the first.
+        # Rejected tokens are in VERL's second mask, which counts the tokens of an update, but not in the first.
         "response_mask": ragged([s.kept.long() for s in samples]),
         "loss_mask": ragged([s.mask.long() for s in samples]),
         "advantages": ragged([s.advantages for s in samples]),
-        # pi_old of PPO's ratio pi / pi_old: the engine's own, so that the ratio starts at 1. Before it was computed
-        # the recorded ones stand in, which a forward pass needs but does not read.
+        # pi_old of PPO's ratio pi / pi_old: the engine's own value, so that the ratio starts at 1. Before it is
+        # computed, the recorded one stands in; a forward pass needs the field but does not read it.
         "old_log_probs": ragged([s.behaviour if s.old is None else s.old for s in samples]),
-        # [B]: the engine divides logits by it, as the server did when it drew the tokens
+        # [B]: the engine divides logits by it, as the server did when it sampled the tokens
         "temperature": torch.tensor([s.temperature for s in samples], dtype=torch.float32),
         "rollout_log_probs": ragged([s.behaviour for s in samples]),
     }
@@ -174,7 +174,7 @@ def batch(samples: Sequence[RowSample], *, weighting: Weighting | None = None, *
 
 
 def _held_fields(samples: Sequence[RowSample]) -> dict[str, Tensor]:
-    """Return what the anchor reads of each row: 1 / held tokens of the update at each of them, and log pi_ref."""
+    """Return the fields for the anchor: 1 / (held tokens of the update) at held tokens, and log pi_ref."""
     held = [torch.zeros_like(s.mask) if s.held is None else s.held for s in samples]
     share = 1.0 / max(1, sum(int(held_R.sum()) for held_R in held))
     start = [s.behaviour if s.held is None or s.reference is None else s.reference for s in samples]
@@ -188,8 +188,8 @@ def per_row(data: TensorDict, name: str) -> Tensor:
 
 
 def responses(found: Any, samples: Sequence[RowSample]) -> list[Tensor]:
-    """Return what a model said before each token of the responses, [R] per sample on the CPU, of jagged [T] rows."""
-    # `offsets` is where each row starts in the flat values; rows that only filled up a micro-batch come last and are
-    # dropped. The model's output at place i is about token i + 1, so the window lies one place before the response.
+    """Return a model's outputs before each response token, [R] per sample on the CPU, from jagged [T] rows."""
+    # `offsets` is the start of each row in the flat values; padding rows of a micro-batch come last and are dropped.
+    # The model's output at position i is about token i + 1, so the window begins one position before the response.
     values, offsets = found.values().float().cpu(), integers(found.offsets())
     return [values[start + s.prompt - 1 : start + len(s.ids) - 1] for s, start in zip(samples, offsets, strict=False)]

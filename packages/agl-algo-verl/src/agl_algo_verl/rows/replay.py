@@ -1,11 +1,11 @@
-"""The rollouts of earlier steps that `verl` trains once more, for both engines.
+"""The rollouts of earlier steps on which `verl` trains again, for both engines.
 
-`agl_objectives.replay` says which rollouts those are and within what bounds. Their tokens are weighted by
-`rollout_correction`, with `rollout_is_threshold` as the largest weight: that is VERL's own correction for tokens which
-other weights drew, so that VERL's trainer on Ray makes it for them as for all others.
+`agl_objectives.replay` chooses the rollouts and sets their bounds. Their tokens are weighted by `rollout_correction`,
+with `rollout_is_threshold` as the largest weight. This is VERL's own correction for tokens that other weights sampled,
+so VERL's trainer on Ray applies it to them as to all others.
 
-Replayed rollouts are dealt out over the places of a step's tasks, so that every update has its share of them. With a
-critic only the policy trains on them, in one process: their targets are values of an older critic.
+Replayed rollouts are distributed over the tasks of a step, so that every update has its share of them. With a critic
+only the policy trains on them, in one process, because their targets are values of an older critic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings.settings import VerlSettings
 
 TENSORS = ("ids", "mask", "advantages", "behaviour")
-"""The tensors of a row that are kept; what a later step computes anew is not."""
+"""The tensors of a row that are stored; values that a later step computes anew are not."""
 
 
 class VerlReplay:
@@ -38,7 +38,7 @@ class VerlReplay:
 
     Args:
         settings: VERL's configuration, with `replay` and `saving`.
-        workdir: Where the files go.
+        workdir: The algorithm's directory, in which the files are written.
     """
 
     def __init__(self, settings: VerlSettings, *, workdir: Path) -> None:
@@ -51,38 +51,38 @@ class VerlReplay:
 
     @property
     def is_on(self) -> bool:
-        """True if rollouts are trained once more."""
+        """True if rollouts of earlier steps are replayed."""
         return self._pool.share > 0
 
     def take(self, prepared: PreparedStep, *, version: str) -> Replayed[RowSample]:
-        """Return the rollouts to replay with a step's own while `version` is live."""
+        """Return the rollouts to replay with a step's own, while `version` is live."""
         return self._pool.take(version, own=len({sample.rollout for sample in prepared.samples}))
 
     def add(self, samples: Sequence[RowSample], *, version: str, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
-        """Keep a step's own rows, with the advantages that they were trained with."""
+        """Store a step's own rows, with the advantages that they were trained with."""
         later = dict.fromkeys(("old", "entropy", "reference", "values", "returns", "importance", "rejected"))
         rows = [replace(row, **cast("Any", later)) for row in samples]
         self._pool.add(version, rows, uses=uses)
 
     def uses(self, replayed: Replayed[RowSample]) -> dict[str, tuple[CallUse, ...]]:
-        """Return what became of the calls of replayed rollouts, by rollout id."""
+        """Return the uses of the calls of replayed rollouts, by rollout id."""
         return replayed.uses(bound=self._bound)
 
     def metrics(self, replayed: Replayed[RowSample]) -> dict[str, float]:
-        """Return numbers to log of what was replayed; none where replay is off."""
+        """Return metrics of the replayed rollouts; empty if replay is off."""
         return replayed.metrics() if self.is_on else {}
 
     def weights(self, rows: Sequence[RowSample]) -> dict[str, float]:
-        """Return numbers to log of the weights of replayed rows."""
+        """Return metrics of the weights of replayed rows."""
         return replay_weights(rows, bound=self._bound)
 
     def clear(self, *, step: int) -> None:
-        """Forget everything as of a step: training goes on from other weights, to which these rollouts do not lead."""
+        """Forget all rollouts after a step: training continues from other weights, for which they are not valid."""
         self._pool.clear()
         self.save(step=step)
 
     def save(self, *, step: int, kept: Collection[int] = ()) -> None:
-        """Write the rows next to the checkpoint of a step, and remove old ones as a checkpoint does."""
+        """Write the rows for the checkpoint of a step, and remove old files as for checkpoints."""
         if not self.is_on:
             return
 
@@ -98,7 +98,7 @@ class VerlReplay:
         prune(self._workdir, step=step, keep=max(2, self._keep), kept=kept)
 
     def load(self, *, step: int) -> None:
-        """Continue with the rows that were saved at a step; with none where replay was off then."""
+        """Load the rows that were saved at a step; there are none if replay was off then."""
         source = step_directory(self._workdir, step)
         if not self.is_on or not source.is_dir():
             return
@@ -121,7 +121,7 @@ class VerlReplay:
 
 
 def replay_weights(rows: Sequence[RowSample], *, bound: float) -> dict[str, float]:
-    """Return the mean weight of the trained tokens of replayed rows, and the share of them at the bound."""
+    """Return the mean weight of replayed rows' trained tokens, and the share of these tokens at the bound."""
     found = [row.importance[row.trained] for row in rows if row.importance is not None]
     weight_M = torch.cat(found) if found else torch.empty(0)
     if not len(weight_M):
@@ -133,7 +133,7 @@ def replay_weights(rows: Sequence[RowSample], *, bound: float) -> dict[str, floa
 
 
 def beside(prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:
-    """Return a step with its own rows, and the replayed ones at the places of its tasks."""
+    """Return a step with its own rows and the replayed ones, which are distributed over the step's tasks."""
     tasks = 1 + max((place for _, place in prepared.rollouts), default=0)
     places = {each.rows[0].rollout: index % tasks for index, each in enumerate(replayed.rollouts)}
     rows = [replace(row, group=places[row.rollout]) for row in replayed.rows]

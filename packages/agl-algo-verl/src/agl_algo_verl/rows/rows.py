@@ -1,9 +1,9 @@
-"""From rows of the call forest to samples, with masks and advantages; `rows/batches.py` makes VERL's batches of them.
+"""Turns rows of the call forest into samples with masks and advantages; `rows/batches.py` makes VERL's batches of them.
 
-VERL's row is a prompt and a response. Here the prompt is all before the first trained token, and the response is what
-follows, tool results and other agents' words included, with `response_mask` 0 on them. Tokens behind the last trained
-one are left off: the model reads from left to right, so no trained token sees them.
-Rows that are too long or mix temperatures are counted and not trained; their rollout stays in every denominator.
+VERL's row is a prompt and a response. Here the prompt is everything before the first trained token, and the response is
+the rest, including tool results and other agents' tokens, where `response_mask` is 0. Tokens after the last trained one
+are left out: the model reads from left to right, so no trained token depends on them. Rows that are too long or mix
+temperatures are counted and not trained on; their rollout stays in every denominator.
 
 T is the length of a row, P of its prompt, R of its response; T = P + R.
 """
@@ -36,30 +36,30 @@ if TYPE_CHECKING:
 
 
 class RowTooLongError(RunError):
-    """A row is longer than the configured lengths, and the configuration says to stop then."""
+    """Raised for a row that is longer than the configured lengths, if the configuration says to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSample:
-    """One row ready to train; tensors are on the CPU.
+    """One row ready to train on; tensors are on the CPU.
 
     Attributes:
-        rollout: Id of its rollout, whose rows share an update.
-        group: Place of the rollout's task in the step.
+        rollout: Id of the row's rollout; the rows of a rollout share an update.
+        group: Index of the rollout's task in the step.
         ids: Prompt and response; int64, [T].
         mask: True on the tokens that the policy wrote; bool, [R].
-        advantages: By credit and the estimator; float32, [R].
-        behaviour: Log-probabilities that the server recorded as it drew the tokens; float32, [R].
-        temperature: At which all of the row's calls were drawn.
-        calls: Span id, first token and end of each trained call, counted in the response.
+        advantages: Advantages from credit and the estimator; float32, [R].
+        behaviour: Log-probabilities that the server recorded as it sampled the tokens; float32, [R].
+        temperature: The temperature at which all of the row's calls were sampled.
+        calls: Span id, first token and end of each trained call, as positions in the response.
         old: The engine's log-probabilities before the step's first update; [R], None before they are computed.
         entropy: The policy's entropy before each token at the row's temperature, in nats, likewise.
         reference: The reference's log-probabilities, likewise.
         values: The critic's value before each token, likewise.
-        returns: What those values learn, likewise.
-        importance: Weights of importance sampling (`losses/correction.py`); float32, [R], None where they are off.
-        rejected: True on trained tokens that have no part in the loss, likewise; bool, [R].
-        held: True on the tokens of an agent that is held and not trained (`anchor.py`); bool, [R], None without any.
+        returns: The critic's targets, likewise.
+        importance: Weights of importance sampling (`losses/correction.py`); float32, [R], None if they are off.
+        rejected: True on trained tokens without a part in the loss; bool, [R], None if rejection is off.
+        held: True on the tokens of an agent that is held and not trained (`anchor.py`); bool, [R], None for other rows.
     """
 
     rollout: str
@@ -81,7 +81,7 @@ class RowSample:
 
     @property
     def prompt(self) -> int:
-        """Tokens before the first trained one; at least 1."""
+        """The number of tokens before the first trained one; at least 1."""
         return len(self.ids) - len(self.mask)
 
     @property
@@ -91,12 +91,12 @@ class RowSample:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens with mask 1."""
+        """The number of tokens with mask 1."""
         return int(self.mask.sum())
 
     @property
     def is_silent(self) -> bool:
-        """True if no trained token has an advantage that counts."""
+        """True if no kept token has a non-zero weighted advantage."""
         weighed_R = self.advantages if self.importance is None else self.advantages * self.importance
         return not bool((self.kept & (weighed_R != 0)).any())
 
@@ -107,21 +107,21 @@ class RowSample:
 
     @property
     def kept_tokens(self) -> int:
-        """Trained tokens that are not rejected."""
+        """The number of trained tokens that are not rejected."""
         return int(self.kept.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
-    """The rows of a step in the order of its episodes, and what to log.
+    """The rows of a step in the order of its episodes, and metrics to log.
 
     Attributes:
-        samples: The rows that can be trained.
-        rollouts: Id and place of the task of every rollout, those without a row included.
-        metrics: Numbers to log, by name.
-        credits: What credit gave the calls, for each of `rollouts`.
-        uses: What became of every call, by rollout id.
-        tokens: Tokens that each call wrote, by span id.
+        samples: The rows that can be trained on.
+        rollouts: Id and task index of every rollout, including those without a row.
+        metrics: The metrics, by name.
+        credits: The credit of each rollout's calls, in the order of `rollouts`.
+        uses: The use of every call, by rollout id.
+        tokens: The number of tokens that each call wrote, by span id.
     """
 
     samples: list[RowSample]
@@ -133,7 +133,7 @@ class PreparedStep:
 
     @property
     def finished(self) -> dict[str, int]:
-        """The number of calls with credit, and of those whose credit was an advantage already."""
+        """The number of calls with credit, and the number of those whose credit already was an advantage."""
         calls = [call for given in self.credits for call in given]
         return {"calls": len(calls), "final": sum(call.is_advantage for call in calls)}
 
@@ -148,10 +148,11 @@ def prepare(
 ) -> PreparedStep:
     """Return the samples of groups of episodes that share a task.
 
-    With `sampling.mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained.
-    `dropped` rollouts were not handed over. `baselines` are what greedy rollouts got, one for each group.
+    With `sampling.mask_truncated`, calls that were cut at a token limit count in the statistics but are not trained on.
+    `dropped` is the number of rollouts that are not among the episodes. `baselines` holds the greedy rollout's result
+    for each group.
 
-    Raises RowTooLongError for a prompt that is too long where that is to stop the run, and MissingTokenIdsError where
+    Raises RowTooLongError for a prompt that is too long, if the configuration says to stop, and MissingTokenIdsError if
     no call of the step has token ids.
     """
     places = [index for index, group in enumerate(groups) for _ in group]  # the task of each episode
@@ -162,8 +163,8 @@ def prepare(
     credits = [overlong.applied(episode, calls) for episode, calls in zip(episodes, credits, strict=True)]
     tokens = trained_tokens(episodes)
     if settings.has_critic:
-        # The critic's values turn returns into advantages later (`shaping.py`); until then returns stand in, which
-        # decides nothing but the calls that are trained.
+        # The critic's values turn returns into advantages later (`shaping.py`). Until then returns stand in; they only
+        # decide which calls are trained on.
         by_span = [{call.span_id: call.value for call in calls} for calls in credits]
     else:
         estimator = chosen_estimator(settings).call
@@ -186,14 +187,14 @@ def prepare(
                 _check_length(row, found, settings)
     if not samples:
         _check_ids(episodes)
-    # Every episode counts as a rollout, whether or not a row of it is left: means over rollouts divide by this list.
+    # Every episode counts as a rollout, even if none of its rows is left: means over rollouts divide by this list.
     rollouts = [(e.rollout.rollout_id, place) for e, place in zip(episodes, places, strict=True)]
     metrics = _metrics(groups, samples) | {f"rows_{reason}": float(count) for reason, count in left_out.items()}
     loud = _loud(samples, has_critic=settings.has_critic)
     metrics |= rollout_shares(episodes, dropped=dropped, loud=loud)
     metrics |= {} if settings.has_critic else {"groups_silent": _silent(groups, loud)}
     kept = tuple(tuple(calls) for calls in credits)
-    # A critic's values and a penalty come later and change advantages per token: there is no number per call then.
+    # A critic's values or a penalty change advantages per token later, so a call then has no single advantage.
     is_final = not settings.has_critic and not settings.algorithm.use_kl_in_reward
     trained: defaultdict[str, set[str]] = defaultdict(set)
     for sample in samples:
@@ -210,10 +211,10 @@ def prepare(
 
 
 def soft_overlong(settings: VerlSettings) -> SoftOverlong:
-    """Return the punishment of long answers that VERL's keys describe.
+    """Return the penalty for long answers that VERL's keys describe.
 
-    It is that of VERL's reward manager `dapo` up to the limit of an answer, where VERL's answers end. Beyond it the
-    punishment stays what it is; VERL's would grow on.
+    It equals that of VERL's reward manager `dapo` up to the limit of an answer, where VERL's answers end. Beyond the
+    limit it stays constant; VERL's would grow.
     """
     long = settings.reward.reward_kwargs
     buffer = long.overlong_buffer_cfg
@@ -223,7 +224,7 @@ def soft_overlong(settings: VerlSettings) -> SoftOverlong:
 
 
 def _check_length(row: Row, reason: str, settings: VerlSettings) -> None:
-    """Raise RowTooLongError for a prompt that is too long, where the configuration says so."""
+    """Raise RowTooLongError for a prompt that is too long, if the configuration says to stop."""
     if reason == "prompt_too_long" and not settings.data.filter_overlong_prompts:
         raise RowTooLongError(
             f"The rollout {row.rollout_id!r} has a prompt of more than data.max_prompt_length = "
@@ -233,7 +234,7 @@ def _check_length(row: Row, reason: str, settings: VerlSettings) -> None:
 
 
 def _check_ids(episodes: Sequence[Episode]) -> None:
-    """Raise MissingTokenIdsError where no call has token ids: such a step would train nothing and look like one."""
+    """Raise MissingTokenIdsError if no call has token ids, because such a step would silently train nothing."""
     calls = [call for episode in episodes for call in episode.transitions]
     missing = [call for call in calls if call.reject == "missing_token_ids"]
     if missing and len(missing) == len(calls):
@@ -251,10 +252,10 @@ def read_row(
     temperatures: Mapping[str, float | None],
     settings: VerlSettings,
 ) -> RowSample | str:
-    """Return a row's sample, or why it cannot be trained; `""` where it holds no call that credit counted."""
+    """Return a row's sample, or the reason why it cannot be trained on; `""` if no call in it has credit."""
     ids_T = from_bytes(row.ids, "<i4").long()  # [T]; packed as int32, indexed by torch as int64
-    # The policy's own tokens are trained: its segments of the row, as far as credit says something about their calls.
-    # Prompts, tool results and the words of agents that are not trained keep mask 0.
+    # The policy's own tokens are trained: its segments of the row whose calls have credit. Prompts, tool results and
+    # tokens of agents that are not trained keep mask 0.
     mask_T = torch.zeros(len(ids_T), dtype=torch.bool)  # [T]
     found: set[float] = set()
     counted = [part for part in row.segments if part.span_id in advantages]
@@ -273,7 +274,7 @@ def read_row(
         return "response_too_long"
     if len(found) > 1:
         return "mixed_temperatures"  # VERL's engine has one temperature per row, to divide all its logits by
-    # Counted from the start of the response; a call that begins before it (at token 0) is cut there.
+    # Positions from the start of the response; a call that begins before it (at token 0) is cut there.
     calls = tuple((part.span_id, max(0, part.start - first), part.stop - first) for part in counted)
     return RowSample(
         rollout=row.rollout_id,
@@ -288,17 +289,17 @@ def read_row(
 
 
 def spread(values: Mapping[str, float], *, calls: Sequence[tuple[str, int, int]], length: int) -> Tensor:
-    """Return values by span id at every token of their calls, 0 elsewhere; [R], float32."""
-    # One value for all tokens of a call: credit knows calls and not tokens.
+    """Return values, keyed by span id, at every token of their calls and 0 elsewhere; [R], float32."""
+    # One value for all tokens of a call: credit is per call, not per token.
     found_R = torch.zeros(length)
     for span_id, start, stop in calls:
-        # A number beyond float32 becomes infinite, and an update with it is left out.
+        # A number beyond float32 becomes infinite, and an update with it is skipped.
         found_R[start:stop] = torch.tensor(values[span_id], dtype=torch.float64).float()
     return found_R
 
 
 def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) -> dict[str, float]:
-    # Rollouts without a reward are left out of its mean; they have no value that could stand for them.
+    # Rollouts without a reward are left out of the mean reward; no value could stand for them.
     rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
     calls = [call for group in groups for episode in group for call in episode.transitions]
     return {
@@ -312,10 +313,10 @@ def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) 
 
 
 def _loud(samples: Sequence[RowSample], *, has_critic: bool) -> set[str]:
-    """Return the ids of the rollouts that have a gradient; with a critic, whose values come later, all with a row."""
+    """Return the ids of rollouts with a gradient; with a critic, whose values come later, of all with a row."""
     return {s.rollout for s in samples if has_critic or bool((s.advantages[s.mask] != 0).any())}
 
 
 def _silent(groups: Sequence[Sequence[Episode]], loud: set[str]) -> float:
-    """Count the groups that have no gradient: every advantage of theirs is 0, as where all rollouts were equal."""
+    """Count the groups without a gradient: all their advantages are 0, for example because all rollouts were equal."""
     return float(sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group)))

@@ -1,24 +1,24 @@
-"""Supplies the groups of a step: collected for the step, or carried over from requests that went on during updates.
+"""Supplies the groups of a step: collected for the step, or carried over from requests that ran during updates.
 
-A group is the rollouts of one task. In synchronous training a step asks for its groups and waits for all of them;
-`agl_objectives.groups` draws their tasks and replaces silent groups. In asynchronous training every group is a request
-of its own: a number of batches is asked for ahead, a step takes as many groups as a batch has, and the others go on
-while the models learn. The age of a group counts versions of the policy, as in VERL. One that is trained in the step
-that asked for it spans 1, and none spans more than `max_off_policy_threshold`:
+A group is the rollouts of one task. In synchronous training a step requests its groups and waits for all of them;
+`agl_objectives.groups` draws their tasks and replaces silent groups. In asynchronous training every group is a separate
+request: a number of batches is requested ahead, a step takes as many groups as a batch has, and the others continue
+while the models learn. The age of a group counts versions of the policy, as in VERL. A group that is trained in the
+step that requested it spans 1 version, and no group spans more than `max_off_policy_threshold`:
 
-    wait   a step takes the groups in the order in which they were asked for, and waits for its slowest
-    drop   a step takes the first that finish; one that finishes too late is dropped, counted and replaced
+    wait   a step takes the groups in the order of their requests, and waits for the slowest
+    drop   a step takes the first groups that finish; a group that finishes too late is dropped, counted and replaced
 
-Where a run goes back to earlier weights, groups that were asked for before are dropped as well: weights that the run
-has left wrote them.
+If a run goes back to earlier weights, groups that were requested before are dropped too, because the abandoned weights
+wrote them.
 
 `drop` never waits for a slow rollout, and so trains quick ones more often than slow ones; `wait` has no such bias.
 
-Over a restart nothing is trained twice and nothing is lost: the state names the groups that were asked for and not
-trained, with the versions that they were pinned to, and asking again for one finds what was already paid for.
+Over a restart nothing is trained twice and nothing is lost: the state lists the groups that were requested and not
+trained, with the versions that they were pinned to, and a repeated request finds the rollouts that already exist.
 
-Deviation from VERL: `wait` there lets a finished group grow older than the threshold where younger ones were taken
-first; the order here excludes it.
+Deviation from VERL: its `wait` lets a finished group grow older than the threshold if younger groups were taken first;
+the order here prevents that.
 """
 
 from __future__ import annotations
@@ -45,10 +45,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroups:
-    """The groups of a step, what to log, and the number of rollouts that were left out of the groups.
+    """The groups of a step, with metrics to log.
 
-    `uses` are the calls of groups that were replaced and of greedy rollouts, by rollout id; `baselines` is what the
-    greedy rollout of each group got, for estimators that compare with one.
+    Attributes:
+        groups: The rollouts of each task.
+        metrics: The metrics, by name.
+        dropped: The number of rollouts that were left out of the groups.
+        uses: The uses of calls in replaced groups and greedy rollouts, by rollout id.
+        baselines: The result of each group's greedy rollout, for estimators that compare with it.
     """
 
     groups: list[list[Episode]]
@@ -60,12 +64,12 @@ class StepGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """One group that was asked for.
+    """The request for one group.
 
     Attributes:
-        number: Counted from 0 over the run; it decides the task.
-        step: The step that asked for it.
-        live: The versions of resources that its rollouts are pinned to, by name.
+        number: The request's number, counted from 0 over the run; it decides the task.
+        step: The step that made the request.
+        live: The versions of resources that the group's rollouts are pinned to, by name.
     """
 
     number: int
@@ -79,7 +83,7 @@ class GroupRequest:
 
 @dataclass(slots=True, kw_only=True)
 class PendingGroup:
-    """A request with its answer under way."""
+    """A request, with the task that collects its answer."""
 
     request: GroupRequest
     answer: asyncio.Task[Collected] = field(repr=False)
@@ -91,7 +95,7 @@ class VerlSupply:
     Args:
         context: The algorithm's context, whose `collect` runs the agents.
         settings: VERL's configuration.
-        steps: Steps of the whole run; no group is asked for that none of them would train.
+        steps: Number of steps of the whole run; no group is requested that none of them would train.
     """
 
     def __init__(self, context: AlgorithmContext, settings: VerlSettings, *, steps: int) -> None:
@@ -116,7 +120,7 @@ class VerlSupply:
         self._saved: list[GroupRequest] = []  # of a resumed run; asked for again with its first step
 
     async def take(self, step: int) -> StepGroups:
-        """Return the groups of a step; raises RunError when none of a whole batch of groups can be used."""
+        """Return the groups of a step; raises RunError if no group of a whole batch is usable."""
         if not self._v1.is_async:
             found = await self._sampler.collect(step)
             counts = {f"dropped_{reason}": float(count) for reason, count in found.dropped.items()}
@@ -136,7 +140,7 @@ class VerlSupply:
         while len(taken) < self._size:
             done = await self._next()
             self._pending.remove(done)
-            # A group asked for in step s and trained in step t spans the versions s to t: t - s + 1 of them.
+            # A group requested in step s and trained in step t spans the versions s to t: t - s + 1 of them.
             is_old = step - done.request.step >= self._v1.sampler.max_off_policy_threshold
             if is_old or done.request.step <= self._left:
                 stale += 1
@@ -148,7 +152,7 @@ class VerlSupply:
             else:
                 taken.append((done.request, found))
         ages = [step - request.step for request, _ in taken]  # 0: asked for in this step
-        # In the order in which they were asked for, so that which rollout finished first changes no update.
+        # In the order of their requests, so that the updates do not depend on which rollout finished first.
         supplied = _supplied([found for _, found in sorted(taken, key=lambda pair: pair[0].number)])
         metrics = {
             "groups_carried": float(len(self._pending)),
@@ -161,12 +165,12 @@ class VerlSupply:
         return StepGroups(groups=supplied.groups, metrics=supplied.metrics | metrics, dropped=lost)
 
     def go_back(self, *, step: int) -> None:
-        """Leave the weights of `step` for earlier ones: no group that was asked for until then is trained."""
+        """Leave the weights of `step` for earlier ones: no group that was requested up to `step` is trained."""
         self._left = step
 
     def state(self) -> dict[str, Json]:
-        """Return what was asked for and not trained, as JSON."""
-        # Before the first step of a resumed run, requests from the saved state were not made yet.
+        """Return the requested groups that are not trained yet, as JSON."""
+        # Before the first step of a resumed run, the requests in the saved state have not been made again.
         waiting = [pending.request for pending in self._pending] or self._saved
         return {
             "asked": self._asked,
@@ -177,7 +181,7 @@ class VerlSupply:
         }
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from `state`; the next step asks again for what was under way."""
+        """Continue from `state`; the next step repeats the requests that were pending."""
         self._asked, self._dropped = int(state["asked"]), int(state["dropped"])
         self._left = int(state["left"])
         self._sampler.restore(state["groups"])
@@ -187,7 +191,7 @@ class VerlSupply:
         ]
 
     async def close(self) -> None:
-        """Stop waiting for what is under way; its rollouts stay in the store."""
+        """Stop waiting for pending groups; their rollouts stay in the store."""
         answers = [pending.answer for pending in self._pending]
         self._pending = []
         for answer in answers:
@@ -195,9 +199,9 @@ class VerlSupply:
         await asyncio.gather(*answers, return_exceptions=True)
 
     def _ask(self, step: int) -> None:
-        """Ask for the batches ahead, but never for more than the steps to come will train."""
+        """Request groups ahead, but never more than the remaining steps will train."""
         batches = min(step + self._v1.colocate_async.num_warmup_batches, self._steps)
-        # Dropped groups train nothing, so as many again may be asked for.
+        # Dropped groups train nothing, so as many may be requested again.
         while self._asked - self._dropped < batches * self._size:
             self._start(GroupRequest(number=self._asked, step=step, live=dict(self._context.live())))
             self._asked += 1
@@ -217,7 +221,7 @@ class VerlSupply:
         self._pending.append(PendingGroup(request=request, answer=asyncio.create_task(asked)))
 
     async def _next(self) -> PendingGroup:
-        """Return the group that a step takes next, once it is finished."""
+        """Return the group that the step takes next, once it is finished."""
         if self._v1.sampler.max_off_policy_strategy == "wait":
             first = min(self._pending, key=lambda pending: pending.request.number)
             await asyncio.wait({first.answer})
@@ -226,9 +230,9 @@ class VerlSupply:
         return next(pending for pending in self._pending if pending.answer.done())
 
     async def _answer(self, done: PendingGroup, unusable: Counter[str]) -> Collected | None:
-        """Return what was collected, or None for a group without a rollout that can be used.
+        """Return the collected rollouts, or None if no rollout of the group is usable.
 
-        Raises RunError when as many groups of one step were unusable as a batch has: then something is broken.
+        Raises RunError once as many groups of one step are unusable as a batch has, because then something is broken.
         """
         try:
             return await done.answer
@@ -240,13 +244,13 @@ class VerlSupply:
 
 
 def task_at(context: AlgorithmContext, position: int) -> Json:
-    """Return a run's task by its position: every epoch is a shuffle that follows from seed, algorithm and epoch.
+    """Return the task at a position of the run; each epoch is a shuffle determined by seed, algorithm and epoch.
 
-    Within an epoch no task comes twice.
+    Within an epoch no task occurs twice.
     """
     tasks: Sequence[Json] = context.train
     epoch, index = divmod(position, len(tasks))
-    # A pure function of the position: a resumed run needs no saved order, and asks for the same tasks.
+    # A pure function of the position: a resumed run needs no saved order, and requests the same tasks.
     order = list(range(len(tasks)))
     random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(order)
     return tasks[order[index]]

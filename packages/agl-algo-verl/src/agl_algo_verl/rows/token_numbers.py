@@ -1,6 +1,6 @@
-"""What a step knows of single tokens, their entropies and advantages, for `agl why` and the console.
+"""A step's values for single tokens, their entropies and advantages, for `agl why` and the console.
 
-The entropies come from the pass that finds the log-probabilities before the step's first update.
+The entropies come from the pass that computes the log-probabilities before the step's first update.
 
 R is the length of a response, N the number of tokens that a call wrote.
 """
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from agl_algo_verl.rows.rows import PreparedStep, RowSample
 
 ENTROPY, ADVANTAGE = "entropy", "advantage"
-"""Names in `CallUse.tokens`."""
+"""The keys in `CallUse.tokens`."""
 
 
 def mean_entropy(samples: Sequence[RowSample]) -> dict[str, float]:
-    """Return the mean entropy over the trained tokens in nats, as the metric `entropy`; nothing without a token."""
+    """Return the mean entropy over trained tokens in nats, as the metric `entropy`; empty without a trained token."""
     found = [x for s in samples if s.entropy is not None for x in floats(s.entropy[s.mask])]
     return {ENTROPY: sum(found) / len(found)} if found else {}
 
 
 def with_tokens(prepared: PreparedStep, samples: Sequence[RowSample]) -> dict[str, tuple[CallUse, ...]]:
-    """Return the uses of a step's calls with the numbers of their tokens, by rollout id.
+    """Return the uses of a step's calls, extended by the values of their tokens, by rollout id.
 
-    A call has the advantages of its tokens where these differ, and their mean where it had none: with a critic, and
+    A call gets its tokens' advantages if they differ, and their mean if it had no advantage itself: with a critic, and
     with a penalty in the reward.
 
     Args:
         prepared: The step.
-        samples: Its rows, as the models have seen them.
+        samples: The step's rows, after the models have evaluated them.
     """
     found: defaultdict[tuple[str, str], dict[str, bytes]] = defaultdict(dict[str, bytes])
     means: dict[tuple[str, str], float] = {}
@@ -73,6 +73,6 @@ def _with(use: CallUse, tokens: dict[str, bytes] | None, mean: float | None) -> 
 
 
 def _packed(values_N: Tensor, trained_N: Tensor, *, length: int) -> bytes:
-    """Return the values of a call of `length` tokens, NaN at those that were not trained, its cut front included."""
+    """Return a call's values for `length` tokens; NaN at untrained tokens, and at a part cut off at its start."""
     known_N = values_N.float().where(trained_N, torch.nan)
     return half_bytes(torch.cat([torch.full((length - len(known_N),), torch.nan), known_N]))

@@ -1,4 +1,4 @@
-"""What training in one process and on Ray have in common: groups to rows, rollouts of earlier steps, reports."""
+"""The common parts of training in one process and on Ray: groups to rows, replay, saving and reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class VerlTraining:
-    """The part of an algorithm that both engines share."""
+    """The part of the algorithm that both engines share."""
 
     def __init__(self, settings: VerlSettings, notes: Iterable[str]) -> None:
         check_version()
@@ -33,7 +33,7 @@ class VerlTraining:
         self._step = 0  # steps done
 
     def _begin(self, context: AlgorithmContext, *, extra: Iterable[str], serves: str = "") -> None:
-        """Make what the steps need, once the settings are final; say which keys others decide and the `extra` notes."""
+        """Create the objects that steps need, once the settings are final; logs notes on overruled keys and `extra`."""
         self._steps = self.settings.steps(len(context.train))
         self._supply = VerlSupply(context, self.settings, steps=self._steps)
         self._unused = unused_estimator(self.settings)
@@ -44,19 +44,19 @@ class VerlTraining:
             context.say(note)
 
     async def save(self, must: bool) -> bool:
-        """Save what training continues from; see `defer` of the context."""
+        """Save the state from which training continues; see `defer` of the context."""
         raise NotImplementedError
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return whether VERL's configuration asks for more steps than were done."""
+        """Return true if VERL's configuration asks for more steps than were taken."""
         del sources_go_on
         return int(state["step"]) < self.settings.steps(tasks)
 
     async def _prepare(self, supplied: StepGroups, context: AlgorithmContext) -> PreparedStep:
-        """Return rows with advantages A from credit and the estimator."""
+        """Return rows with advantages A, from credit and the estimator."""
         from agl_algo_verl.rows.rows import prepare
 
-        # In a thread: while groups are collected ahead, agents go on in this event loop.
+        # In a thread: if groups are collected ahead, agents run in this event loop meanwhile.
         prepared = await asyncio.to_thread(
             prepare,
             supplied.groups,
@@ -90,9 +90,9 @@ class VerlTraining:
 
 
 def advice(settings: VerlSettings) -> list[str]:
-    """Return what to tell the person about settings that work and have a better alternative."""
+    """Return advice on settings that work but have a better alternative."""
     notes: list[str] = []
-    # Old rollouts without a weight bias the gradient towards what older weights did.
+    # Without a correction, old rollouts bias the gradient towards what older weights did.
     is_corrected = settings.correction.is_on or settings.algorithm.rollout_correction.bypass_mode
     if settings.trainer.v1.is_async and not is_corrected:
         notes.append(

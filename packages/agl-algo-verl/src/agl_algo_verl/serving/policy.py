@@ -1,11 +1,11 @@
 """The policy `verl`: one address for the weights that VERL trains, whichever server has them at the moment.
 
-While VERL's cluster runs, its replicas serve, and the algorithm says where (`attach`). Before and after, as during
-another algorithm's turn or the last validation, the policy named by `home` serves here. It is started when the first
-call comes, so that it takes no memory from VERL. Both give token ids and log-probabilities.
+While VERL's cluster runs, its replicas serve, and the algorithm reports their addresses (`attach`). Before and after,
+as during another algorithm's turn or the last validation, the policy named by `home` serves in this process. It starts
+with the first call, so that it takes no memory from VERL. Both return token ids and log-probabilities.
 
-A process of its own passes the calls on (`relay_process.py`), which neither a busy agent nor a busy trainer delays. All
-mutable state here belongs to one event loop in a thread of its own.
+A separate process passes the calls on (`relay_process.py`), so neither a busy agent nor a busy trainer delays them. All
+mutable state here belongs to one event loop in its own thread.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from agl.contracts import Policy
 
 BACKLOG = 4096
-"""Connections that wait while the relay's process is started again."""
+"""The most connections that wait while the relay's process restarts."""
 
 
 class VerlPolicy:
-    """Plays the role `Policy` in front of VERL's replicas.
+    """Implements `Policy` in front of VERL's replicas.
 
     Args:
-        name: The policy's name, which is also the model name that requests give.
+        name: The policy's name, which is also the model name in requests.
         model: Directory or hub name of the weights to start from.
         home: The kind of policy that serves while no cluster does; it must be able to load weights.
         host: Interface to listen on.
@@ -48,7 +48,7 @@ class VerlPolicy:
         params: Parameters of `home`, such as `threads`.
 
     Raises:
-        ConfigError: `home` is `verl` itself or `model` is a path without a directory.
+        ConfigError: `home` is `verl` itself, or `model` is a path without a directory.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class VerlPolicy:
 
     @property
     def has_token_ids(self) -> bool:
-        """Always true: VERL's replicas and `torch` give token ids."""
+        """Always true: VERL's replicas and `torch` return token ids."""
         return True
 
     def resource(self) -> Weights:
-        """Return the weights to start from, by their place."""
+        """Return the weights to start from, as a resource."""
         return Weights(uri=self._model)
 
     async def start(self) -> ServedModel:
-        """Listen; raises PolicyError when the port is taken."""
+        """Start to listen; raises PolicyError if the port is taken."""
         if self._thread is not None:
             raise PolicyError(f"the policy {self.name!r} serves already; stop it first")
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -126,7 +126,7 @@ class VerlPolicy:
             self._listener.close()
 
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """Serve these weights; replicas of VERL have them already, for VERL handed them over itself."""
+        """Serve these weights; VERL's replicas already have them from VERL itself."""
         if not isinstance(version.resource, Weights):
             raise ConfigError(
                 f"the policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
@@ -136,14 +136,13 @@ class VerlPolicy:
         return self._served()
 
     async def attach(self, addresses: Sequence[str], *, version: str = "") -> None:
-        """Send calls to VERL's replicas from now on; calls that were held go there.
+        """Send calls to VERL's replicas from now on, including calls that were held.
 
         Args:
             addresses: The replicas, `host:port` each.
             version: Version of their weights, for answers that do not name it.
 
-        Raises PolicyError when the first replica does not say which model it serves, and when the relay's process does
-        not start.
+        Raises PolicyError if the first replica does not report its model, or if the relay's process does not start.
         """
         urls = tuple(f"http://{address}/v1" for address in addresses)
         known = self._replicas
@@ -153,26 +152,26 @@ class VerlPolicy:
         await self._there(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True, key=key)))
 
     async def hold(self) -> None:
-        """Hold new calls until `attach`, `detach` or `stop`; returns once the calls under way have ended."""
+        """Hold new calls until `attach`, `detach` or `stop`; returns once the calls in flight have ended."""
         await self._there(self._relay.hold())
 
     async def detach(self) -> None:
-        """Send calls home from now on; idempotent.
+        """Send calls to the `home` policy from now on; idempotent.
 
-        Calls that wait because their replicas are gone go on waiting, for `attach` or `stop`.
+        Calls that wait because their replicas are gone keep waiting, for `attach` or `stop`.
         """
         await self._there(self._attach(None))
 
     async def lost(self) -> None:
-        """Return once a call has found that none of the replicas can be reached, or the relay has ended for good."""
+        """Return once a call has found all replicas unreachable, or the relay has ended for good."""
         await self._there(self._relay.lost.wait())
 
     def failure(self) -> AglError | None:
-        """Return why the relay has ended for good; None while it works."""
+        """Return the error that ended the relay for good; None while it works."""
         return self._relay.failure
 
     async def counts(self) -> dict[str, int]:
-        """Return how many calls replicas have answered, how many times one could not be reached, and restarts."""
+        """Return the number of calls that replicas answered, of replicas found unreachable, and of relay restarts."""
         return await self._there(self._counts())
 
     def _served(self) -> ServedModel:
@@ -215,7 +214,7 @@ class VerlPolicy:
             await home.stop()
 
     async def _home_backend(self) -> Backend:
-        """Return VERL's replicas if there are some by now, or the policy at home, which the first call starts."""
+        """Return VERL's replicas if they are attached by now, else the `home` policy, which the first call starts."""
         async with self._lock:
             if self._replicas is not None:
                 return self._replicas
@@ -247,12 +246,12 @@ async def _model_of(url: str, *, key: str) -> str:
 
 
 def policy_key() -> str:
-    """Return the key that policies of this process ask for, and VERL's replicas; made at first unless it is set."""
+    """Return the key that this process's policies and VERL's replicas require; created on first use unless set."""
     return os.environ.setdefault(POLICY_KEY_ENV, secrets.token_urlsafe(32))
 
 
 def is_absent(model: str) -> bool:
-    """Return whether this is a path, rather than a hub name, and no directory is there."""
+    """Return true if `model` is a path, not a hub name, and the directory does not exist."""
     path = Path(model).expanduser()
     is_place = model.startswith((".", "/", "~")) or (len(path.parts) > 1 and path.parent.is_dir())
     return is_place and not path.is_dir()

@@ -1,13 +1,13 @@
 """One address in front of VERL's replicas, which come and go with its cluster.
 
-Each call goes to the replica that has read its conversation so far, unless that one is busier than the others. A
-replica that cannot be reached, or hangs up before it answers, is left out and the call goes to the next; nothing was
-answered then, so nothing is recorded twice. Where all replicas are gone, calls wait: no agent fails for that.
-It runs in a process of its own (`relay_program.py`), which its owner starts and watches (`relay_process.py`).
+Each call goes to the replica that has read its conversation so far, unless that replica is busier than the others. If a
+replica cannot be reached, or closes the connection before it answers, the call goes to the next one. Nothing was
+answered then, so nothing is recorded twice. If all replicas are gone, calls wait, so no agent fails for that. The relay
+runs in a separate process (`relay_program.py`), which its owner starts and watches (`relay_process.py`).
 
-Answers are passed on as they arrive. One that does not name the version of the weights gets it added here, because
-calls that were held reach newer weights than those that were live when the agent made them. Of a body no more is read
-and written than its outermost fields.
+Answers are passed on as they arrive. If an answer does not name the version of the weights, the relay adds it, because
+a held call may reach newer weights than were live when the agent made it. Only the outermost fields of a body are
+parsed and written.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 MAX_BODY = 64 * 2**20
-"""Largest request in bytes."""
+"""The largest request, in bytes."""
 
 CONNECT_S = 5.0
 """Seconds to wait for a replica's connection before the next is asked."""
 
 DRAIN_S = 60.0
-"""Seconds for which calls that are under way may go on when the relay stops."""
+"""Seconds for which calls in flight may continue when the relay stops."""
 
 VERSION_FIELDS = frozenset({"model_version", "model_versions", "weight_versions"})
 """Fields in which servers name the version of their weights."""
@@ -48,7 +48,7 @@ CONNECTION_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding",
 
 
 HANG_UPS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError)
-"""Errors of a replica that cannot be reached, hangs up before its headers or behind them, or does not speak HTTP."""
+"""Errors of a replica that is unreachable, disconnects before or after its headers, or does not speak HTTP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,11 @@ class Backend:
     """The servers that calls go to.
 
     Attributes:
-        urls: Their base URLs, with `/v1`.
-        model: The model name that they know.
-        version: The version of their weights, `""` where it is not known.
-        is_awaited: Whether calls wait for other servers once none of these can be reached.
-        key: Their API key, `""` for none.
+        urls: Their base URLs, including `/v1`.
+        model: The model name under which they serve.
+        version: The version of their weights; `""` if unknown.
+        is_awaited: True if calls wait for other servers once none of these can be reached.
+        key: Their API key; `""` for none.
     """
 
     urls: tuple[str, ...]
@@ -80,20 +80,20 @@ class CallGate:
         self._empty.set()
 
     async def __aenter__(self) -> None:
-        """Enter with a call; waits while calls are held."""
+        """Let a call enter; waits while calls are held."""
         while not self._open.is_set():
             await self._open.wait()
         self._inside += 1
         self._empty.clear()
 
     async def __aexit__(self, *_: object) -> None:
-        """Leave when the call has ended."""
+        """Record that a call has ended."""
         self._inside -= 1
         if not self._inside:
             self._empty.set()
 
     async def hold(self) -> None:
-        """Hold new calls; return once none is under way."""
+        """Hold new calls; returns once no call is in flight."""
         self.close()
         await self._empty.wait()
 
@@ -110,14 +110,14 @@ class ReplicaRelay:
     """Listens on one address and passes calls on; all methods belong to one event loop.
 
     Args:
-        home: Returns the server of calls while there are no replicas, and may start it; its error becomes the call's
-            answer.
-        key: API key that calls must bring.
+        home: Returns the server for calls while there are no replicas, and may start it; an error of it becomes the
+            call's answer.
+        key: API key that calls must carry.
 
     Attributes:
-        lost: Set while none of the replicas can be reached and calls wait for others.
-        calls: Answers of each replica, by its URL.
-        failures: How often each could not be reached.
+        lost: Set while no replica can be reached and calls wait for others.
+        calls: The number of answers of each replica, by URL.
+        failures: The number of times that each replica could not be reached, by URL.
     """
 
     def __init__(self, home: Callable[[], Awaitable[Backend]], *, key: str) -> None:
@@ -133,21 +133,22 @@ class ReplicaRelay:
         self.failures: Counter[str] = Counter()
 
     async def start(self, listener: socket.socket) -> None:
-        """Answer calls that arrive at a socket that listens already; closes it in the end."""
+        """Answer calls that arrive at a listening socket, which is closed in the end."""
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S), connector=aiohttp.TCPConnector(limit=0)
         )
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        # A call whose client has left ends at the replica too, so that a change of weights does not wait for it.
+        # A call whose client has disconnected ends at the replica too, so that a change of weights does not wait for
+        # it.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=DRAIN_S)
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
 
     def use(self, backend: Backend | None) -> None:
-        """Send calls to these servers from now on, or home; held calls go there.
+        """Send calls to these servers from now on, or to `home` if None, including calls that were held.
 
-        Calls that wait because their replicas are gone go on waiting for other replicas.
+        Calls that wait because their replicas are gone keep waiting for other replicas.
         """
         self._backend = backend
         if backend is not None:
@@ -156,15 +157,15 @@ class ReplicaRelay:
             self._gate.release()
 
     async def hold(self) -> None:
-        """Hold new calls until `use` or `stop`; returns once none is under way."""
+        """Hold new calls until `use` or `stop`; returns once no call is in flight."""
         await self._gate.hold()
 
     def close_gate(self) -> None:
-        """Hold new calls and wait for none; idempotent."""
+        """Hold new calls without waiting for those in flight; idempotent."""
         self._gate.close()
 
     async def stop(self) -> None:
-        """Stop listening, after the calls under way; those that are held are refused. Idempotent."""
+        """Stop listening, after the calls in flight; held calls are refused. Idempotent."""
         self._is_over = True
         self._gate.release()
         runner, self._runner = self._runner, None
@@ -191,7 +192,7 @@ class ReplicaRelay:
                 return answer
 
     async def _ask(self, request: web.Request, content: bytes, backend: Backend) -> web.StreamResponse | None:
-        """Return the answer, or None where the call has to wait for other replicas because these are gone."""
+        """Return the answer, or None if the call has to wait for other replicas because all of these are gone."""
         body, opening = _addressed(content, backend.model)
         path = request.match_info["path"].removeprefix("v1/")
         for url in self._balance.ranked(backend.urls, opening):
@@ -219,7 +220,7 @@ class ReplicaRelay:
         return False
 
     async def _pass_on(self, request: web.Request, url: str, body: bytes, *, backend: Backend) -> web.StreamResponse:
-        """Pass a call on and return its answer; raises one of `HANG_UPS` while nothing of it was passed on."""
+        """Pass a call on and return its answer; raises one of `HANG_UPS` only if none of the answer was passed on."""
         session, version = cast("aiohttp.ClientSession", self._session), backend.version
         headers = {"content-type": request.headers.get("content-type", "application/json")}
         headers |= _authorization(backend.key)
@@ -241,7 +242,7 @@ class ReplicaRelay:
 
 
 async def model_of(session: aiohttp.ClientSession, url: str, *, key: str) -> str:
-    """Return the name under which a server knows its model; raises PolicyError when it does not say."""
+    """Return the name under which a server serves its model; raises PolicyError if it does not report one."""
     try:
         async with session.get(f"{url}/models", headers=_authorization(key)) as reply:
             return str((await reply.json())["data"][0]["id"])
@@ -257,7 +258,7 @@ def _authorization(key: str) -> dict[str, str]:
 
 
 def _addressed(body: bytes, model: str) -> tuple[bytes, list[bytes]]:
-    """Return the body with the model name that the replicas know, and the digests of its messages."""
+    """Return the body with the replicas' model name, and the digests of its messages."""
     fields = _fields(body)
     if fields is None:
         return body, []
@@ -267,7 +268,7 @@ def _addressed(body: bytes, model: str) -> tuple[bytes, list[bytes]]:
 
 
 def _parts(opening: msgspec.Raw | None) -> list[bytes]:
-    """Return a list's elements as they are written; a text or a list of token ids is one element."""
+    """Return the elements of a JSON list as bytes; a string or a list of token ids is one element."""
     if opening is None:
         return []
     written = bytes(opening)
@@ -277,7 +278,7 @@ def _parts(opening: msgspec.Raw | None) -> list[bytes]:
 
 
 def _fields(body: bytes) -> dict[str, msgspec.Raw] | None:
-    """Return the fields of a JSON object as they are written, None for anything else and for too deep ones."""
+    """Return the fields of a JSON object as bytes; None for other values, and for JSON that is nested too deep."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
@@ -285,7 +286,7 @@ def _fields(body: bytes) -> dict[str, msgspec.Raw] | None:
 
 
 async def _first_bytes(reply: aiohttp.ClientResponse, version: str) -> bytes:
-    """Return the start of an answer, with the version added: all of a JSON object, or the first event of a stream."""
+    """Return the start of an answer with the version added: all of a JSON object, or the first event of a stream."""
     if reply.content_type == "application/json":
         return with_version(await reply.read(), version)
     if reply.content_type != "text/event-stream":
@@ -299,7 +300,7 @@ async def _first_bytes(reply: aiohttp.ClientResponse, version: str) -> bytes:
 
 
 def with_version(body: bytes, version: str) -> bytes:
-    """Return a JSON object with `model_version` added, unless it names a version itself; other bodies as they are."""
+    """Return a JSON object with `model_version` added, unless it already names a version; others are unchanged."""
     fields = _fields(body)
     if fields is None or not VERSION_FIELDS.isdisjoint(fields):
         return body

@@ -1,4 +1,4 @@
-"""The relay in a process of its own, as its owner uses it."""
+"""Runs the relay in a separate process, for its owner."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from agl_algo_verl.serving.relay import Backend
 
 PROGRAM = (sys.executable, "-m", "agl_algo_verl.serving.relay_program")
-"""The command of the process, before its arguments."""
+"""The command that starts the process, without its arguments."""
 
 STOP_S = DRAIN_S + 10.0
-"""Seconds within which the process must have let calls end, and ended."""
+"""Seconds within which the process must let calls end, and end itself."""
 
 
 class RelayProcess:
-    """Does what `ReplicaRelay` does, in another process; all methods belong to one event loop.
+    """Does the work of `ReplicaRelay` in another process; all methods belong to one event loop.
 
     Args:
-        home: Returns the server of calls while there are no replicas, and may start it.
-        key: API key that calls must bring.
-        program: The command of the process.
-        health_s: As for `agl.owned_process.OwnedProcess`.
+        home: Returns the server for calls while there are no replicas, and may start it.
+        key: API key that calls must carry.
+        program: The command that starts the process.
+        health_s: See `agl.owned_process.OwnedProcess`.
 
     Attributes:
-        lost: Set while none of the replicas can be reached and calls wait for others, and after a `failure`.
-        calls: Answers of each replica, by its URL, as of the last `count`.
-        failures: How often each could not be reached, likewise.
-        failure: Why the process was not started again any more; None while it runs.
+        lost: Set while no replica can be reached and calls wait for others, and after a `failure`.
+        calls: The number of answers of each replica, by URL, at the last `count`.
+        failures: The number of times that each replica could not be reached, likewise.
+        failure: The reason why the process is no longer restarted; None while it runs.
     """
 
     def __init__(
@@ -76,23 +76,23 @@ class RelayProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process; 0 while there is none."""
+        """The process id; 0 while there is no process."""
         return self._process.pid
 
     @property
     def restarts(self) -> int:
-        """How often the process was started again."""
+        """The number of times that the process was restarted."""
         return self._process.restarts
 
     async def start(self, listener: socket.socket) -> None:
-        """Answer calls that arrive at a socket that listens already; closes it in the end.
+        """Answer calls that arrive at a listening socket, which is closed in the end.
 
-        Raises PolicyError with the process's last words where it does not start.
+        Raises PolicyError with the process's last output if it does not start.
         """
         await self._process.start(listener)
 
     def use(self, backend: Backend | None) -> None:
-        """Send calls to these servers from now on, or home; see `ReplicaRelay.use`."""
+        """Send calls to these servers from now on, or to `home`; see `ReplicaRelay.use`."""
         self._backend = backend
         if backend is not None and self.failure is None:
             self.lost.clear()
@@ -101,17 +101,17 @@ class RelayProcess:
         self._process.send(self._state())
 
     async def hold(self) -> None:
-        """Hold new calls until `use` or `stop`; returns once none is under way."""
+        """Hold new calls until `use` or `stop`; returns once no call is in flight."""
         self._is_held = True
-        # Without a process no call is under way, and the next one begins with calls on hold.
+        # Without a process no call is in flight, and the next process begins with calls held.
         await self._process.ask(Order(kind="hold"))
 
     async def count(self) -> None:
-        """Bring `calls` and `failures` up to date."""
+        """Update `calls` and `failures`."""
         await self._process.ask(Order(kind="count"))
 
     async def stop(self) -> None:
-        """Stop listening, after the calls under way; those that are held are refused. Idempotent."""
+        """Stop listening, after the calls in flight; held calls are refused. Idempotent."""
         await self._process.stop(Order(kind="stop"), within_s=STOP_S)
         for job in tuple(self._jobs):
             job.cancel()

@@ -1,4 +1,4 @@
-"""The program of a relay in a process of its own; `agl_algo_verl.serving.relay_process` gives its orders."""
+"""The program of the relay's own process; `agl_algo_verl.serving.relay_process` sends its orders."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Order(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """From the owner: `use` other servers, `hold` calls, `count`, the server at `home`, `stop`.
+    """A message of the owner: `use` other servers, `hold` calls, `count`, the server at `home`, `stop`.
 
     Attributes:
-        use: Number of an order to use servers, by which news about these servers are known.
-        backend: The servers of `use`, None for the one at home; the server at home.
-        is_held: Whether calls are held after `use`.
-        question: Number of the question that the server at `home` answers.
-        error: The reason why nobody serves at home.
+        use: Number of an order of the kind `use`; a `lost` message refers to it.
+        backend: With `use`, the servers (None for the `home` policy); with `home`, the answer to the question.
+        is_held: True if calls are held after `use`.
+        question: Number of the question that `home` answers.
+        error: The reason why the `home` policy does not serve.
     """
 
     kind: Literal["use", "hold", "count", "home", "stop"]
@@ -36,12 +36,12 @@ class Order(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Note(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """From the relay: an order is `done`, it asks for the server at `home`, all replicas are `lost`.
+    """A message of the relay: an order is `done`, a question for the server at `home`, or all replicas are `lost`.
 
     Attributes:
-        calls: Answers of each replica since the process began.
-        failures: How often each could not be reached.
-        question: Number of the question for the server at home.
+        calls: The number of answers of each replica since the process began, by URL.
+        failures: The number of times that each replica could not be reached, likewise.
+        question: Number of the question for the server at `home`.
         use: The order whose servers are lost.
     """
 
@@ -53,7 +53,7 @@ class Note(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RelayProgram:
-    """Runs a relay as its owner orders."""
+    """Runs a relay according to its owner's orders."""
 
     def __init__(self, owner: Owner[Order, Note]) -> None:
         self._owner = owner
@@ -64,7 +64,7 @@ class RelayProgram:
         self._newest = 0  # number of the newest order to use servers
 
     async def run(self, listener: socket.socket) -> None:
-        """Answer calls until the owner says stop."""
+        """Answer calls until the owner sends `stop`."""
         await self._relay.start(listener)
         self._owner.begin(self._read())
         await self._stopped.wait()
@@ -96,7 +96,7 @@ class RelayProgram:
         self._done(order)
 
     def _take(self, order: Order) -> None:
-        """Give the server at home to the call that asked for it."""
+        """Pass the server at `home` to the call that asked for it."""
         asked = self._asked.pop(order.question, None)
         if asked is None or asked.done():
             return
@@ -112,7 +112,7 @@ class RelayProgram:
         return await asked
 
     async def _tell_loss(self, use: int) -> None:
-        """Say that the replicas of an order are gone, where others have not taken their place by then."""
+        """Report that the replicas of an order are lost, unless a newer order has replaced them by then."""
         self._newest = use
         await self._relay.lost.wait()
         if self._newest == use:
@@ -124,7 +124,7 @@ class RelayProgram:
 
 
 async def main(listener: socket.socket, owner: Owner[Order, Note]) -> None:
-    """Relay calls that arrive at a socket that listens, as the owner orders."""
+    """Relay calls that arrive at a listening socket, according to the owner's orders."""
     await RelayProgram(owner).run(listener)
 
 

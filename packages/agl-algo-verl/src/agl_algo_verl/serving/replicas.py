@@ -1,10 +1,10 @@
-"""Chooses the replica for each call: the one that has read the conversation so far, unless it has too much to do.
+"""Chooses the replica for each call: the one that has read the conversation so far, unless it is too busy.
 
-A replica that has read the start of a prompt answers sooner. A call is held to continue an earlier one, or to repeat
-it, when its first messages are all of the earlier one's messages. Rollouts of one task open with the same call, so
-they meet on one replica too. An opening that tasks merely share, such as a system prompt, counts for nothing: there the
-replica with the fewest calls under way is chosen. A replica that is busier than the others passes even known
-conversations on, as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350).
+A replica that has read the start of a prompt answers sooner. A call is taken to continue or repeat an earlier one if
+its first messages are all of the earlier call's messages. Rollouts of one task open with the same call, so they share a
+replica too. An opening that tasks merely have in common, such as a system prompt, does not count; then the replica with
+the fewest calls in flight is chosen. A replica that is busier than the others passes on even known conversations, as in
+consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
 SLACK = 1.25
-"""Share of the mean number of calls under way up to which a replica keeps its conversations."""
+"""A replica keeps its conversations while its calls in flight stay below this multiple of the mean."""
 
 FEW = 4
-"""Calls under way up to which a replica keeps its conversations however idle the others are."""
+"""A replica with fewer calls in flight than this keeps its conversations, however idle the others are."""
 
 REST_S = 5.0
 """Seconds for which a replica that could not be reached ranks last."""
 
 REMEMBERED = 65_536
-"""Calls whose replica is remembered."""
+"""The number of calls whose replica is remembered."""
 
 
 class Balance:
-    """Knows what each replica has read and how many calls it answers now; used in one event loop only."""
+    """Tracks the prompts that each replica has read, and its calls in flight; used in one event loop only."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,8 +47,8 @@ class Balance:
         """Return the URLs in the order in which to try them for a call.
 
         Args:
-            urls: The replicas of this moment, at least one.
-            opening: The `digests` of the call's messages; empty where it has none.
+            urls: The current replicas, at least one.
+            opening: The `digests` of the call's messages; empty if it has none.
         """
         if frozenset(urls) != self._urls:  # a new replica would get every call until it has had as many as the others
             self._urls = frozenset(urls)
@@ -62,7 +62,7 @@ class Balance:
 
     @contextmanager
     def under_way(self, url: str) -> Generator[None]:
-        """Count a call as under way at a replica."""
+        """Count a call as in flight at a replica, inside the block."""
         self._under_way[url] += 1
         try:
             yield
@@ -70,7 +70,7 @@ class Balance:
             self._under_way[url] -= 1
 
     def answered(self, url: str, opening: Sequence[bytes]) -> None:
-        """Record that a replica has read the messages with these digests."""
+        """Record that a replica has answered a call with these message digests."""
         self._chosen[url] += 1
         self._failed_at.pop(url, None)
         for digest in opening[-1:]:
@@ -80,7 +80,7 @@ class Balance:
             self._readers.popitem(last=False)
 
     def failed(self, url: str) -> None:
-        """Record that a replica could not be reached; it ranks last for a while."""
+        """Record that a replica could not be reached; it ranks last for 5 seconds."""
         self._failed_at[url] = self._clock()
 
     def _bound(self) -> int:
@@ -92,7 +92,7 @@ class Balance:
 
 
 def digests(messages: Sequence[bytes]) -> list[bytes]:
-    """Return the digest of the first message, of the first two, and so on."""
+    """Return the digest of every non-empty prefix of the messages, the shortest first."""
     state, digests = blake2b(digest_size=16), list[bytes]()
     for message in messages:
         state.update(len(message).to_bytes(8, "big"))

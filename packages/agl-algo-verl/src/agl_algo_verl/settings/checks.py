@@ -1,8 +1,8 @@
-"""Checks of settings against each other: those that VERL would ignore, or that would count rows, are refused.
+"""Checks of settings against each other: settings that VERL would ignore, or that would count rows, are refused.
 
 Means and statistics count rollouts here and never rows, so that how often an agent calls its model does not change its
-weight. The rules about single keys are data (`keys.toml`); here are those about numbers and about the parts of
-agl-objectives. Every check raises ConfigError with what was found and what to write instead.
+weight. The rules about single keys are data (`keys.toml`); this module has the rules about numbers and about the parts
+of agl-objectives. Every check raises ConfigError with the setting that was found and the one to write instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for settings that cannot train together; `given` has the keys that a person wrote, dotted."""
+    """Raise ConfigError for settings that cannot be combined; `given` holds the user's keys, with dotted names."""
     check_rules(settings, given, engine="inproc")
     _check_batches(settings)
     _check_updates(settings)
@@ -43,7 +43,7 @@ def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
 
 
 def check_rules(settings: VerlSettings, given: Mapping[str, Any], *, engine: Engine) -> None:
-    """Raise ConfigError for keys that break a rule of `keys.toml`; one message names them all."""
+    """Raise ConfigError for keys that break a rule of `keys.toml`; one message names all of them."""
     wrong: list[str] = []
     for rule in key_tables()["rules"]:
         if is_for(rule, engine) and _is_broken(rule, settings, given):
@@ -62,7 +62,7 @@ def check_rules(settings: VerlSettings, given: Mapping[str, Any], *, engine: Eng
 
 
 def _is_broken(rule: Mapping[str, Any], settings: VerlSettings, given: Mapping[str, Any]) -> bool:
-    """Return whether the settings are in none of the states that a rule needs, or in one that it forbids."""
+    """Return true if the settings are in none of the states that a rule needs, or in one that it forbids."""
     needs: list[dict[str, Any]] = rule.get("needs", [{}] if "against" in rule else [])
     if rule.get("explicit") and any(key in given for state in needs for key in state):
         return False
@@ -81,14 +81,14 @@ def _value(settings: VerlSettings, name: str) -> Any:
 
 
 def _is(value: Any, expected: Any) -> bool:
-    """Return whether a value is the expected one, or one of several; true and false stand for on and off."""
+    """Return true if a value is the expected one, or one of several; booleans match any value that is on or off."""
     if isinstance(expected, bool):
         return bool(value) is expected
     return value in (cast("list[Any]", expected) if isinstance(expected, list) else [expected])
 
 
 def _matters(rule: Mapping[str, Any], value: Any) -> bool:
-    """Return whether a rule is for this value: by itself for every one that switches something on."""
+    """Return true if a rule applies to this value; by default it applies to every value that switches something on."""
     if "values" in rule:
         return any(value is each or (value == each and type(value) is type(each)) for each in rule["values"])
     return bool(value) and value not in rule.get("but", ())
@@ -109,10 +109,10 @@ def _check_batches(settings: VerlSettings) -> None:
 
 
 def _check_updates(settings: VerlSettings) -> None:
-    """Raise ConfigError for a loss that needs several updates where a step has one: in the first, pi is pi_old."""
+    """Raise ConfigError for a loss that needs several updates per step if there is one: in the first, pi is pi_old."""
     actor, tasks, choice = settings.actor, settings.data.train_batch_size, chosen_loss(settings)
     updates = actor.ppo_epochs * (tasks // (actor.ppo_mini_batch_size or tasks))
-    # In bypass mode the old policy is the one that drew the tokens, as the server computed it.
+    # In bypass mode the old policy is the one that sampled the tokens, as the server computed it.
     is_moved = updates > 1 or settings.algorithm.rollout_correction.bypass_mode
     if choice is not None and choice.found().entry.needs_updates and not is_moved:
         raise ConfigError(
@@ -123,7 +123,7 @@ def _check_updates(settings: VerlSettings) -> None:
 
 
 def _check_estimator(settings: VerlSettings) -> None:
-    """Raise ConfigError for an estimator that lacks what it compares rollouts with."""
+    """Raise ConfigError for an estimator whose comparison is not possible."""
     if settings.has_critic:
         return
     found, algorithm = chosen_estimator(settings), settings.algorithm
@@ -135,7 +135,7 @@ def _check_estimator(settings: VerlSettings) -> None:
             f"trainer.v1.trainer_mode = {settings.trainer.v1.trainer_mode!r} asks for groups ahead. Use "
             'trainer_mode = "sync", or rloo.'
         )
-    # With one rollout the baseline is its own score, and every advantage is 0.
+    # With one rollout the baseline is the rollout's own score, and every advantage is 0.
     is_alone = settings.actor_rollout_ref.rollout.n == 1 and not found.entry.needs_baseline
     if is_alone and found.entry.compares == "group":
         raise ConfigError(
@@ -154,7 +154,7 @@ def _check_ranges(settings: VerlSettings) -> None:
     """Raise ConfigError for numbers that contradict each other."""
     v1 = settings.trainer.v1
     ahead, threshold = v1.colocate_async.num_warmup_batches, v1.sampler.max_off_policy_threshold
-    # A group asked for in step s for step s + ahead spans ahead + 1 versions; none may be too old on arrival.
+    # A group requested in step s for step s + ahead spans ahead + 1 versions; none may be too old on arrival.
     if v1.is_async and ahead >= threshold:
         raise ConfigError(
             f"trainer.v1.colocate_async.num_warmup_batches = {ahead} and sampler.max_off_policy_threshold = "

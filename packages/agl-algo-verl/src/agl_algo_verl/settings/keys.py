@@ -1,8 +1,8 @@
-"""What becomes of each of VERL's configuration keys, for every engine.
+"""The treatment of each of VERL's configuration keys, for every engine.
 
-Every key that a person writes is accounted for: it is used, it asks for what happens anyway, a note says what in the
-experiment decides it, or it is refused. The reasons are data (`keys.toml`); the keys that exist are read from the
-configuration that VERL ships.
+Every key that a user writes is accounted for: it is used, it asks for what happens anyway, a note names the part of the
+experiment that decides it, or it is refused. The reasons are data (`keys.toml`); the list of existing keys is read from
+the configuration that VERL ships.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Engine = Literal["inproc", "fsdp2", "megatron"]
 """Training in this process, or VERL's trainer on Ray with one of VERL's engines."""
 
 MEGATRON_OVERRIDES = ("override_transformer_config", "override_ddp_config", "override_mcore_model_config")
-"""Groups of VERL's Megatron engine that take arguments of Megatron's own."""
+"""Groups of VERL's Megatron engine that take Megatron's own arguments."""
 
 READ_BY_AGL = ("trainer.v1.", "reward.reward_kwargs.")
-"""Beginnings of keys that agl reads itself on a cluster, too, where all others go to VERL."""
+"""Prefixes of keys that agl itself reads even on a cluster, where all other keys go to VERL."""
 
 Answer = tuple[Literal["used", "holds", "decided", "wrong"], str]
-"""What becomes of a key, and the note or the reason for the person."""
+"""The treatment of a key, and the note or reason for the user."""
 
 
 @cache
@@ -48,25 +48,25 @@ def names_of(entry: Mapping[str, Any]) -> list[str]:
 
 
 def is_for(entry: Mapping[str, Any], engine: Engine) -> bool:
-    """Return whether an entry is for an engine."""
+    """Return true if an entry applies to an engine."""
     engines = entry.get("engines", (engine,))
     return engine in engines or (engine != "inproc" and "ray" in engines)
 
 
 @cache
 def table(name: Literal["decided", "refused"], engine: Engine) -> dict[str, dict[str, Any]]:
-    """Return the entries of a table for an engine by the names of their keys."""
+    """Return a table's entries for an engine, by the names of their keys."""
     return {key: entry for entry in key_tables()[name] if is_for(entry, engine) for key in names_of(entry)}
 
 
 def covering(keys: Mapping[str, Any], name: str) -> str:
-    """Return the key that is `name` or the closest above it; `""` where there is none."""
+    """Return the key that equals `name`, or else the closest group above it; `""` if there is none."""
     parts = name.split(".")
     return next((key for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in keys), "")
 
 
 def classify(name: str, value: Any, *, engine: Engine, shape: type[msgspec.Struct]) -> Answer:
-    """Return what becomes of a key with a value; `shape` has the keys that agl reads itself."""
+    """Return the treatment of a key with a value; `shape` has the keys that agl itself reads."""
     is_own = has(shape, tuple(name.split(".")))
     unusable: str = key_tables()["values"].get(name, {}).get(value if isinstance(value, str) else "", "")
     used: Answer = ("wrong", f"{name} = {value!r}: {unusable}") if unusable else ("used", "")
@@ -88,7 +88,7 @@ def classify(name: str, value: Any, *, engine: Engine, shape: type[msgspec.Struc
 
 
 def _unknown(name: str, shape: type[msgspec.Struct], engine: Engine) -> str:
-    """Return the answer to a key that does not exist, or that this engine would ignore."""
+    """Return the message about a key that does not exist, or that this engine would ignore."""
     if engine == "inproc" and is_verl_key(name):
         return f"{name}: VERL has this key, and the engine 'inproc' would ignore it; remove it"
     if is_verl_key(name, "megatron"):
@@ -100,10 +100,10 @@ def _unknown(name: str, shape: type[msgspec.Struct], engine: Engine) -> str:
 def read_keys(
     config: Mapping[str, Any], *, engine: Engine, shape: type[msgspec.Struct], wrong: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys that are used, by dotted names, and a note for every key that something else decides.
+    """Return the keys that are used, by dotted names, and a note for every key that the experiment overrules.
 
-    Raises ConfigError for keys that do not exist, that the engine would ignore, or that ask for what it cannot do; one
-    message names them all, after the problems of `wrong`.
+    Raises ConfigError for keys that do not exist, that the engine would ignore, or whose value it cannot follow; one
+    message names all of them, after the problems in `wrong`.
     """
     given = {".".join(path): value for path, value in leaves(config)}
     answers = {name: classify(name, value, engine=engine, shape=shape) for name, value in given.items()}
@@ -117,7 +117,7 @@ def read_keys(
 
 @cache
 def verl_content(engine: Engine = "fsdp2") -> dict[str, Any]:
-    """Return the whole configuration that VERL ships, as it is written; imports nothing of VERL."""
+    """Return the whole configuration that VERL ships, as its file writes it; imports nothing of VERL."""
     spec = find_spec("verl")
     folder = Path(next(iter(spec.submodule_search_locations or ["."]))) if spec else Path()
     name = "ppo_megatron_trainer" if engine == "megatron" else "ppo_trainer"
@@ -132,15 +132,15 @@ def verl_keys(engine: Engine = "fsdp2") -> frozenset[str]:
 
 
 def is_verl_key(name: str, engine: Engine = "fsdp2") -> bool:
-    """Return whether VERL has this key with an engine, or takes any key at this place."""
+    """Return true if VERL has this key with an engine, or accepts any key in its group."""
     known = verl_keys(engine)
-    # Keys whose value is a mapping of the person's own.
+    # Keys whose value is a mapping with keys of the user's choice.
     ends = ("_kwargs", "override_config", "engine_kwargs.vllm", *MEGATRON_OVERRIDES)
     return name in known or any(name.startswith(f"{key}.") for key in known if key.endswith(ends))
 
 
 def leaves(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and value of every key of a nested configuration; dots in a name nest as well."""
+    """Yield the path and value of every key of a nested configuration; dots in a name also separate levels."""
     for name, value in config.items():
         path = (*before, *str(name).split("."))
         if isinstance(value, dict) and value:
@@ -162,7 +162,7 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _every(content: Any, before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every key of nested mappings, those with mappings below them included."""
+    """Yield the path of every key of nested mappings, including keys with mappings below them."""
     if isinstance(content, dict):
         for name, value in cast("dict[Any, Any]", content).items():
             yield (*before, str(name))
@@ -170,13 +170,13 @@ def _every(content: Any, before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def has(shape: type[msgspec.Struct], path: tuple[str, ...]) -> bool:
-    """Return whether a struct has the key at `path`, and no keys below it."""
+    """Return true if a struct has a key at `path` with no keys below it."""
     return ".".join(path) in _paths(shape, is_lowest=True)
 
 
 @cache
 def _paths(shape: type[msgspec.Struct], before: str = "", *, is_lowest: bool = False) -> frozenset[str]:
-    """Return the dotted name of every key of a struct and of those below it."""
+    """Return the dotted name of every key of a struct and of the structs below it."""
     found: set[str] = set()
     for field in msgspec.structs.fields(shape):
         inner = _struct(field.type)

@@ -1,9 +1,9 @@
-"""Chooses between rows packed one behind the other in a pass, and rows padded to the longest.
+"""Chooses between rows that are packed one after the other in a pass, and rows that are padded to the longest.
 
-VERL cuts dynamic micro-batches by the tokens of their rows. Packed, a pass computes just these; padded, it computes as
-many as the longest row has for each row, which may be many times `ppo_max_token_len_per_gpu`. Packed rows need
-flash-attn, which needs a GPU and half precision. VERL packs by default and fails without; here rows are packed where
-they can be.
+VERL cuts dynamic micro-batches by the tokens of their rows. With packing, a pass computes just these tokens. With
+padding, it computes the length of the longest row for each row, which may be many times `ppo_max_token_len_per_gpu`.
+Packed rows need flash-attn, which needs a GPU and half precision. VERL packs by default and fails without flash-attn;
+here rows are packed if possible.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def with_packing(
     settings: VerlSettings, *, has_gpu: bool, has_kernels: bool | None = None
 ) -> tuple[VerlSettings, list[str]]:
-    """Return the settings with `use_remove_padding` decided where it was left open, and what to say of it.
+    """Return the settings with `use_remove_padding` decided if it was left open, and the notes about it.
 
     Args:
         settings: VERL's configuration.
-        has_gpu: Whether the machine that trains has a GPU.
-        has_kernels: Whether flash-attn is installed there; None to look here.
+        has_gpu: True if the machine that trains has a GPU.
+        has_kernels: True if flash-attn is installed there; None to check this machine.
     """
     model = settings.actor_rollout_ref.model
     if model.use_remove_padding is not None or not settings.is_dynamic:
@@ -41,7 +41,7 @@ def with_packing(
 
 
 def _obstacle(settings: VerlSettings, *, has_gpu: bool, has_kernels: bool) -> str:
-    """Return why rows cannot be packed, `""` where they can."""
+    """Return the reason why rows cannot be packed; `""` if they can."""
     if not has_gpu:
         return "there is no GPU"
     if not has_kernels:

@@ -1,7 +1,7 @@
-"""VERL's configuration keys with `engine = "ray"`: those that agl decides, those refused, and those passed on to VERL.
+"""VERL's configuration keys with `engine = "ray"`: keys that agl decides, refused keys, and keys passed on to VERL.
 
-The keys of training in one process keep their meaning. Every other key that VERL has goes to VERL untouched, except
-those below.
+The keys of training in one process keep their meaning. Every other key of VERL is passed on unchanged, except those
+below.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CPU = "agl_hf"
-"""Name of the replica for machines without a GPU."""
+"""The name of the replica for machines without a GPU."""
 
 ROLLOUT = "actor_rollout_ref.rollout.name"
 ROLLOUTS = (CPU, "vllm", "sglang")
-"""The key of the replica that serves, and its values."""
+"""The key that selects the replica that serves, and its possible values."""
 
 CONNECT_S = 5.0
 """Seconds to wait for a cluster's head to accept a connection."""
 
 STRATEGY = "actor_rollout_ref.actor.strategy"
 STRATEGIES = ("fsdp2", "megatron")
-"""The key that names VERL's engine, and its values."""
+"""The key that selects VERL's engine, and its possible values."""
 
 UNHELD = (
     "agents that share the weights and are not trained are not held near the start, because VERL 0.9.1 cannot make the "
@@ -44,10 +44,10 @@ UNHELD = (
 )
 
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
-"""Read here: agl cuts updates, and VERL gets a mini-batch of all rows."""
+"""A key that is read here: agl cuts the updates, and VERL gets a mini-batch of all rows."""
 
 PUNISHMENT = "reward.reward_kwargs."
-"""The beginning of keys that VERL's reward manager would read; here agl's own rows do, and VERL does not get them."""
+"""Prefix of keys for VERL's reward manager; here agl applies them to its rows, and VERL does not get them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +55,13 @@ class RaySettings:
     """A configuration for `engine = "ray"`.
 
     Attributes:
-        settings: The part that agl uses itself.
-        given: Every key for VERL by its dotted name, as the person wrote it.
+        settings: The part that agl itself uses.
+        given: Every key for VERL, by its dotted name, as the user wrote it.
         ray_init: Arguments of `ray.init`.
-        notes: A note for the person on every key that something else decides.
-        unheld: Why agents that share the weights and are not trained cannot be held near the start, `""` if they can.
-        holds: Whether they are; that depends on the experiment, too.
+        notes: A note for the user on every key that the experiment overrules.
+        unheld: The reason why agents that share the weights but are not trained cannot be held near their start; `""`
+            if they can.
+        holds: True if such agents are held; this also depends on the experiment.
     """
 
     settings: VerlSettings
@@ -72,7 +73,7 @@ class RaySettings:
 
     @property
     def rollout(self) -> str:
-        """Name of the replica that serves."""
+        """The name of the replica that serves."""
         return str(self.given[ROLLOUT])
 
     @property
@@ -82,12 +83,12 @@ class RaySettings:
 
     @property
     def strategy(self) -> str:
-        """Name of VERL's engine: `fsdp2` or `megatron`."""
+        """The name of VERL's engine: `fsdp2` or `megatron`."""
         return str(self.given.get(STRATEGY, STRATEGIES[0]))
 
     @property
     def ranks(self) -> int:
-        """Number of training workers, on all nodes together."""
+        """The number of training workers, on all nodes together."""
         return int(self.given.get("trainer.nnodes", 1)) * int(self.given.get("trainer.n_gpus_per_node", 1))
 
 
@@ -129,7 +130,7 @@ def _unserved(given: Mapping[str, Any]) -> list[str]:
 
 
 def _check_cluster(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a server or a size of the cluster that cannot be had."""
+    """Raise ConfigError for a server that does not exist, or an impossible size of the cluster."""
     if given.get(ROLLOUT) not in ROLLOUTS:
         raise ConfigError(
             f'{ROLLOUT} is {given.get(ROLLOUT)!r}, and engine = "ray" serves with one of {", ".join(ROLLOUTS)}. '
@@ -143,7 +144,7 @@ def _check_cluster(given: Mapping[str, Any]) -> None:
 
 
 def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
-    """Raise ConfigError for what this machine lacks; a cluster elsewhere is checked when it is started."""
+    """Raise ConfigError for missing packages or hardware; a cluster elsewhere is checked when it is started."""
     absent = [name for name in ("ray", "transfer_queue") if find_spec(name) is None]
     if absent:
         raise ConfigError(
@@ -181,7 +182,7 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
 
 
 def _has(module: str) -> bool:
-    """Return whether a module below a package can be imported."""
+    """Return true if a module inside a package can be imported."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # its package is absent
@@ -189,7 +190,7 @@ def _has(module: str) -> bool:
 
 
 def _check_address(address: str) -> None:
-    """Raise ConfigError where nothing listens at `host:port`; Ray itself would try for minutes and then say less."""
+    """Raise ConfigError if nothing listens at `host:port`; Ray itself would try for minutes, with a poorer message."""
     host, _, port = address.rpartition(":")
     if address.startswith("ray://"):
         raise ConfigError(
@@ -208,7 +209,7 @@ def _check_address(address: str) -> None:
 
 
 def _how(server: str) -> str:
-    """Return what to install for a server, and how."""
+    """Return installation instructions for a server."""
     if server == "vllm":
         return f"it with: {pip_install('agl-algo-verl[vllm]')}"
     return "sglang 0.5.12 as VERL's documentation says (pip cannot: the extra of VERL 0.9.1 contradicts itself)"

@@ -1,10 +1,10 @@
-"""VERL's configuration keys, as far as training in one process uses them, typed and checked before anything runs.
+"""VERL's configuration keys that training in one process uses, typed and checked before anything runs.
 
 The structs have VERL's own nesting and names, and VERL's defaults except where a docstring says `Differs`. A key that
-is not here is looked up in the configuration that VERL ships (`keys.py`), so that a message can tell a spelling
-mistake from a key of VERL that this engine would ignore, and from one that the experiment decides.
+is not here is looked up in the configuration that VERL ships (`keys.py`), so that a message can distinguish a
+misspelled key, a key of VERL that this engine would ignore, and a key that the experiment decides.
 
-Symbols in comments are those of `models.py` (losses), `shaping.py` (KL penalty, GAE) and `critic.py`.
+For the symbols in comments see `models.py` (losses), `shaping.py` (KL penalty, GAE) and `critic.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 
 
 class RolloutCorrectionKeys(Settings, frozen=True, kw_only=True):
-    """Correction of the loss for tokens that another policy drew (`correction.py`). Off by default, as in VERL."""
+    """Correction of the loss for tokens that another policy sampled (`correction.py`). Off by default, as in VERL."""
 
     rollout_is: Literal["token", "sequence"] | None = None
     rollout_is_threshold: float | str = 2.0  # a ratio above it counts as this; "LOW_HIGH" drops those outside
@@ -60,7 +60,7 @@ class RolloutCorrectionKeys(Settings, frozen=True, kw_only=True):
 
 
 class KlControlKeys(Settings, frozen=True, kw_only=True):
-    """The weight of the KL penalty in the reward; `adaptive` moves it until the KL is `target_kl` (`learner.py`)."""
+    """The weight of the KL penalty in the reward; `adaptive` changes it until the KL is `target_kl` (`learner.py`)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     kl_coef: float = 0.001  # beta, and where an adaptive one starts
@@ -69,7 +69,7 @@ class KlControlKeys(Settings, frozen=True, kw_only=True):
 
 
 class AlgorithmKeys(Settings, frozen=True, kw_only=True):
-    """Advantages and what changes them. Differs: `adv_estimator` is `grpo`, which needs no critic."""
+    """Advantages, and the keys that change them. Differs: `adv_estimator` is `grpo`, which needs no critic."""
 
     adv_estimator: Estimator = "grpo"
     norm_adv_by_std_in_grpo: bool = True  # False is Dr. GRPO
@@ -84,7 +84,7 @@ class AlgorithmKeys(Settings, frozen=True, kw_only=True):
 class DataKeys(Settings, frozen=True, kw_only=True):
     """Lengths in tokens. Differs: `filter_overlong_prompts` is on; rows beyond a length are left out and counted.
 
-    Off, a prompt that is too long stops the run, as VERL's `truncation = "error"` does.
+    If it is off, a prompt that is too long stops the run, as with VERL's `truncation = "error"`.
     """
 
     train_batch_size: Count = 1024
@@ -94,7 +94,7 @@ class DataKeys(Settings, frozen=True, kw_only=True):
 
 
 class OptimKeys(Settings, frozen=True, kw_only=True):
-    """AdamW of the policy; warm-up and decay count steps of the experiment."""
+    """The policy's AdamW; warm-up and decay count steps of the experiment."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
@@ -108,7 +108,7 @@ class OptimKeys(Settings, frozen=True, kw_only=True):
 
 
 class CriticOptimKeys(OptimKeys, frozen=True, kw_only=True):
-    """AdamW of the critic."""
+    """The critic's AdamW."""
 
     lr: float = 1e-5
 
@@ -122,7 +122,7 @@ class MixedPrecisionKeys(Settings, frozen=True, kw_only=True):
 
 
 class FsdpKeys(Settings, frozen=True, kw_only=True):
-    """VERL's FSDP2 engine: precision, and what it keeps in the CPU's memory."""
+    """VERL's FSDP2 engine: its precision, and the parts that it offloads to the CPU's memory."""
 
     model_dtype: Literal["fp32", "bf16"] = "fp32"
     mixed_precision: MixedPrecisionKeys = MixedPrecisionKeys()
@@ -170,7 +170,7 @@ class ActorKeys(Settings, frozen=True, kw_only=True):
     fsdp_config: FsdpKeys = FsdpKeys()
 
     def number(self, name: str) -> Any:
-        """Return the value of a dotted key; of a bound that is not given, `clip_ratio`, whatever VERL's own default."""
+        """Return the value of a dotted key; a ratio bound that is not set is `clip_ratio`, whatever VERL's default."""
         value: Any = self
         for part in name.split("."):
             value = getattr(value, part)
@@ -178,7 +178,7 @@ class ActorKeys(Settings, frozen=True, kw_only=True):
 
 
 class ModelKeys(Settings, frozen=True, kw_only=True):
-    """The network and its adapters. Differs: by default `use_remove_padding` is on where it can be (`packing.py`)."""
+    """The network and its adapters. Differs: by default `use_remove_padding` is on if possible (`packing.py`)."""
 
     use_remove_padding: bool | None = None  # rows packed one behind the other
     enable_gradient_checkpointing: bool = False  # less memory for a second forward pass
@@ -189,7 +189,7 @@ class ModelKeys(Settings, frozen=True, kw_only=True):
 
 
 class RolloutKeys(Settings, frozen=True, kw_only=True):
-    """Collecting. Differs: `n` is 8; with VERL's 1 nothing could be compared."""
+    """Collecting. Differs: `n` is 8; with VERL's 1 there would be nothing to compare."""
 
     n: Count = 8  # rollouts of a task, which are a group
 
@@ -203,13 +203,13 @@ class ActorRolloutRefKeys(Settings, frozen=True, kw_only=True):
 
 
 class CriticModelKeys(Settings, frozen=True, kw_only=True):
-    """The critic's network. Differs: the switch is off by default."""
+    """The critic's network. Differs: gradient checkpointing is off by default."""
 
     enable_gradient_checkpointing: bool = False
 
 
 class CriticKeys(Settings, frozen=True, kw_only=True):
-    """The value model of `adv_estimator = "gae"`; its mini-batches and epochs are the actor's where none are given."""
+    """The value model of `adv_estimator = "gae"`; by default its mini-batches and epochs are the actor's."""
 
     optim: CriticOptimKeys = CriticOptimKeys()
     model: CriticModelKeys = CriticModelKeys()
@@ -236,7 +236,7 @@ class SamplerKeys(Settings, frozen=True, kw_only=True):
 
 
 class V1Keys(Settings, frozen=True, kw_only=True):
-    """Synchronous training, or rollouts that go on while the models learn (`rows/supply.py`)."""
+    """Synchronous training, or rollouts that continue while the models learn (`rows/supply.py`)."""
 
     trainer_mode: Literal["sync", "colocate_async"] = "sync"
     colocate_async: ColocateAsyncKeys = ColocateAsyncKeys()
@@ -244,12 +244,12 @@ class V1Keys(Settings, frozen=True, kw_only=True):
 
     @property
     def is_async(self) -> bool:
-        """True if rollouts go on while the models learn."""
+        """True if rollouts continue while the models learn."""
         return self.trainer_mode != "sync"
 
 
 class OverlongBufferKeys(Settings, frozen=True, kw_only=True):
-    """DAPO's punishment of long answers, off by default (`rows.soft_overlong`). `log` must stay false."""
+    """DAPO's penalty for long answers, off by default (`rows.soft_overlong`). `log` must stay false."""
 
     enable: bool = False
     len: int = 0  # L_cache: the last tokens before `max_resp_len`, in which an answer loses reward
@@ -258,14 +258,14 @@ class OverlongBufferKeys(Settings, frozen=True, kw_only=True):
 
 
 class RewardKwargsKeys(Settings, frozen=True, kw_only=True):
-    """The arguments of VERL's reward manager `dapo`; the punishment counts the tokens of a call, not of a rollout."""
+    """The arguments of VERL's reward manager `dapo`; the penalty counts the tokens of a call, not of a rollout."""
 
     overlong_buffer_cfg: OverlongBufferKeys = OverlongBufferKeys()
     max_resp_len: int | None = None  # L_max
 
 
 class RewardKeys(Settings, frozen=True, kw_only=True):
-    """Punishments; rewards themselves are the experiment's."""
+    """Penalties; the rewards themselves come from the experiment."""
 
     reward_kwargs: RewardKwargsKeys = RewardKwargsKeys()
 
@@ -284,11 +284,11 @@ OWN = (
     *("loss", "loss_params", "estimator", "estimator_params", "sampling", "replay", "saving", "anchor_coef"),
     *("threads", "max_nonfinite", "entropy", "probe"),
 )
-"""Parameters next to VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
+"""Parameters of agl next to VERL's keys, with the names and meaning that they have in `grpo` of agl-algo-torch."""
 
 
 class VerlSettings(Settings, frozen=True, kw_only=True):
-    """Everything that training in one process uses of VERL's configuration, and the parameters `OWN` next to it."""
+    """All of VERL's configuration that training in one process uses, and the parameters in `OWN`."""
 
     algorithm: AlgorithmKeys = AlgorithmKeys()
     data: DataKeys = DataKeys()
@@ -321,12 +321,12 @@ class VerlSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def has_reference(self) -> bool:
-        """True if a KL term needs a frozen copy of the policy at the start."""
+        """True if a KL term needs a frozen copy of the initial policy."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def correction(self) -> Correction:
-        """Return the settings of the correction for tokens that another policy drew."""
+        """The correction for tokens that another policy sampled; raises ConfigError for invalid values."""
         return correction_of(self.algorithm.rollout_correction)
 
     @property
@@ -336,29 +336,29 @@ class VerlSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def is_packed(self) -> bool:
-        """True if rows are packed one behind the other; False while that is left open."""
+        """True if rows are packed one after the other; False while that is undecided."""
         return bool(self.actor_rollout_ref.model.use_remove_padding)
 
     @property
     def is_dynamic(self) -> bool:
-        """True if micro-batches are cut by tokens rather than by rows."""
+        """True if micro-batches are cut by tokens and not by rows."""
         return self.actor.use_dynamic_bsz or not self.actor.ppo_micro_batch_size_per_gpu
 
     def steps(self, tasks: int) -> int:
-        """Return the steps of the whole run for a number of training tasks.
+        """Return the number of steps of the whole run for a number of training tasks.
 
-        A batch may span two epochs, so no task is left out; tasks that fill no whole batch at the very end are.
+        A batch may span two epochs, so no task is left out, except tasks at the very end that do not fill a batch.
         """
         given = self.trainer.total_training_steps
-        # epochs * tasks / batch, rounded down; a batch is never larger than the tasks there are
+        # epochs * tasks / batch, rounded down; a batch is never larger than the number of tasks
         return given or max(1, self.trainer.total_epochs * tasks // min(self.data.train_batch_size, tasks))
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[VerlSettings, list[str]]:
-    """Return the settings in VERL's nested keys, and a note for the person on every key that something else decides.
+    """Return the settings in VERL's nested keys, and a note for the user on every key that the experiment overrules.
 
-    `loss_agg_mode` is the one that the loss asks for, where none is given.
-    Raises ConfigError for keys that are unknown or would be ignored, and for combinations that cannot train.
+    If `loss_agg_mode` is not set, it is the one that the loss requests. Raises ConfigError for keys that are unknown or
+    would be ignored, and for combinations that cannot train.
     """
     own = {name: config[name] for name in OWN if name in config}
     keys = {name: value for name, value in config.items() if name not in OWN}

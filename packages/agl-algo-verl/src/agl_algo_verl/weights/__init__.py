@@ -1,1 +1,1 @@
-"""Weights on disk: adapters, checkpoints' directories, probes."""
+"""Weights on disk: adapters, checkpoint directories, probes."""

@@ -1,4 +1,4 @@
-"""LoRA adapters: taken out of VERL's engine to be published with their base, and merged to be trained further.
+"""LoRA adapters: extracted from VERL's engine to be published with their base, and merged to be trained further.
 
 W = W_0 + (alpha / r) * B @ A        (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1)
 """
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
 
 
 MERGED = "merged"
-"""Directory of merged weights, below the work folder of an algorithm."""
+"""The directory of merged weights in an algorithm's work folder."""
 
 
 def adapter_of(module: Any, *, base: str, whole: Callable[[Any], Tensor]) -> HeldAdapter:
     """Return a copy of the adapter of a peft model that was opened from `base`.
 
-    `whole` returns all of a tensor, of which this rank may have a part, on the CPU.
+    `whole` returns the full tensor on the CPU, given the part that this rank has.
     """
     parts = {name: whole(tensor).clone() for name, tensor in module.state_dict().items() if ".lora_" in name}
-    # Without the last argument peft looks the base model up on the hub.
+    # Without the last argument peft would look the base model up on the hub.
     tensors = verl_part("peft:get_peft_model_state_dict")(module, state_dict=parts, save_embedding_layers=False)
     return HeldAdapter(base=base, config=_described(module, base=base).to_dict(), tensors=tensors)
 
 
 def write_adapter(directory: Path, module: Any, adapter: HeldAdapter) -> None:
-    """Write an adapter as peft does: its description, which names the base, and its tensors."""
+    """Write an adapter in peft's format: its configuration, which names the base, and its tensors."""
     _described(module, base=adapter.base).save_pretrained(str(directory))
     tensors = {name: tensor.contiguous() for name, tensor in adapter.tensors.items()}
     cast("Any", safetensors).save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def whole_weights(weights: Weights, *, workdir: Path) -> Weights:
-    """Return weights of which all can be trained: an adapter is merged into its base, once, below `workdir`.
+    """Return weights that can be trained in full: an adapter is merged into its base, once, below `workdir`.
 
-    The sum is taken and kept in float32, for a base in bfloat16 would round away what the adapter has learned.
-    Raises ConfigError where the adapter or its base cannot be read. Blocks.
+    The sum is computed and stored in float32, because a base in bfloat16 would round away what the adapter has learned.
+    Raises ConfigError if the adapter or its base cannot be read. Blocks.
     """
     if weights.format != "lora":
         return weights
@@ -68,10 +68,10 @@ def whole_weights(weights: Weights, *, workdir: Path) -> Weights:
 
 
 async def prune_merged(context: AlgorithmContext, *, name: str, used: Collection[str]) -> None:
-    """Remove merged weights that nothing can continue from: neither `used` names them nor a version.
+    """Remove merged weights that nothing can continue from, because neither `used` nor a version names them.
 
-    Versions are all those of the resource and the newest of every other; of this algorithm's own only those whose files
-    are left.
+    The versions considered are all versions of the resource and the newest of every other resource. This algorithm's
+    own versions count only if their files still exist.
     """
     parent = context.workdir.absolute() / MERGED
     unused = {path.name: path for path in parent.glob("[0-9a-f]*")} if parent.is_dir() else {}
@@ -88,13 +88,13 @@ async def prune_merged(context: AlgorithmContext, *, name: str, used: Collection
 
 
 def _spare(unused: dict[str, Path], place: str) -> None:
-    """Take out the directories that `place` is or lies in; by their names, because the work folder may have several."""
+    """Remove from `unused` the directories that contain `place`, by name, because the work folder may have aliases."""
     for part in Path(place).parts:
         unused.pop(part, None)
 
 
 def _described(module: Any, *, base: str) -> Any:
-    """Return peft's description of the adapter that a module has, as one that serves."""
+    """Return peft's configuration of a module's adapter, with its base's name and in inference mode."""
     found = copy.copy(module.peft_config["default"])
     found.base_model_name_or_path, found.inference_mode = base, True
     return found
@@ -123,7 +123,7 @@ def _merge(weights: Weights, directory: Path) -> None:
 def tuned_policy(context: AlgorithmContext) -> tuple[str, Weights]:
     """Return the name of the one policy that is tuned, and its weights.
 
-    Raises ConfigError for several policies, for weights that cannot be trained from here, and where there are no tasks.
+    Raises ConfigError for several policies, for weights that cannot be trained from here, and if there are no tasks.
     """
     if len(context.tunes) != 1:
         raise ConfigError(
@@ -137,7 +137,7 @@ def tuned_policy(context: AlgorithmContext) -> tuple[str, Weights]:
 
 
 def own_weights(resource: Any, *, name: str) -> Weights:
-    """Return a policy's weights; raises ConfigError where they cannot be trained from here."""
+    """Return a policy's weights; raises ConfigError if they cannot be trained from here."""
     if not isinstance(resource, Weights):
         raise ConfigError(
             f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "

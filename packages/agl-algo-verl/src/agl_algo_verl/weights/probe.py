@@ -1,8 +1,8 @@
-"""A probe next to saved weights: a fixed text with their log-probabilities of it, to check servers by.
+"""A probe stored with saved weights: a fixed text and its log-probabilities, with which servers are checked.
 
-A server whose log-probabilities differ serves other weights (`agl.schemas.WeightsProbe`). In one process VERL's engine
-scores the text, for it has the weights in memory. After a step on Ray the saved files are loaded and score it: VERL's
-trainer says nothing of its weights after the last update, and its replicas are what is to be checked.
+A server with other log-probabilities serves other weights (`agl.schemas.WeightsProbe`). In one process VERL's engine
+scores the text, because it has the weights in memory. After a step on Ray the saved files are loaded to score it:
+VERL's trainer does not expose its weights after the last update, and its replicas are what the probe must check.
 
 Axes: T tokens of the text, V the vocabulary.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 TEXT = 'Water boils at 100 degrees, and 12 + 30 is 42. {"name": "probe"} is an object in JSON.'
 MOST_TOKENS, FEWEST_TOKENS = 48, 8
-"""Length of the probe: one pass must be cheap, and a few tokens alone could agree by chance."""
+"""Length of the probe in tokens: one pass must be cheap, and very few tokens could agree by chance."""
 
 
 def put_probe(folder: Path, tokenizer: Any, score: Callable[[Sequence[int]], Sequence[float]]) -> None:
-    """Write the probe into `folder`; writes none where the tokenizer makes too few tokens of the text.
+    """Write the probe into `folder`; writes nothing if the text has too few tokens with this tokenizer.
 
     Args:
         folder: A directory of weights.
@@ -40,7 +40,7 @@ def put_probe(folder: Path, tokenizer: Any, score: Callable[[Sequence[int]], Seq
 
 
 def probe_files(weights: Weights) -> None:
-    """Load saved weights and put the probe next to them: one forward pass on the CPU, in the saved precision."""
+    """Load saved weights and store a probe with them: one forward pass on the CPU, in the saved precision."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = Path(weights.uri)
@@ -52,6 +52,6 @@ def probe_files(weights: Weights) -> None:
 @torch.no_grad()
 def _score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
     ids_T = torch.tensor(token_ids)
-    # [T - 1, V]: the logits at token t are about token t + 1, so the last ones are about none
+    # [T - 1, V]: the logits at token t predict token t + 1, so the last ones are not needed
     logp_TV = model(input_ids=ids_T[None]).logits[0, :-1].float().log_softmax(-1)
     return logp_TV.gather(-1, ids_T[1:, None])[:, 0].tolist()  # [T - 1]: of the token that really follows

@@ -1,3 +1,3 @@
-"""Finished rollouts as Parquet files, on a disk or in an object store, and back."""
+"""Writes finished rollouts as Parquet files, to a disk or an object store, and restores them."""
 
 __all__: list[str] = []

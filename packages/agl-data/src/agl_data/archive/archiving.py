@@ -1,7 +1,7 @@
-"""Archives the finished rollouts of a store, and removes them from it once they were read back and compared.
+"""Archives a store's finished rollouts, and on request removes those whose archived copies equal them when read back.
 
-One process at a time archives a store. Rollouts that the archive has already are left out, so that an archiving that
-was stopped is continued by the next one.
+Only one process at a time archives a store. Rollouts that the archive already has are skipped, so repeating an
+interrupted archiving completes it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from agl_inspect.terminal.query import check_experiment, pages
 from agl_store_sqlite.sql.compaction import Compaction
 
 _PAGE = 500
-"""Rollouts that are listed at once."""
+"""The number of rollouts in one page of a listing."""
 
 _TURN = ".archive"
 _WRITER = f"experiment/{_TURN}/writer"
@@ -36,9 +36,9 @@ class Choice(Record, frozen=True, kw_only=True):
     """The finished rollouts to archive.
 
     Attributes:
-        experiments: Their experiments; empty for all.
-        status: Their statuses.
-        older_than_s: The least seconds since they finished.
+        experiments: Experiments to archive; empty for all.
+        status: Statuses to archive.
+        older_than_s: Archive only rollouts that finished at least this many seconds ago.
     """
 
     experiments: tuple[str, ...] = ()
@@ -50,15 +50,16 @@ class Archived(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The result of an archiving.
 
     Attributes:
-        rollouts: Rollouts that were archived, or would be.
-        known: Rollouts that the archive had already.
-        others: Ids by which the archive has rollouts that finished at another time, such as of a store of the same
-            experiment; they are not archived, and stay in the store.
-        removed: Rollouts that were removed from the store.
-        changed: Ids of rollouts that changed in the store after they were archived, which stay there.
-        needed: Rollouts that stay because their experiments run or can be resumed.
-        bytes: The size of the files that were written.
-        compaction: The store's size before and after; ``None`` if nothing was removed, or the store does not say.
+        rollouts: Number of archived rollouts; in a dry run, the number that would be archived.
+        known: Number of rollouts that the archive already had.
+        others: Ids under which the archive holds a rollout with another time of finishing, for example from another
+            store with the same experiment. The store's rollouts with these ids are not archived, and stay in the store.
+        removed: Number of rollouts removed from the store.
+        changed: Ids of rollouts that changed in the store after they were archived; they stay in the store.
+        needed: Number of rollouts that stay in the store because their experiments run or can be resumed.
+        bytes: Total size of the files that were written.
+        compaction: The store's size before and after; ``None`` if nothing was removed, or the store cannot be
+            compacted.
     """
 
     experiments: list[str]
@@ -74,12 +75,12 @@ class Archived(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Archiving:
-    """Archives rollouts of a store: use :meth:`survey` first, and then :meth:`run` once.
+    """Archives rollouts of a store: call :meth:`survey` first, and then :meth:`run` once.
 
     Args:
         store: The store.
-        place: The archive; made if it is new.
-        choice: The rollouts.
+        place: The archive; created if it does not exist.
+        choice: The rollouts to archive.
     """
 
     def __init__(self, store: Store, place: Place, *, choice: Choice) -> None:
@@ -92,9 +93,9 @@ class Archiving:
         self._tell: Callable[[int], None] = lambda _: None
 
     async def survey(self) -> int:
-        """Find the experiments with chosen rollouts, and the resources that these use.
+        """Find the experiments with chosen rollouts, and the resources that those rollouts use.
 
-        Returns the number of finished rollouts that there are to look at.
+        Returns the number of finished rollouts that :meth:`run` will look at.
 
         Raises:
             ConfigError: No rollout of a named experiment is recorded.
@@ -116,17 +117,17 @@ class Archiving:
     async def run(
         self, *, tell: Callable[[int], None], is_removing: bool = False, is_dry_run: bool = False
     ) -> Archived:
-        """Archive the rollouts, and remove them from the store if asked to.
+        """Archive the rollouts, and with ``is_removing`` remove them from the store.
 
         Args:
-            tell: Called with the number of rollouts that have been looked at since its last call.
-            is_removing: Remove the rollouts whose archived copies equal those of the store.
-            is_dry_run: Only count.
+            tell: Called with the number of rollouts handled since the previous call.
+            is_removing: Remove each rollout whose archived copy equals the store's.
+            is_dry_run: Only count; write and remove nothing.
 
         Raises:
-            ConfigError: The place is a folder of other files.
-            ConflictError: Another process archives the store just now.
-            StoreError: The archive cannot be written or read, or a file of it is damaged.
+            ConfigError: The place is a folder with other files.
+            ConflictError: Another process is archiving the store.
+            StoreError: The archive cannot be written or read, or one of its files is damaged.
         """
         self._tell = tell
         if is_dry_run:
@@ -155,7 +156,7 @@ class Archiving:
         return replace(self._done, is_dry_run=True)
 
     async def _archive(self, experiment: str, names: set[str]) -> None:
-        """Archive an experiment: first what its rollouts refer to, then parts of them."""
+        """Archive an experiment: first the resources and metrics that its rollouts refer to, then its rollouts."""
         folder = self._folder(experiment)
         manifests = await asyncio.to_thread(folder.manifests)
         for begun in [each for each in manifests if not each.is_whole and each.writer == self._writer]:
@@ -190,7 +191,7 @@ class Archiving:
                     yield recording
 
     async def _new(self, folder: Folder, manifests: Sequence[Manifest], rollouts: Sequence[Rollout]) -> list[str]:
-        """Return the ids of a page's chosen rollouts that the archive lacks, and count the others."""
+        """Return the ids of a page's chosen rollouts that the archive lacks, and count those that the archive has."""
         ends = {each.rollout_id: micros(each.finished_at) for each in rollouts if self._is_chosen(each)}
         ids = list(ends)
         near = [each for each in manifests if ids and each.first <= ids[-1] and each.last >= ids[0]]
@@ -204,7 +205,7 @@ class Archiving:
         return new
 
     async def _remove(self, experiment: str) -> None:
-        """Remove the chosen rollouts that the archive has as the store has them, unless their experiment needs them."""
+        """Remove the chosen rollouts whose archived copy equals the store's, unless their experiment needs them."""
         folder = self._folder(experiment)
         if await needed_experiments(self._store, [experiment]):
             async for rollouts in pages(self._store, self._query(experiment)):
@@ -250,7 +251,7 @@ class Archiving:
 
 
 async def _writer_of(store: Store) -> str:
-    """Return the name by which a store finds the parts that it began on any machine; made at its first use."""
+    """Return the name with which a store marks the parts that it writes, on any machine; created at the first use."""
     found = (await store.load_state(_WRITER)).get(_WRITER)
     if found is None:
         found = secrets.token_hex(8).encode()

@@ -1,8 +1,8 @@
-"""Parquet files, written and read in pieces, so that memory stays bounded whatever their size, and their values.
+"""Writes and reads Parquet files piece by piece, so that memory stays bounded, and converts values to columns and back.
 
 Packed token ids and log-probabilities become lists of int32 and float32 without a Python object for each number. JSON
-becomes text, and times become timestamps. A value leaves its record only where its column gives it back exactly. Any
-other stays in the record, and its column holds the nearest value that it can.
+becomes text, and times become timestamps. A value is moved out of its record only if its column returns it exactly.
+Any other value stays in the record, and its column holds the nearest value that the column's type allows.
 """
 
 import itertools
@@ -27,10 +27,10 @@ Kind: TypeAlias = Literal["text", "texts", "int", "float", "bool", "time", "byte
 Row: TypeAlias = dict[str, Any]
 
 _ROWS, _BYTES = 5_000, 8 << 20
-"""The most rows and bytes of values in a row group; a single row may be larger."""
+"""Largest numbers of rows and of bytes in a row group; a single row may have more bytes."""
 
 _PAGE = 1_000
-"""The most rows that are read at once."""
+"""The largest number of rows that are read at once."""
 
 _TYPES: dict[Kind, Any] = {
     "text": _pa.string(),
@@ -48,14 +48,14 @@ _VERSION = b"agl-data"
 
 _MICRO = 1_000_000
 _MOST_MICROS = 253_402_300_800 * _MICRO
-"""The year 10000, behind which no library shows a time."""
+"""The start of the year 10000 in microseconds; libraries cannot show later times."""
 
 
 class TableWriter:
-    """Writes rows to a local Parquet file; close it to end the file.
+    """Writes rows to a local Parquet file, which is complete once :meth:`close` returns.
 
     Attributes:
-        count: Rows so far.
+        count: Number of rows added so far.
     """
 
     def __init__(self, path: Path, columns: Mapping[str, Kind]) -> None:
@@ -67,7 +67,7 @@ class TableWriter:
             path,
             self._schema,
             compression="zstd",
-            use_dictionary=texts,  # of floats it would make one value of all kinds of nan
+            use_dictionary=texts,  # a dictionary of floats would turn all NaN bit patterns into one
             column_encoding={
                 f"{name}.list.element": "BYTE_STREAM_SPLIT" for name, kind in columns.items() if kind == "floats"
             },
@@ -78,7 +78,7 @@ class TableWriter:
         self.count = 0
 
     def add(self, row: Row) -> int:
-        """Add a row, which may lack columns; returns about how many bytes it has."""
+        """Add a row, which may lack columns; returns its approximate size in bytes."""
         size = sum(len(value) for value in row.values() if isinstance(value, str | bytes))
         self._rows.append(row)
         self._bytes += size
@@ -88,7 +88,7 @@ class TableWriter:
         return size
 
     def close(self) -> None:
-        """Write the remaining rows, and end the file."""
+        """Write the remaining rows and the end of the file."""
         try:
             self._flush()
         finally:
@@ -112,17 +112,17 @@ def write_table(path: Path, columns: Mapping[str, Kind], rows: Iterable[Row]) ->
 
 
 def read_rows(path: Path, columns: Mapping[str, Kind], *, place: Place, name: str) -> Iterator[Row]:
-    """Read columns of the local copy of an archive's file, row by row.
+    """Read columns of an archive's file from its local copy, row by row.
 
     Args:
-        path: The copy.
-        columns: The columns.
+        path: The local copy.
+        columns: The columns to read.
         place: The archive, for messages.
-        name: The file's name in it.
+        name: The file's name in the archive, for messages.
 
     Raises:
-        StoreError: It is not a Parquet file, is damaged, or lacks a column.
-        SchemaVersionError: A newer release wrote it.
+        StoreError: The file is not Parquet, is damaged, or lacks a column.
+        SchemaVersionError: A newer release wrote the file.
     """
     try:
         with _parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20) as file:
@@ -171,9 +171,9 @@ def _values(kind: Kind, column: Any) -> list[Any]:
 
 
 def row_of(record: Any, columns: Mapping[str, Kind]) -> Row:
-    """Return the columns that have the names of a record's fields: integers and times as columns hold them.
+    """Return a record's fields as the columns of the same names, with integers and times converted.
 
-    A column of texts holds any other field as JSON.
+    A field that is not a string becomes JSON in a column of text.
     """
     found = {name: getattr(record, name) for name in columns if hasattr(record, name)}
     return {name: _as_column(value, columns[name]) for name, value in found.items()}
@@ -192,7 +192,7 @@ def _as_column(value: Any, kind: Kind) -> Any:
 
 
 def json_text(value: Any) -> tuple[str, bool]:
-    """Return a value as JSON, and whether that is exact."""
+    """Return a value as JSON, and whether decoding the JSON gives the same value."""
     data = to_json(value)
     try:
         is_exact = encode(from_json(data, object)) == encode(value)
@@ -212,7 +212,7 @@ def micros_of_ns(nanoseconds: int) -> int | None:
 
 
 def integer(value: Any) -> int | None:
-    """Return an integer that a column of 64 bits takes, ``None`` for other values."""
+    """Return the value if it is an integer of 64 bits, else ``None``."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return value if is_integer and -(1 << 63) <= value < 1 << 63 else None
 

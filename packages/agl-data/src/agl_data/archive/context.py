@@ -1,7 +1,7 @@
-"""The tables of an experiment that its rollouts refer to: versions, labels and scores of resources, and its numbers.
+"""The tables that go with an experiment's rollouts: versions, labels and scores of its resources, and its metrics.
 
-Each is one file, which every archiving writes anew with what is new in the store. Pages have checksums, so a file needs
-no manifest.
+Each table is one file. Every archiving adds the store's new records, and rewrites the file if there are any. The file
+needs no manifest, because its Parquet pages have checksums.
 """
 
 import tempfile
@@ -24,13 +24,13 @@ _BATCH = 1_000
 
 
 class Table(NamedTuple, Generic[R]):
-    """A table of records.
+    """A table of an archive with one record per row.
 
     Attributes:
-        name: Its name in the archive.
-        type: The type of its records.
-        columns: Its columns but ``record``.
-        key: The fields that are the identity of a record; a newer one replaces an archived one of the same key.
+        name: The table's name in the archive.
+        type: The type of the records.
+        columns: The columns except ``record``.
+        key: The fields that identify a record; a newer record replaces the archived one with the same key.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Table(NamedTuple, Generic[R]):
     key: tuple[str, ...]
 
     def key_of(self, record: R) -> Hashable:
-        """Return the identity of a record."""
+        """Return the values of the fields that identify a record."""
         return tuple(getattr(record, name) for name in self.key)
 
     def read(self, folder: Folder) -> list[R]:
-        """Read the archived records; none where there is no file."""
+        """Read the archived records; empty if the file does not exist."""
         name = folder.file(self.name)
         with tempfile.TemporaryDirectory(prefix="agl-archive-") as local:
             path = Path(local) / "table.parquet"
@@ -64,7 +64,7 @@ class Table(NamedTuple, Generic[R]):
             folder.place.put(folder.file(self.name), path)
 
     def update(self, folder: Folder, records: Sequence[R]) -> None:
-        """Add records to the archived ones, in their order, and write the file if that changes it."""
+        """Merge records into the archived ones, new keys last, and write the file if that changes it."""
         archived = self.read(folder)
         merged = {self.key_of(record): record for record in archived}
         merged.update((self.key_of(record), record) for record in records)
@@ -117,10 +117,10 @@ METRICS: Table[Metric] = Table(
 
 
 async def archive_context(store: Store, folder: Folder, *, experiment: str, names: Iterable[str]) -> None:
-    """Archive the versions, labels and scores of the resources, those that the store has, and the numbers.
+    """Archive the versions, labels and scores of the named resources, and the metrics of the experiment.
 
     Raises:
-        ConflictError: The archive has a version with other contents.
+        ConflictError: The archive has one of the versions with other contents.
     """
     archived = {VERSIONS.key_of(version): version for version in VERSIONS.read(folder)}
     versions: list[ResourceVersion] = []
@@ -144,10 +144,11 @@ async def archive_context(store: Store, folder: Folder, *, experiment: str, name
 
 
 async def restore_context(folder: Folder, store: TableStore, *, experiment: str) -> None:
-    """Bring versions, labels, scores and metrics back; records that the store has stay as they are.
+    """Restore the archived versions, labels, scores and metrics that the store lacks; existing records do not change.
 
     Raises:
-        ConflictError: The store has a version or a label that went another way; nothing of the experiment is restored.
+        ConflictError: The store's versions of a resource, or the moves of a label, contradict the archive; nothing of
+            the experiment is restored.
     """
     versions, moves = VERSIONS.read(folder), LABELS.read(folder)
     lacking = await _lacking_versions(store, versions)
@@ -165,7 +166,7 @@ async def restore_context(folder: Folder, store: TableStore, *, experiment: str)
 
 
 async def _lacking_versions(store: Store, versions: Sequence[ResourceVersion]) -> list[ResourceVersion]:
-    """Return the versions that the store lacks; a resource of the same name that went another way is refused."""
+    """Return the versions that the store lacks; raises ConflictError if its versions of a resource contradict them."""
     lacking: list[ResourceVersion] = []
     for name in dict.fromkeys(version.name for version in versions):
         archived = [version for version in versions if version.name == name]
@@ -182,12 +183,12 @@ async def _lacking_versions(store: Store, versions: Sequence[ResourceVersion]) -
 
 
 def _is_same(one: ResourceVersion, other: ResourceVersion) -> bool:
-    """Return true for versions with equal contents, in which NaN equals itself."""
+    """Return true for versions with equal contents, where NaN counts as equal to NaN."""
     return one == other or encode(one) == encode(other)
 
 
 async def _lacking_moves(store: Store, moves: Sequence[LabelMove]) -> list[LabelMove]:
-    """Return the moves that the store lacks; a label that was moved otherwise is refused."""
+    """Return the label moves that the store lacks; raises ConflictError if the store's moves contradict them."""
     lacking: list[LabelMove] = []
     for name, label in dict.fromkeys((move.name, move.label) for move in moves):
         archived = [move for move in moves if (move.name, move.label) == (name, label)]

@@ -2,16 +2,17 @@
 
     agl-data.json                     marks the folder, with the format's version
     EXPERIMENT/manifests/PART.json       a part: its rollouts and the checksums of its three files
-    EXPERIMENT/rollouts/PART.parquet     its rollouts, in order of id
-    EXPERIMENT/attempts/PART.parquet     their attempts
-    EXPERIMENT/spans/PART.parquet        their spans
+    EXPERIMENT/rollouts/PART.parquet     the part's rollouts, in order of id
+    EXPERIMENT/attempts/PART.parquet     the attempts of these rollouts
+    EXPERIMENT/spans/PART.parquet        the spans of these rollouts
     EXPERIMENT/versions.parquet          versions of the resources that the rollouts name
-    EXPERIMENT/labels.parquet            every move of their labels
-    EXPERIMENT/scores.parquet            their scores
-    EXPERIMENT/metrics.parquet           the experiment's numbers
+    EXPERIMENT/labels.parquet            every move of the resources' labels
+    EXPERIMENT/scores.parquet            scores of the versions
+    EXPERIMENT/metrics.parquet           the experiment's metrics
 
-A manifest is written before the files of its part, marked as unfinished, and again after them. Only a finished one
-counts, so that a part is there as a whole or not at all, also where nothing can be renamed.
+A part's manifest is written twice: before the part's files, marked as unfinished, and after them, marked as whole.
+Readers ignore unfinished parts. A part therefore appears as a whole or not at all, even in an object store that cannot
+rename files.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from agl_data.archive.places import Place
 R = TypeVar("R", bound=Record)
 
 FORMAT = 1
-"""The version of the format that this release writes, and the newest that it reads."""
+"""The version of the format that this release writes; it reads this version and older ones."""
 
 MARK = "agl-data.json"
 TABLES = ("spans", "attempts", "rollouts")
@@ -53,15 +54,17 @@ class Sum(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Manifest(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A part of an archive.
+    """The description of one part of an archive.
 
     Attributes:
-        part: The name of its files.
-        experiment: The experiment of all of its rollouts.
-        first: The smallest id of its rollouts; ``last`` is the greatest.
-        files: Its files by table.
-        is_whole: Whether the files are there; false while they are being written.
-        writer: The name of the store that wrote it, by which its next archiving finds the parts that a killed one left.
+        part: The name of the part's files, without suffix.
+        experiment: The experiment that all rollouts of the part belong to.
+        first: The smallest id among the part's rollouts.
+        last: The greatest id among the part's rollouts.
+        files: Size, checksum and rows of each file, by table.
+        is_whole: True once all files are written.
+        writer: The name of the store that the part came from. The store's next archiving discards unfinished parts
+            under this name, which a killed one left.
     """
 
     part: str
@@ -87,11 +90,11 @@ class Folder:
         self.name = name
 
     def file(self, table: str, part: str = "") -> str:
-        """Return the path of a table's file: of a part, or the only one."""
+        """Return the path of a table's file in the given part, or of a table that is a single file."""
         return f"{self.name}/{table}/{part}.parquet" if part else f"{self.name}/{table}.parquet"
 
     def manifests(self) -> list[Manifest]:
-        """Read the manifests of all parts, unfinished ones included, by first id."""
+        """Read the manifests of all parts, including unfinished ones, sorted by first id."""
         paths = [f"{self.name}/manifests/{name}" for name in self.place.names(f"{self.name}/manifests")]
         found = [_decoded(self.place, path, Manifest) for path in paths if path.endswith(".json")]
         return sorted((each for each in found if each is not None), key=lambda each: (each.first, each.part))
@@ -101,13 +104,13 @@ class Folder:
         self.place.write(f"{self.name}/manifests/{manifest.part}.json", to_json(manifest))
 
     def discard(self, manifest: Manifest) -> None:
-        """Remove a part, its manifest last."""
+        """Remove the files of a part, and its manifest last."""
         for table in TABLES:
             self.place.remove(self.file(table, manifest.part))
         self.place.remove(f"{self.name}/manifests/{manifest.part}.json")
 
     def fetch(self, manifest: Manifest, table: str, folder: Path) -> Path:
-        """Copy a file of a part to a local folder, and check it; raises :class:`StoreError` for a damaged one."""
+        """Copy a part's file to a local folder and check it; raises :class:`StoreError` if it is missing or damaged."""
         target, name, expected = folder / f"{table}.parquet", self.file(table, manifest.part), manifest.files[table]
         if not self.place.fetch(name, target):
             raise damaged(self.place, name, "it is missing")
@@ -120,7 +123,7 @@ class Folder:
 
 
 def folder_of(experiment: str) -> str:
-    """Return the name of an experiment's folder: its own name where a file system takes it, ``%`` for no experiment."""
+    """Return an experiment's folder name: the URL-quoted name, shortened if it is long; ``%`` for an empty name."""
     name = quote(experiment, safe="")
     if name.startswith(".") or name == MARK:
         name = name.replace(".", "%2E")
@@ -130,11 +133,11 @@ def folder_of(experiment: str) -> str:
 
 
 def open_archive(place: Place) -> None:
-    """Check that a place is an archive that this release reads.
+    """Check that a place is an archive that this release can read.
 
     Raises:
-        ConfigError: It is not an archive.
-        SchemaVersionError: A newer release wrote it.
+        ConfigError: The place is not an archive.
+        SchemaVersionError: A newer release wrote the archive.
     """
     mark = _decoded(place, MARK, Mark)
     if mark is None:
@@ -146,7 +149,12 @@ def open_archive(place: Place) -> None:
 
 
 def make_archive(place: Place) -> None:
-    """Open an archive, or mark an empty or new folder as one; raises :class:`ConfigError` for a folder of others."""
+    """Open an archive, or mark a new or empty folder as one.
+
+    Raises:
+        ConfigError: The folder holds other files.
+        SchemaVersionError: A newer release wrote the archive.
+    """
     if place.read(MARK) is not None:
         open_archive(place)
         return
@@ -165,7 +173,7 @@ def folders(place: Place) -> list[Folder]:
 
 
 def damaged(place: Place, name: str, what: str) -> StoreError:
-    """Make the error of a file that cannot be used."""
+    """Make the error for a damaged file; ``what`` says how it is damaged."""
     return StoreError(
         f"{name!r} in the archive {place.shown} is damaged: {what}; bring the file back from a copy of the archive, "
         "and repeat the command"
@@ -173,7 +181,7 @@ def damaged(place: Place, name: str, what: str) -> StoreError:
 
 
 def newer(place: Place, name: str, version: int) -> SchemaVersionError:
-    """Make the error of a file that a newer release wrote."""
+    """Make the error for a file that a newer release wrote."""
     return SchemaVersionError(
         f"{name!r} in the archive {place.shown} has version {version} of the format, and this release reads up to "
         f"{FORMAT}; install a newer agl-data"
@@ -191,7 +199,7 @@ class _Versioned(Record, frozen=True, kw_only=True):
 
 
 def _decoded(place: Place, name: str, type: type[R]) -> R | None:
-    """Read a JSON file; ``None`` if there is none."""
+    """Read a JSON file; ``None`` if it does not exist."""
     data = place.read(name)
     if data is None:
         return None

@@ -1,4 +1,4 @@
-"""Parts of an archive: written from recordings in order of id, and read again as the same recordings."""
+"""Writes recordings, in order of id, as parts of an archive, and reads the same recordings back."""
 
 import hashlib
 import itertools
@@ -16,18 +16,18 @@ from agl_data.archive.layout import TABLES, Folder, Manifest, Sum, sha256
 from agl_data.archive.tables import COLUMNS, STORED, attempt_of, rollout_of, rows_of, span_of
 
 PART_ROLLOUTS, PART_BYTES = 10_000, 256 << 20
-"""The rollouts and the bytes of values, before compression, from which a part is full."""
+"""A part is full at this many rollouts, or at this many uncompressed bytes of values."""
 
 
 class PartWriter:
-    """Collects recordings of an experiment, in order of id, in local files, and uploads them as one part.
+    """Collects recordings of an experiment in local files, in order of id, and uploads them as one part.
 
-    Use it in a ``with`` block, which removes the local files.
+    Use it in a ``with`` block: the local files are removed at its end.
 
     Args:
         folder: The experiment's folder.
-        experiment: The experiment.
-        writer: The name of the store; see :class:`~agl_data.archive.layout.Manifest`.
+        experiment: The experiment's name.
+        writer: The store's name in the :class:`~agl_data.archive.layout.Manifest`.
     """
 
     def __init__(self, folder: Folder, experiment: str, *, writer: str) -> None:
@@ -47,23 +47,23 @@ class PartWriter:
 
     @property
     def is_full(self) -> bool:
-        """True once the part has as many rollouts or bytes as one may have."""
+        """True once the part has the largest number of rollouts or of bytes."""
         return len(self._ids) >= PART_ROLLOUTS or self._bytes >= PART_BYTES
 
     @property
     def count(self) -> int:
-        """The number of rollouts."""
+        """The number of rollouts added so far."""
         return len(self._ids)
 
     def add(self, recording: Recording) -> None:
-        """Add a rollout, with all of its attempts and spans, whose id is above all before it."""
+        """Add a rollout with all its attempts and spans; rollouts must come in ascending order of id."""
         self._ids.append(recording.rollout.rollout_id)
         rows = rows_of(recording)
         for table in TABLES:
             self._bytes += sum(map(self._tables[table].add, getattr(rows, table)))
 
     def upload(self) -> Manifest:
-        """Upload the part: the manifest of an unfinished one, its files, and then the manifest of a whole one."""
+        """Upload the part: its manifest, marked as unfinished, then its files, then the manifest, marked as whole."""
         for table in self._tables.values():
             table.close()
         files = {table: self._sum(table) for table in TABLES}
@@ -92,16 +92,16 @@ class PartWriter:
 
 
 class PartReader:
-    """Reads a part, whose files it copies to this machine and checks; use it in a ``with`` block.
+    """Copies a part's files to this machine, checks them, and reads them; use it in a ``with`` block.
 
     Args:
         folder: The experiment's folder.
-        manifest: The part.
-        tables: The tables to copy; :meth:`ids` and :meth:`ends` need only the rollouts.
+        manifest: The manifest of the part.
+        tables: The tables to copy; ``rollouts`` alone suffices for :meth:`ids` and :meth:`ends`.
 
     Raises:
         StoreError: A file is missing or damaged.
-        SchemaVersionError: A newer release wrote it.
+        SchemaVersionError: A newer release wrote the part.
     """
 
     def __init__(self, folder: Folder, manifest: Manifest, *, tables: Sequence[str] = TABLES) -> None:
@@ -124,7 +124,7 @@ class PartReader:
         return [row["rollout_id"] for row in self._rows("rollouts", {"rollout_id": "text"})]
 
     def ends(self) -> dict[str, int | None]:
-        """Return the ids of the rollouts, in order, each with the microseconds at which it finished."""
+        """Return the time at which each rollout finished, in Unix microseconds, by rollout id in ascending order."""
         rows = self._rows("rollouts", {"rollout_id": "text", "finished_at": "time"})
         return {row["rollout_id"]: row["finished_at"] for row in rows}
 
@@ -152,5 +152,5 @@ class PartReader:
 
 
 def content_of(recording: Recording) -> bytes:
-    """Return the bytes of a recording, which are equal for equal recordings."""
+    """Encode a recording as bytes; equal recordings give equal bytes."""
     return encode((recording.rollout, recording.attempts, recording.spans))

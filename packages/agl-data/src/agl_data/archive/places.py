@@ -1,7 +1,7 @@
-"""A folder anywhere that fsspec reaches: a disk, S3, Google Cloud Storage, Azure and others.
+"""Access to a folder on any backend of fsspec: a disk, S3, Google Cloud Storage, Azure and others.
 
-A file appears whole or not at all: on a disk it is renamed into place, and an object store shows an upload once it has
-ended.
+A file appears whole or not at all: on a disk it is renamed into place once written, and an object store shows an upload
+only once it has ended.
 """
 
 import os
@@ -19,17 +19,18 @@ T = TypeVar("T")
 _fsspec: Any = import_module("fsspec")  # untyped
 
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-"""Names by which pip installs the backends of object stores, by the URL's scheme."""
+"""The pip package of each object store's backend, by URL scheme."""
 
 
 class Place:
-    """A folder, by its URL or path.
+    """A folder at a URL or path.
 
     Args:
-        url: The folder, which need not exist; options of its backend come from its usual environment variables.
+        url: The folder, which need not exist. Its backend reads credentials and options from its usual environment
+            variables.
 
     Raises:
-        ConfigError: No backend takes the URL, or its package is not installed.
+        ConfigError: No backend handles the URL, or the backend's package is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -39,7 +40,7 @@ class Place:
         self._is_disk: bool = "file" in self._fs.protocol
 
     def read(self, name: str) -> bytes | None:
-        """Return the contents of a small file; ``None`` if there is none."""
+        """Return the contents of a small file; ``None`` if it does not exist."""
         with self._reaching(f"read {name!r}"):
             try:
                 return bytes(self._fs.cat_file(self._path(name)))
@@ -47,15 +48,15 @@ class Place:
                 return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file, in place of an earlier one."""
+        """Write a small file, replacing an existing one."""
         self._put(name, lambda target: self._fs.pipe_file(target, data))
 
     def put(self, name: str, source: Path) -> None:
-        """Write a file from a local one, in place of an earlier one."""
+        """Write a file from a local one, replacing an existing one."""
         self._put(name, lambda target: self._fs.put_file(str(source), target))
 
     def _put(self, name: str, write: Callable[[str], None]) -> None:
-        """Let a backend write a file; on a disk it gets its name once it is whole, and is on the disk."""
+        """Let the backend write a file; on a disk, write a temporary file, flush it, and rename it into place."""
         with self._reaching(f"write {name!r}"):
             if not self._is_disk:
                 write(self._path(name))
@@ -72,7 +73,7 @@ class Place:
                 path.unlink(missing_ok=True)
 
     def fetch(self, name: str, target: Path) -> bool:
-        """Copy a file to a local one; returns whether there is such a file."""
+        """Copy a file to a local one; returns false if it does not exist."""
         with self._reaching(f"read {name!r}"):
             try:
                 self._fs.get_file(self._path(name), str(target))
@@ -81,10 +82,10 @@ class Place:
             return True
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the sorted names in a folder; none where there is no such folder.
+        """Return the names in a folder, sorted; empty if the folder does not exist.
 
         Raises:
-            ConfigError: It is a file.
+            ConfigError: The path is a file.
         """
         with self._reaching("list the folder"):
             path = self._path(folder)
@@ -100,7 +101,7 @@ class Place:
             return sorted(each.rstrip("/").rpartition("/")[2] for each in found if each.rstrip("/") != path)
 
     def remove(self, name: str) -> None:
-        """Remove a file; one that is gone is ignored."""
+        """Remove a file; does nothing if it does not exist."""
         with self._reaching(f"remove {name!r}"):
             try:
                 self._fs.rm_file(self._path(name))

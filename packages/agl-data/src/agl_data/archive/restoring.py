@@ -1,7 +1,8 @@
 """Brings archived rollouts back into a store, byte for byte.
 
-A part is compared with the store before anything of it is written. A rollout that the store has as it is archived stays
-there, and one with other contents ends the restoring, so that no part is restored by half.
+A part is compared with the store before any of its rollouts is written. A rollout that the store already has, equal to
+its archived copy, is left as it is. A rollout with other contents stops the restore, so that no part is restored
+incompletely.
 """
 
 import asyncio
@@ -26,7 +27,13 @@ _GREATEST = "\U0010ffff"
 
 
 class Restored(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The result of a restoring; ``known`` rollouts were in the store already."""
+    """The result of a restore.
+
+    Attributes:
+        experiments: Names of the restored experiments.
+        rollouts: Number of restored rollouts.
+        known: Number of rollouts that the store already had.
+    """
 
     experiments: list[str]
     rollouts: int = 0
@@ -34,7 +41,13 @@ class Restored(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class ArchivedPart(NamedTuple):
-    """A part of an archive; ``rollout_ids`` are those to restore, ``None`` for all."""
+    """A part of an archive to restore from.
+
+    Attributes:
+        folder: The folder of the part's experiment.
+        manifest: The part's manifest.
+        rollout_ids: Ids of the rollouts to restore; ``None`` for all rollouts of the part.
+    """
 
     folder: Folder
     manifest: Manifest
@@ -52,10 +65,10 @@ def find_parts(place: Place, *, experiments: Sequence[str] = (), names: Sequence
     Args:
         place: The archive.
         experiments: Only these experiments; empty for all.
-        names: Ids of rollouts, or beginnings that only one id has; empty for all rollouts.
+        names: Rollouts to restore, as ids or unique prefixes of ids; empty for all rollouts.
 
     Raises:
-        ConfigError: The place is not an archive, or several ids begin with a name.
+        ConfigError: The place is not an archive, or a name is the prefix of several ids.
         NotFoundError: The archive lacks an experiment or a rollout.
     """
     open_archive(place)
@@ -77,12 +90,12 @@ def find_parts(place: Place, *, experiments: Sequence[str] = (), names: Sequence
 async def restore_parts(
     store: TableStore, parts: Sequence[ArchivedPart], *, tell: Callable[[int], None], is_dry_run: bool = False
 ) -> Restored:
-    """Restore parts, each with the versions, labels, scores and numbers of its experiment.
+    """Restore parts, with the versions, labels, scores and metrics of their experiments.
 
     Args:
-        store: The store.
+        store: The store to restore into.
         parts: The parts.
-        tell: Called with the number of rollouts that are restored since its last call.
+        tell: Called after each part with its number of wanted rollouts, new and known.
         is_dry_run: Compare with the store, and write nothing.
 
     Raises:
@@ -104,7 +117,7 @@ async def restore_parts(
 
 
 async def _known(store: TableStore, part: ArchivedPart, reader: PartReader) -> set[str]:
-    """Return the rollouts that the store has already; raises :class:`ConflictError` where one differs."""
+    """Return ids of wanted rollouts that the store already has; raises :class:`ConflictError` if one differs."""
     wanted = part.rollout_ids
     known = {
         rollout.rollout_id
@@ -135,7 +148,7 @@ async def _restore(store: TableStore, part: ArchivedPart, reader: PartReader, kn
 
 
 def _naming(parts: Sequence[ArchivedPart], names: Sequence[str]) -> list[ArchivedPart]:
-    """Return the parts with the rollouts that are named, whose ids are read one part at a time."""
+    """Return the parts that hold the named rollouts; reads the ids of one part at a time."""
     found: dict[str, set[str]] = {name: set() for name in names}
     fitting: list[tuple[ArchivedPart, set[str]]] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Reads rollouts of a store while other processes may remove some."""
+"""Reads rollouts from a store while other processes may remove some of them."""
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
@@ -10,14 +10,14 @@ from agl_data.archive.layout import Manifest
 from agl_inspect.terminal.query import pages
 
 CHUNK = 100
-"""Rollouts that are read, compared or written at once."""
+"""The number of rollouts that are read, compared or written at once."""
 
 _SPANS = 2_000
 _PAGE = 1_000
 
 
 async def read_known(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[Recording]:
-    """Read rollouts with all attempts and spans, in order of id; rollouts that are removed meanwhile are left out."""
+    """Read rollouts with all attempts and spans, in order of id; skips rollouts that are removed in the meantime."""
     left = list(rollout_ids)
     while left:
         try:
@@ -32,7 +32,7 @@ async def read_known(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[
 
 
 async def rollouts_there(store: Store, manifest: Manifest) -> AsyncIterator[Rollout]:
-    """Find the rollouts that a store has between the first and the last of a part, of the part's experiment."""
+    """Yield the store's rollouts of a part's experiment whose ids lie between the part's first and last id."""
     query = RolloutQuery(experiment=manifest.experiment, after=manifest.first[:-1], limit=_PAGE)
     async for rollouts in pages(store, query):
         for rollout in rollouts:
@@ -43,7 +43,7 @@ async def rollouts_there(store: Store, manifest: Manifest) -> AsyncIterator[Roll
 
 
 def chunks(recordings: Iterable[Recording]) -> Iterator[list[Recording]]:
-    """Return recordings in lists that a store takes at once."""
+    """Group recordings into lists small enough for one write to a store."""
     chunk: list[Recording] = []
     spans = 0
     for recording in recordings:

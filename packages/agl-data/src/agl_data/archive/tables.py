@@ -1,7 +1,7 @@
-"""The rows of a part: rollouts, attempts and spans, each with columns to query and with its exact record.
+"""Converts rollouts, attempts and spans to the rows of a part, with columns to query and the exact record, and back.
 
-``record`` is the record in msgpack. Fields that ``moved`` names are left out of it, because their columns hold them
-exactly.
+The column ``record`` holds the record in msgpack, without the fields named in ``moved``, whose values are exactly those
+in the columns of the same names.
 """
 
 from collections.abc import Mapping
@@ -82,7 +82,7 @@ SPANS: dict[str, Kind] = {
     "record": "bytes",
 }
 COLUMNS: dict[str, dict[str, Kind]] = {"rollouts": ROLLOUTS, "attempts": ATTEMPTS, "spans": SPANS}
-"""The columns of each table. Texts of JSON are ``task``, ``metadata``, ``request``, ``response``, ``attributes``."""
+"""The columns of each table; ``task``, ``metadata``, ``request``, ``response`` and ``attributes`` hold JSON text."""
 
 STORED: dict[str, dict[str, Kind]] = {
     table: {name: columns[name] for name in ("rollout_id", "moved", "record", *also) if name in columns}
@@ -92,14 +92,14 @@ STORED: dict[str, dict[str, Kind]] = {
         ("spans", SPANS, ("prompt_ids", "response_ids", "logprobs", "request", "response", "attributes")),
     )
 }
-"""The columns of each table from which the records are made again."""
+"""The columns of each table that the records are rebuilt from."""
 
 _PACKED = ("prompt_ids", "response_ids", "logprobs")
 _BODIES = ("request", "response")
 
 
 class Rows(NamedTuple):
-    """The rows of one recording by table."""
+    """The rows of one recording, by table."""
 
     rollouts: list[Row]
     attempts: list[Row]
@@ -107,7 +107,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(recording: Recording) -> Rows:
-    """Return the rows of a rollout with all of its attempts and spans."""
+    """Return the rows of a rollout and of all its attempts and spans."""
     experiment = recording.rollout.experiment
     enclosing: dict[str, Enclosing] = {}
     for attempt_id in dict.fromkeys(span.attempt_id for span in recording.spans):
@@ -118,18 +118,18 @@ def rows_of(recording: Recording) -> Rows:
 
 
 def rollout_of(row: Row) -> Rollout:
-    """Make the rollout of a row again."""
+    """Rebuild the rollout from its row."""
     rollout = decode(row["record"], Rollout)
     return replace(rollout, **{name: from_json(row[name], object) for name in row["moved"]})
 
 
 def attempt_of(row: Row) -> Attempt:
-    """Make the attempt of a row again."""
+    """Rebuild the attempt from its row."""
     return decode(row["record"], Attempt)
 
 
 def span_of(row: Row) -> Span:
-    """Make the span of a row again."""
+    """Rebuild the span from its row."""
     span = decode(row["record"], Span)
     moved = {name: row[name] if name in _PACKED else from_json(row[name], object) for name in row["moved"]}
     own = {"attributes": moved.pop("attributes")} if "attributes" in moved else {}
@@ -202,7 +202,7 @@ def _span_row(span: Span, experiment: str, agent: str) -> Row:
 
 
 def _call_columns(call: ModelCall) -> tuple[Row, dict[str, Any]]:
-    """Return a call's columns, and the empty values that replace, in its record, the fields that they hold exactly."""
+    """Return a call's columns, and empty values for the fields of its record that the columns hold exactly."""
     packed = {name: getattr(call, name) for name in _PACKED}
     bodies = {name: json_text(getattr(call, name)) for name in _BODIES}
     columns = {

@@ -1,3 +1,3 @@
-"""Recorded runs in the formats of other trainers and tools."""
+"""Writes recorded runs in the formats of other trainers and tools."""
 
 __all__: list[str] = []

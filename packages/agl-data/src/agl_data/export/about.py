@@ -1,6 +1,7 @@
-"""Fields of a rollout and its calls that formats have no name for: an object ``agl`` in each one's free field.
+"""Makes the object ``agl``, which holds the fields of a rollout and its calls that an export format has no name for.
 
-``agl data import`` reads them back. They repeat the record and add nothing to it.
+Each format writes the object into a free field, and ``agl data import`` reads it back. It repeats parts of the record
+and adds nothing to it.
 """
 
 from typing import Any
@@ -33,7 +34,7 @@ def rollout_about(item: Exported) -> dict[str, Json]:
 
 
 def call_about(span: Span, seen: Transition) -> dict[str, Json]:
-    """Return what identifies a model call and places it in time, with its fields but ids, request and response."""
+    """Return a model call's span id, times and reward, and its record without ids, request and response."""
     call = span.call
     assert call is not None  # noqa: S101  # transitions are made of calls
     bare = replace(call, prompt_ids=b"", response_ids=b"", logprobs=b"")
@@ -49,12 +50,12 @@ def call_about(span: Span, seen: Transition) -> dict[str, Json]:
 
 
 def rewards_about(item: Exported, calls: set[str], losses: Losses) -> list[dict[str, Any]]:
-    """Return the deciding attempt's rewards, each with the span id of the call that it is about.
+    """Return the deciding attempt's rewards, each with the span id of the call it is about.
 
     Args:
         item: The rollout.
-        calls: Span ids of the calls that are written.
-        losses: Counts the rewards that are about another span.
+        calls: Span ids of the calls that the export writes.
+        losses: Counts the rewards that are about a span the export does not write.
     """
     rollout, attempt = item.recording.rollout, item.episode.attempt
     found: list[dict[str, Any]] = []
@@ -73,7 +74,10 @@ def rewards_about(item: Exported, calls: set[str], losses: Losses) -> list[dict[
 
 
 def target_of(span: Span, reward: Reward) -> str:
-    """Return the id of the span that a reward is about; ``""`` for the rollout, or the newest call before it."""
+    """Return the id of the span that a reward is about.
+
+    ``""`` means that the reward names no span: it is about the rollout, or about the newest call before it.
+    """
     if reward.scope == "rollout":
         return ""
     return reward.span_id or (span.parent_id if reward.scope == "span" else "") or ""

@@ -1,7 +1,7 @@
-"""ATIF 1.8: each rollout is one trajectory, its other conversations are embedded sub-agents.
+"""Exports rollouts as ATIF 1.8: one trajectory per rollout, which embeds its further conversations as sub-agents.
 
-A conversation is a trajectory of its own, whose agent is the one that made the calls. One that began within a tool
-call is referred to by that tool's result. Fields without a place in ATIF are in ``extra`` as ``agl``.
+Each conversation is a trajectory, named after the agent that made its calls. If a conversation began within a tool
+call, that tool's result refers to it. Fields that ATIF has no name for are in ``extra`` as ``agl``.
 """
 
 from collections.abc import Mapping
@@ -42,13 +42,13 @@ _COST = "agl.cost_usd"
 
 
 class AtifWriter:
-    """Writes rollouts as trajectories, one a line."""
+    """Writes rollouts as trajectories, one per line."""
 
     def __init__(self, *, setup: ExportSetup) -> None:
         self._losses, self._lines = setup.losses, LineFile(setup)
 
     def write(self, item: Exported) -> int:
-        """Write a rollout; returns 0 for one without an answered call."""
+        """Write a rollout and return 1; a rollout without an answered call is left out and gives 0."""
         rollout_id = item.recording.rollout.rollout_id
         found = conversations_of(item, self._losses)
         if not found:
@@ -58,11 +58,11 @@ class AtifWriter:
         return 1
 
     def close(self) -> None:
-        """Nothing is left to write."""
+        """Do nothing: every rollout is already written."""
 
 
 class _Trajectories:
-    """Makes the trajectory of a rollout with its sub-agents."""
+    """Makes the trajectory of a rollout, with its sub-agents' trajectories embedded."""
 
     def __init__(self, item: Exported, found: list[Conversation], losses: Losses) -> None:
         self._item, self._losses = item, losses
@@ -71,7 +71,7 @@ class _Trajectories:
         self._callers = _callers(item.recording, found, self._id)
 
     def document(self) -> dict[str, Json]:
-        """Return the trajectory of the first conversation, which holds the others."""
+        """Return the first conversation's trajectory, with the trajectories of the others embedded."""
         first, *others = self._found
         calls = {turn.seen.span_id for each in self._found for turn in each.turns}
         rewards = rewards_about(self._item, calls, self._losses)
@@ -156,7 +156,7 @@ class _Steps:
         self.made.append({"step_id": len(self.made) + 1, **step, **({"extra": extra} if extra else {})})
 
     def _answer(self, message: Message) -> dict[str, Any]:
-        """Return reasoning and tool calls of an assistant's message."""
+        """Return the reasoning and the tool calls of an assistant message, without empty fields."""
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         calls = [self._tool_call(call) for call in objects_in(message.get("tool_calls"))]
         return without_empty(
@@ -223,7 +223,7 @@ class _Steps:
 
 
 def _callers(recording: Recording, found: list[Conversation], own: str) -> dict[str, list[str]]:
-    """Return the conversations that began within a tool call, by that call's id."""
+    """Return the trajectory ids of the conversations that began within a tool call, by the id of the tool call."""
     spans = {(span.attempt_id, span.span_id): span for span in recording.spans}
     callers: dict[str, list[str]] = {}
     for number, conversation in enumerate(found):
@@ -234,7 +234,7 @@ def _callers(recording: Recording, found: list[Conversation], own: str) -> dict[
 
 
 def _tool_around(span: Span, spans: Mapping[tuple[str, str], Span]) -> str:
-    """Return the id of the tool call that encloses a span, ``""`` without one."""
+    """Return the id of the innermost tool call that encloses a span; ``""`` if no tool call does."""
     seen: set[str] = set()
     above: Span | None = span
     while above is not None and above.span_id not in seen:
@@ -248,7 +248,7 @@ def _tool_around(span: Span, spans: Mapping[tuple[str, str], Span]) -> str:
 
 
 def _counts(call: ModelCall) -> dict[str, Json]:
-    """Return the numbers of tokens as the backend counted them, else the numbers of ids."""
+    """Return a call's token counts as the backend reported them, or else counted from its token ids."""
     response: Any = call.response
     usage = Usage.read(cast("Message", response).get("usage") if isinstance(response, dict) else None)
     asked, answered = usage.prompt or call.prompt_len, usage.answer or call.response_len
@@ -263,7 +263,7 @@ def _totals(steps: list[dict[str, Any]]) -> dict[str, Json]:
 
 
 def _image_type(url: str) -> str:
-    """Return the media type of an image from its URL; ``""`` for one that ATIF does not know."""
+    """Return an image's media type, found from its URL; ``""`` for types that ATIF does not know."""
     if url.startswith("data:"):
         kind = url[5:60].partition(";")[0]
         return kind if kind in _IMAGES.values() else ""

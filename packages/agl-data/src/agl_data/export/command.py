@@ -1,4 +1,4 @@
-"""``agl data export``: rollouts as JSON lines, prompts as text, JSON or a Python constant, weights as files."""
+"""``agl data export``: writes rollouts as JSON lines, prompts as text, JSON or Python constants, weights as files."""
 
 import pprint
 import re
@@ -146,7 +146,7 @@ def _shown(output: Path | None) -> str:
 
 
 def _as_python(version: ResourceVersion) -> str:
-    """Return a Python assignment, with the value's origin in a comment."""
+    """Return a version's value as a Python assignment, under a comment with its name and version."""
     constant = re.sub(r"\W", "_", version.name).upper()
     resource = version.resource
     value: Any = resource.template if isinstance(resource, PromptTemplate) else msgspec.to_builtins(resource)
@@ -162,7 +162,7 @@ _OF_RESOURCES: dict[str, Callable[[ResourceVersion], str]] = {
 
 
 async def _write_spans(store: Store, query: RolloutQuery, spans: SpanQuery, target: BinaryIO) -> int:
-    """Write the spans that fit, of which a few pages are in memory; returns their number."""
+    """Write the spans that match, holding a few pages of them in memory; returns the number of spans written."""
     count = 0
     first = msgspec.structs.replace(spans, limit=CHOSEN_PAGE)
     async for recording in read_recordings(store, query, spans=first):
@@ -177,7 +177,7 @@ async def _write_spans(store: Store, query: RolloutQuery, spans: SpanQuery, targ
 
 
 async def _write_pairs(found: AsyncIterator[list[dict[str, Any]]], target: BinaryIO) -> int:
-    """Write preference pairs, and say how many tasks give none; returns the number of pairs."""
+    """Write preference pairs, and print the number of tasks without a pair; returns the number of pairs."""
     count = empty = 0
     async for lines in found:
         target.writelines(to_json(line) + b"\n" for line in lines)
@@ -192,7 +192,7 @@ async def _write_pairs(found: AsyncIterator[list[dict[str, Any]]], target: Binar
 
 
 def _plain(record: Transition | Row) -> dict[str, Any]:
-    """Convert a record to plain data, with token ids, masks and numbers as lists."""
+    """Convert a record to a dict, with packed token ids, masks and numbers as lists."""
     unpack: dict[str, Callable[[bytes], list[Any]]] = {"mask": list, "logprobs": unpack_floats}
     unpack |= {"advantages": unpack_floats}
     fields = msgspec.structs.asdict(record)
@@ -213,12 +213,13 @@ _LINES: dict[str, Callable[[Exported], Iterable[Any]]] = {
 
 
 def copy_model(version: ResourceVersion, target: Path | None) -> str:
-    """Copy a version's weights to ``target``, which must not exist; returns a summary.
+    """Copy a version's weights to the new directory ``target``; returns a summary for people.
 
-    Full weights are a Hugging Face directory, tokenizer included. An adapter stays one and names its base model.
+    Full weights become a Hugging Face directory, including the tokenizer. An adapter stays an adapter, which names its
+    base model.
 
     Raises:
-        ConfigError: The version holds no weights, its files are gone, or ``target`` is missing or in use.
+        ConfigError: The version is not weights, its files are gone, or ``target`` is ``None`` or already exists.
     """
     name, weights = f"{version.name}@{version.version}", version.resource
     if not isinstance(weights, Weights):

@@ -1,7 +1,8 @@
-"""The conversations of a rollout: model calls of one agent whose messages continue each other.
+"""Finds the conversations of a rollout: sequences of one agent's model calls whose messages continue each other.
 
-They are found by their messages, because a format of steps holds each message once. Token ids stay with their call,
-so a conversation may hold calls of several branches of the call forest, and the other way round.
+Calls are matched by their messages and not by their token ids, because a format made of steps holds each message only
+once. A conversation may therefore hold calls of several branches of the call forest, and a branch may hold calls of
+several conversations. The token ids stay with their call.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from agl_data.json_values import storable
 from agl_inspect.exports import Exported, Losses
 
 LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
-"""Reasons for which a call is in no conversation."""
+"""Reject reasons for which a call is left out of all conversations."""
 
 _NO_ANSWER = "model calls without an answer, such as those for embeddings: left out"
 
@@ -30,11 +31,11 @@ class Turn(NamedTuple):
     """A model call in its conversation.
 
     Attributes:
-        span: Its span.
+        span: The span that recorded the call.
         call: The call.
-        seen: The call as the episode has it.
-        before: The messages of its request that the conversation did not have yet.
-        answer: Its answer.
+        seen: The call's transition in the episode.
+        before: The messages of the call's request that are new in the conversation.
+        answer: The message with which the model answered.
     """
 
     span: Span
@@ -45,7 +46,7 @@ class Turn(NamedTuple):
 
 
 class Conversation:
-    """Turns in order; the first one's request is the beginning."""
+    """The turns of a conversation in order; the first turn's request opens it."""
 
     def __init__(self, agent: str) -> None:
         self.agent = agent
@@ -53,7 +54,7 @@ class Conversation:
 
 
 def conversations_of(item: Exported, losses: Losses) -> list[Conversation]:
-    """Return the conversations of the deciding attempt in order of their first calls; counts the calls in none."""
+    """Return the conversations of the deciding attempt, ordered by first call; counts calls it leaves out as losses."""
     spans = {(span.attempt_id, span.span_id): span for span in item.recording.spans}
     found: list[Conversation] = []
     ends: dict[bytes, list[Conversation]] = {}
@@ -80,7 +81,7 @@ def conversations_of(item: Exported, losses: Losses) -> list[Conversation]:
 
 
 def _messages(call: ModelCall) -> list[Message]:
-    """Return the messages of a call, the answer last; none for a call without one."""
+    """Return the messages of a call, ending with the answer; empty if the call has no answer."""
     if call.dialect == "embeddings":
         return []
     asked = len(call_messages(msgspec.structs.replace(call, response=None)))
@@ -89,7 +90,7 @@ def _messages(call: ModelCall) -> list[Message]:
 
 
 def _keys(agent: str, messages: Sequence[Message]) -> list[bytes]:
-    """Return a digest of each beginning of the messages, the empty one first."""
+    """Return the digest of every prefix of the messages, from the empty one to the whole list."""
     running = hashlib.blake2b(agent.encode("utf-8", "replace"), digest_size=16)
     keys = [running.digest()]
     for message in messages:
@@ -99,7 +100,7 @@ def _keys(agent: str, messages: Sequence[Message]) -> list[bytes]:
 
 
 def _comparable(message: Message) -> list[Any]:
-    """Return a message in a form in which an answer equals the same answer when a client sends it back."""
+    """Return a message in a form in which an answer equals its copy in the client's next request."""
     calls = objects_in(message.get("tool_calls"))
     asked = [[call.get("id"), function_of(call).get("name"), arguments_of(call)] for call in calls]
     content = message.get("content")
@@ -107,19 +108,19 @@ def _comparable(message: Message) -> list[Any]:
 
 
 def objects_in(values: Any) -> Iterator[Message]:
-    """Return the objects of a list; none for another value."""
+    """Iterate over the items of a list that are JSON objects; empty if the value is not a list."""
     items = cast("list[Any]", values) if isinstance(values, list) else []
     return (cast("Message", item) for item in items if isinstance(item, dict))
 
 
 def function_of(call: Message) -> Message:
-    """Return the function that a tool call names; empty without one."""
+    """Return the field ``function`` of a tool call; empty if it is missing or not an object."""
     function = call.get("function")
     return cast("Message", function) if isinstance(function, dict) else {}
 
 
 def arguments_of(call: Message) -> Any:
-    """Return the arguments of a tool call as JSON values, or their text where they are not JSON."""
+    """Return the arguments of a tool call, decoded from JSON; the raw value if it is not valid JSON."""
     arguments = function_of(call).get("arguments")
     try:
         return json.loads(arguments or "")

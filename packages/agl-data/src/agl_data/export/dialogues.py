@@ -11,10 +11,11 @@ from agl_inspect.rollouts.conversations import comparable
 
 
 def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the conversations of an episode in order, each with its tools, agent and the episode's reward.
+    """Return the conversations of an episode in order, each with its tools, its agent and the episode's reward.
 
-    A call that a later call continues is part of the later one's dialogue. Calls without an answer, and those of other
-    attempts and agents, are left out; calls without token ids are kept.
+    If a later call continues an earlier one, only the dialogue of the later call is returned, which includes the other.
+    Calls without an answer are left out, and so are calls with a reject reason in ``LEFT_OUT``, such as those of other
+    attempts or of agents that were not selected. Calls without token ids are kept.
     """
     calls = {span.span_id: span.call for span in spans if span.call is not None}
     kept: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
@@ -31,7 +32,7 @@ def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
 
 
 def begins_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of messages with which two conversations begin alike."""
+    """Return the length of the common prefix of two conversations, in messages."""
     both = zip(_as_made(one), _as_made(other), strict=False)
     return next((number for number, (a, b) in enumerate(both) if a != b), min(len(one), len(other)))
 
@@ -41,9 +42,9 @@ def _continues(messages: Sequence[Any], earlier: Sequence[Any]) -> bool:
 
 
 def _as_made(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return messages in a form in which an answer equals the same answer when a client sends it back.
+    """Return messages in a form in which an answer equals its copy in the client's next request.
 
-    LangChain adds the agent's ``name``, and writes the arguments of tool calls with other spaces.
+    LangChain's copy adds the agent's ``name`` and changes the spaces in the arguments of tool calls.
     """
     return comparable([_answer(message) if message.get("role") == "assistant" else message for message in messages])
 

@@ -1,4 +1,4 @@
-"""The formats of ``agl data export``: its own, and those that plugins register as commands below it."""
+"""The formats of ``agl data export``: the built-in ones, and those that plugins register as subcommands of it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +20,10 @@ _BELOW = "export"
 
 
 class FormatName(click.ParamType[str]):
-    """The name of a format, of agl itself or of a plugin.
+    """The type of the option ``--format``: the name of a built-in format or of a plugin's.
 
     Args:
-        own: The names of agl's own formats.
+        own: The names of the built-in formats.
     """
 
     name = "format"
@@ -32,7 +32,7 @@ class FormatName(click.ParamType[str]):
         self._own = tuple(own)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name; an unknown one is a usage error that lists those there are."""
+        """Return the name; fails with a usage error that lists the known formats if it is unknown."""
         given = str(value)
         if given in self._own or ctx is None:
             return given
@@ -48,7 +48,7 @@ class FormatName(click.ParamType[str]):
         return given
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the names that begin so."""
+        """Return the names that start with ``incomplete``."""
         return [CompletionItem(name) for name in self._names(manager_of(ctx)) if name.startswith(incomplete)]
 
     def _names(self, manager: PluginManager) -> list[str]:
@@ -56,10 +56,10 @@ class FormatName(click.ParamType[str]):
 
 
 class ExportCommand(click.Command):
-    """A command whose help lists the formats of the plugins that are installed."""
+    """A command whose help lists the formats of the installed plugins."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the formats with their summaries, importing none of them."""
+        """Write the plugins' formats with their summaries, without importing any of them."""
         super().format_epilog(ctx, formatter)
         found = formats_of(manager_of(ctx))
         if found:
@@ -68,7 +68,7 @@ class ExportCommand(click.Command):
 
 
 def formats_of(manager: PluginManager) -> list[CommandEntry]:
-    """Return the formats that plugins register, in order of name."""
+    """Return the formats that plugins register, sorted by name."""
     entries = manager.entries("command")
     return [entry for entry in entries if isinstance(entry, CommandEntry) and entry.parent == _BELOW]
 
@@ -83,7 +83,7 @@ async def export_with_plugin(
     agents: str | None,
     min_reward: float | None,
 ) -> int:
-    """Write rollouts in a plugin's format, and print its losses; returns the number of records."""
+    """Write rollouts in a plugin's format, and print the losses; returns the number of records written."""
     factory = manager.resolve(manager.command(f"{_BELOW} {form}"))
     losses = Losses()
     count = 0

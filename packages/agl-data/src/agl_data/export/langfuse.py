@@ -1,7 +1,7 @@
-"""Langfuse: batches of events as ``POST /api/public/ingestion`` takes them, each of at most 3 MB, one a line.
+"""Exports rollouts as events for Langfuse's ``POST /api/public/ingestion``: one batch of at most 3 MB per line.
 
-A rollout is a trace; model calls are generations, agents, tools and others observations, rewards scores. Fields
-without a place in Langfuse are in ``metadata`` as ``agl``.
+A rollout becomes a trace, and its model calls become generations. Spans of agents, tools and others become other
+observations, and rewards become scores. Fields that Langfuse has no name for are in ``metadata`` as ``agl``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers, storable, wi
 from agl_inspect.exports import Exported, ExportSetup, Losses, call_record
 
 MAX_BYTES = 3 << 20
-"""Bytes of events in one batch; one event may be larger."""
+"""Largest size of a batch's events in bytes; a single larger event becomes a batch of its own."""
 
 _OTHERS = "spans and rewards of attempts that did not decide: left out"
 _EVENTS = "events of spans: left out"
@@ -33,7 +33,7 @@ class LangfuseWriter:
         self._losses, self._lines = setup.losses, LineFile(setup)
 
     def write(self, item: Exported) -> int:
-        """Write a rollout as one batch or several; returns 1."""
+        """Write a rollout as one or more batches; returns 1."""
         batch: list[dict[str, Any]] = []
         size, rollout_id = 0, item.recording.rollout.rollout_id
         for event in _Events(item, self._losses).made():
@@ -47,7 +47,7 @@ class LangfuseWriter:
         return 1
 
     def close(self) -> None:
-        """Nothing is left to write."""
+        """Do nothing: every rollout is already written."""
 
 
 class _Events:
@@ -67,7 +67,7 @@ class _Events:
         self._spans = {span.span_id: span for span in own if span is not self._root}
 
     def made(self) -> Iterator[dict[str, Any]]:
-        """Yield the trace, its observations and its scores."""
+        """Yield the events of the rollout: its trace, then observations and scores in the order of their spans."""
         rollout = self._rollout
         about = rollout_about(self._item)
         at_ns = int((rollout.started_at or rollout.created_at) * 1e9)
@@ -153,7 +153,10 @@ class _Events:
         yield _event("score-create", f"{self._rollout.rollout_id} {span.span_id}", span.start_ns, body)
 
     def _parent(self, span: Span) -> str | None:
-        """Return the framework's span that a call carried, or the recorded parent, if it is written."""
+        """Return the parent id to write: the framework's span if the call names one, else the recorded parent.
+
+        Ids of spans that are not written do not count; ``None`` if no id is left.
+        """
         for parent in (span.attributes.get(semconv.FRAMEWORK_SPAN_ID), span.parent_id):
             if parent != span.span_id and parent in self._spans and parent not in self._left_out:
                 return str(parent)

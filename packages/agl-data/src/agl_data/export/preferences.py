@@ -1,4 +1,4 @@
-"""Preference pairs of recorded runs: of each task the best run against the worst one, as text to train from."""
+"""Makes preference pairs from recorded runs: each task's best run against its worst, as text for training."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,35 +14,38 @@ from agl_inspect.exports import Exported
 from agl_inspect.terminal.query import deciding
 
 GAP = 1e-6
-"""Least difference of two rewards that is a preference, in the unit of the reward."""
+"""Smallest difference between two rewards that makes a preference, in the unit of the reward."""
 
 
 class Ends(NamedTuple):
-    """The best and the worst run of a task: reward and rollout id of each."""
+    """The best and the worst run of a task, each as its reward and rollout id."""
 
     best: tuple[float, str]
     worst: tuple[float, str]
 
     @property
     def is_pair(self) -> bool:
-        """True if the rewards of the two differ enough to be a preference."""
+        """True if the two rewards differ enough to make a preference."""
         return self.best[0] - self.worst[0] >= GAP
 
 
 async def recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[Exported]:
-    """Yield the rollouts that a query finds; calls of agents whose names do not fit are rejected in their episodes."""
+    """Yield the rollouts that a query finds, with their episodes.
+
+    An episode rejects the calls of agents whose names do not match the regular expression ``agents``.
+    """
     async for recording in read_recordings(store, query, spans="all"):
         attempt = deciding(recording.rollout, recording.attempts)
         yield Exported(recording, build_episode(recording.rollout, attempt, recording.spans, agent_match=agents))
 
 
 def is_good(episode: Episode, min_reward: float | None) -> bool:
-    """Return true for an episode with at least the reward that was asked for."""
+    """Return true if the episode's reward is at least ``min_reward``, or if ``min_reward`` is ``None``."""
     return min_reward is None or (episode.reward is not None and episode.reward >= min_reward)
 
 
 async def ends_of(found: AsyncIterable[Exported]) -> dict[str, Ends]:
-    """Return the best and the worst run of each task by its group; of equal rewards the earlier run counts."""
+    """Return the best and the worst run of each task, by group id; among equal rewards the smallest rollout id wins."""
     ends: dict[str, Ends] = {}
     async for item in found:
         rollout, reward = item.episode.rollout, item.episode.reward
@@ -58,13 +61,15 @@ async def ends_of(found: AsyncIterable[Exported]) -> dict[str, Ends]:
 async def pairs(
     store: Store, query: RolloutQuery, agents: str | None, *, min_reward: float | None
 ) -> AsyncIterator[list[dict[str, Any]]]:
-    """Yield the pairs of each task, one for each conversation in which its best and worst run differ; perhaps none.
+    """Yield one list per task: a preference pair for each conversation in which the task's best and worst runs differ.
+
+    The list may be empty.
 
     Args:
-        store: The store, which is read twice: for the rewards, and for the calls of the runs in pairs.
-        query: The runs.
-        agents: Regular expression of the agents whose calls count.
-        min_reward: The least reward of a best run; ``None`` for any.
+        store: The store. It is read twice: for the rewards of all runs, and for the calls of the best and worst runs.
+        query: Chooses the runs.
+        agents: Regular expression for the names of the agents whose calls count; ``None`` for all.
+        min_reward: Smallest reward of the best run for which a task gives pairs; ``None`` for no limit.
     """
     ends = await ends_of(recorded(store, query, agents))
     for each in ends.values():
@@ -77,7 +82,10 @@ async def pairs(
 
 
 def _lines(best: Exported, worst: Exported) -> Iterator[dict[str, Any]]:
-    """Yield a line for each conversation that both runs have, by agent and in order, from where they differ."""
+    """Yield a pair for each conversation in which both runs answer differently after a common prefix.
+
+    Conversations are matched by agent and order.
+    """
     others = dialogues(worst.episode, worst.recording.spans)
     for chosen in dialogues(best.episode, best.recording.spans):
         rejected = next((each for each in others if each["agent"] == chosen["agent"]), None)

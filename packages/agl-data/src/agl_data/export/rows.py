@@ -1,4 +1,4 @@
-"""Training rows with what identifies them, for formats that hold token ids and no texts."""
+"""Makes training rows, with the ids and rewards of their rollouts, for formats that hold token ids and no texts."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -29,15 +29,15 @@ _REASONS = {
 
 
 class ExportedRow(NamedTuple):
-    """A row as lists. T is the number of tokens.
+    """A training row as lists, where T is the number of tokens.
 
     Attributes:
         ids: Token ids, [T].
-        mask: 1 where a policy sampled the token, else 0, [T].
+        mask: Loss mask: 1 where a policy sampled the token, else 0, [T].
         logprobs: Behaviour log-probabilities, 0.0 where the mask is 0, [T].
-        turns: Messages of the branch's last call, its answer included.
-        latency_s: Seconds that the branch's calls took.
-        about: Everything else that is known, by name.
+        turns: Number of messages in the branch's last call, including the answer.
+        latency_s: Total seconds that the branch's calls took.
+        about: The rollout's fields and rewards, the number of the branch, and the segments.
     """
 
     ids: list[int]
@@ -49,16 +49,16 @@ class ExportedRow(NamedTuple):
 
 
 def why_left_out(reason: str) -> str:
-    """Return a reject reason as a loss."""
+    """Return the text under which calls with a reject reason are counted as losses."""
     return _REASONS.get(reason, f"model calls that are in no row ({reason}): left out")
 
 
 class RowMaker:
-    """Makes the rows of rollouts, and refuses an export of texts alone.
+    """Makes the rows of rollouts, and detects an export whose calls have texts but no token ids.
 
     Args:
         form: The format's name, for messages.
-        losses: Counts everything that the rows do not hold.
+        losses: Counts the calls, texts and rewards that the rows do not hold.
     """
 
     def __init__(self, form: str, losses: Losses) -> None:
@@ -66,7 +66,7 @@ class RowMaker:
         self._rows = self._texts = 0
 
     def rows(self, item: Exported) -> Iterator[ExportedRow]:
-        """Yield the rows of a rollout, in order of their first calls."""
+        """Yield the rows of a rollout, in the order of their first calls."""
         episode, rollout_id = item.episode, item.recording.rollout.rollout_id
         for reason, count in Counter(call.reject for call in episode.transitions if call.reject).items():
             self._losses.add(why_left_out(reason), rollout_id, count)
@@ -80,7 +80,7 @@ class RowMaker:
             yield _row(item, row, {**about, **without_empty({"rewards": rewards})})
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` if there were model calls and all of them were texts."""
+        """Raise :class:`ConfigError` if there was no row, and at least one call had text but no token ids."""
         if self._texts and not self._rows:
             raise ConfigError(
                 f"the {self._texts} model calls to export have no token ids, which {self._form} is made of: they were "

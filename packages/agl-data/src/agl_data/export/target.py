@@ -1,4 +1,4 @@
-"""The file that an export writes, which gets its name only once it is whole, and the list of losses next to it."""
+"""Opens the file that an export writes, and writes the list of losses next to it."""
 
 import os
 import shutil
@@ -20,12 +20,15 @@ STDOUT = Path("-")
 
 @contextmanager
 def target_of(output: Path | None, losses: Losses | None = None) -> Generator[BinaryIO]:
-    """Open a file that gets its name when the block ends well; a pipe, a device and standard output as they are.
+    """Open the file of an export for writing.
+
+    A regular file is written under a temporary name, and renamed when the block ends without an error. Pipes, devices
+    and standard output are written directly.
 
     Args:
         output: The file; ``None`` or ``-`` for standard output.
-        losses: What the format could not hold by the end of the block; written to ``OUTPUT.losses.json``, which is
-            removed when nothing was lost.
+        losses: Counts the data that the format cannot hold. At the end of the block they are written to
+            ``OUTPUT.losses.json``; if nothing was lost, that file is removed.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -54,7 +57,7 @@ def target_of(output: Path | None, losses: Losses | None = None) -> Generator[Bi
 
 
 def print_losses(losses: Losses, form: str) -> None:
-    """Print a format's losses on standard error."""
+    """Print the losses of an export to standard error."""
     listed = losses.listed()
     if not listed:
         return

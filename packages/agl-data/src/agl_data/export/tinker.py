@@ -1,7 +1,8 @@
-"""Tinker: each row is one datum, whose targets are the tokens one place on.
+"""Exports rows for Tinker: each row becomes one datum, whose targets are the input tokens shifted by one.
 
-A line has the ``datum`` and ``agl`` with rewards, group and agents: a datum itself has no place for them.
-Its inputs of the loss are ``target_tokens``, ``weights`` (the mask) and ``logprobs``; advantages are the trainer's.
+A line is an object with ``datum``, and with ``agl`` for the rewards, group and agents, which a datum cannot hold. The
+datum's ``loss_fn_inputs`` are ``target_tokens``, ``weights`` (the loss mask) and ``logprobs``; the trainer adds the
+advantages.
 """
 
 from agl.schemas import Json
@@ -18,7 +19,7 @@ class TinkerWriter:
         self._maker = RowMaker("tinker", setup.losses)
 
     def write(self, item: Exported) -> int:
-        """Write the rows of a rollout."""
+        """Write the rows of a rollout; returns their number."""
         count, rollout_id = 0, item.recording.rollout.rollout_id
         for row in self._maker.rows(item):
             count += 1
@@ -30,12 +31,12 @@ class TinkerWriter:
         return count
 
     def close(self) -> None:
-        """Raise :class:`agl.errors.ConfigError` if there were texts only."""
+        """Raise :class:`agl.errors.ConfigError` if no row was written because the calls had no token ids."""
         self._maker.check()
 
 
 def datum(row: ExportedRow) -> dict[str, Json]:
-    """Return a row of T tokens as a datum of T - 1 inputs and targets."""
+    """Return a row of T tokens as a datum with T - 1 inputs and T - 1 targets."""
     weights = [float(value) for value in row.mask[1:]]
     return {
         "model_input": {"chunks": [{"type": "encoded_text", "tokens": row.ids[:-1]}]},

@@ -1,8 +1,9 @@
-"""Rollouts for TRL's ``GRPOTrainer``: recorded ones of a store, or ones that agl runs when TRL asks for them.
+"""Gives TRL's ``GRPOTrainer`` rollouts: recorded ones from a store, or new ones that agl runs when TRL asks for them.
 
-Both are a ``rollout_func``: TRL passes prompts, each as often as it wants completions, and gets one row for each.
-A row's completion is all behind the first sampled token's place; ``env_mask`` is 1 where the model sampled. Rewards
-come as ``agl_reward``, which :func:`reward` hands to TRL. Nothing here imports TRL or torch.
+Both classes are a ``rollout_func``: TRL passes prompts, repeating each for every completion it wants, and gets one row
+per prompt. The completion of a row starts at the first sampled token, and ``env_mask`` is 1 for the tokens that the
+model sampled. The rewards are in the column ``agl_reward``, which :func:`reward` returns to TRL. This module imports
+neither TRL nor torch.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ __all__ = ["LiveRollouts", "RecordedRollouts", "Rows", "prompt_of", "reward"]
 T = TypeVar("T")
 
 Rows = Literal["only", "longest"]
-"""The choice among several rows of a rollout: ``only`` refuses them, ``longest`` takes the one with most sampled tokens
-and counts the others as lost."""
+"""How to choose the row of a rollout with several rows: ``only`` raises an error, ``longest`` takes the row with the
+most sampled tokens and counts the others as losses."""
 
 _LOST_ROWS = "rows of rollouts with several: TRL takes one for each completion"
 _LOST_ROLLOUTS = "rollouts without a row to train on: left out"
@@ -35,29 +36,29 @@ _PAGE = 100
 
 
 def reward(prompts: Sequence[Any], completions: Sequence[Any], **fields: Any) -> list[float | None]:
-    """Return the rewards that agl recorded, as one of TRL's ``reward_funcs``; ``None`` where there is none."""
+    """Return each rollout's recorded reward, ``None`` without one; pass this function to TRL in ``reward_funcs``."""
     return list(fields["agl_reward"])
 
 
 def prompt_of(task: Json) -> Any:
-    """Return the prompt of a task: its field ``prompt``, the task itself if it is a text, else its JSON."""
+    """Return the prompt of a task: its field ``prompt`` if it has one, the task itself if it is text, else its JSON."""
     if isinstance(task, dict) and "prompt" in task:
         return cast("dict[str, Any]", task)["prompt"]
     return task if isinstance(task, str) else to_json(task).decode()
 
 
 class RecordedRollouts:
-    """A ``rollout_func`` that answers with recorded rollouts of the prompt's task, each once before any twice.
+    """A ``rollout_func`` that returns recorded rollouts of a prompt's task in turn, and starts over when all are used.
 
     Args:
         store: URL of the store, or a SQLite file.
         experiment: Only rollouts of this experiment.
-        agents: Regular expression: only these agents' calls.
-        rows: The choice among several rows of a rollout.
+        agents: Regular expression for agent names; only calls of matching agents are in the rows.
+        rows: How to choose the row of a rollout with several rows.
 
     Attributes:
-        dataset: A row ``{"prompt": ...}`` for each task with rollouts to train on, for ``datasets.Dataset.from_list``.
-        losses: What TRL does not get.
+        dataset: One ``{"prompt": ...}`` per task with rollouts to train on; pass it to ``datasets.Dataset.from_list``.
+        losses: Counts the rows and rollouts that TRL does not get.
 
     Raises:
         ConfigError: There is no rollout to train on, or one has several rows and ``rows`` is ``only``.
@@ -83,7 +84,7 @@ class RecordedRollouts:
             )
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Return a recorded row for each prompt; raises :class:`ConfigError` for one that no task has."""
+        """Return a recorded row for each prompt; raises :class:`ConfigError` for a prompt that no recorded task has."""
         chosen: list[str] = []
         for prompt in prompts:
             key = _key(prompt)
@@ -130,20 +131,20 @@ class _HasEos(Protocol):
 
 
 class LiveRollouts:
-    """A ``rollout_func`` that runs an agent on each prompt and answers with the rows that were recorded.
+    """A ``rollout_func`` that runs an agent on each prompt and returns the recorded rows.
 
-    The model server that ``runs`` names answers the agent. It should serve the weights that TRL trains; where they
-    differ, the recorded log-probabilities are those of the server. A run that failed, or has no row, becomes one token
-    with a mask of 0 and no reward.
+    The model server configured in ``runs`` answers the agent's calls. It should serve the weights that TRL trains; if
+    it serves others, the recorded log-probabilities come from those. A rollout without a row becomes a single token
+    with mask 0 and no reward.
 
     Args:
-        runs: The trainer of agl with the agent's policy and rewards; only its :meth:`agl.Trainer.dev` is called.
-        agent: The agent.
-        task_of: Makes the task of a prompt; by default ``{"prompt": prompt}``.
-        rows: The choice among several rows of a rollout.
+        runs: An agl trainer with the agent's policy and rewards; only :meth:`agl.Trainer.dev` is called on it.
+        agent: The agent to run.
+        task_of: Converts a prompt to the agent's task; by default the task is ``{"prompt": prompt}``.
+        rows: How to choose the row of a rollout with several rows.
 
     Attributes:
-        losses: What TRL does not get.
+        losses: Counts the rows and rollouts that TRL does not get.
     """
 
     def __init__(
@@ -155,7 +156,12 @@ class LiveRollouts:
         self.losses = Losses()
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Run the agent on every prompt, several at once; raises :class:`ConfigError` as the trainer of agl does."""
+        """Run the agent on every prompt, several at once, and return one row per prompt.
+
+        Raises:
+            ConfigError: :meth:`agl.Trainer.dev` refuses its configuration, or a rollout has several rows and ``rows``
+                is ``only``.
+        """
         tasks: list[Json] = [self._task_of(prompt) for prompt in prompts]
         mode = "train" if trainer.model.training else "test"
         found = self._runs.dev(self._agent, tasks, tasks=len(tasks), mode=mode).episodes
@@ -170,7 +176,7 @@ class LiveRollouts:
 
 
 def _chosen_row(episode: Episode, rows: Rows, losses: Losses) -> Row | None:
-    """Return the row that stands for a rollout; ``None`` without one, and where an attempt goes on."""
+    """Return the row to train on for a rollout; ``None`` if it has no row or is not finished."""
     rollout = episode.rollout
     if not rollout.is_finished or not episode.rows:
         losses.add(_LOST_ROLLOUTS, rollout.rollout_id)
@@ -219,6 +225,6 @@ def _key(prompt: Any) -> str:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a thread of its own, because a notebook has a running event loop; returns its result."""
+    """Run a coroutine in a separate thread, because a notebook already runs an event loop here; returns the result."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()

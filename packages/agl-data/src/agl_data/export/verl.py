@@ -1,7 +1,7 @@
-"""VERL: each row is one ``AgentLoopOutput``, as JSON lines, or as Parquet where the file's name ends in ``.parquet``.
+"""Exports each row as a VERL ``AgentLoopOutput``: in JSON lines, or in Parquet if the file name ends in ``.parquet``.
 
-The prompt ends where the first token was sampled; everything behind it is the response, with a mask. Its reward is
-the rollout's. ``extra_fields["agl"]`` says which rollout, group, agents and calls a row belongs to.
+The prompt ends before the first sampled token, and the rest is the response, with the loss mask. The reward is that of
+the rollout. ``extra_fields["agl"]`` names the rollout, group, agents and calls of the row.
 """
 
 import importlib
@@ -14,11 +14,11 @@ from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers, storable
 from agl_inspect.exports import Exported, ExportSetup
 
 _ROWS, _TOKENS = 1000, 4_000_000
-"""The most rows, and about the most tokens, that are kept before they are written."""
+"""Rows are written to a Parquet file once this many rows, or this many tokens, are collected."""
 
 
 class VerlWriter:
-    """Writes rows as outputs of VERL's agent loops."""
+    """Writes rows as VERL's ``AgentLoopOutput``."""
 
     def __init__(self, *, setup: ExportSetup) -> None:
         self._losses, self._maker = setup.losses, RowMaker("verl", setup.losses)
@@ -27,7 +27,7 @@ class VerlWriter:
         self._lines = LineFile(setup)
 
     def write(self, item: Exported) -> int:
-        """Write the rows of a rollout."""
+        """Write the rows of a rollout; returns their number."""
         count = 0
         for row in self._maker.rows(item):
             count += 1
@@ -44,7 +44,7 @@ class VerlWriter:
         self._lines.write(output, rollout_id)
 
     def close(self) -> None:
-        """Complete a Parquet file; raises :class:`agl.errors.ConfigError` if there were texts only."""
+        """Complete a Parquet file; raises :class:`agl.errors.ConfigError` if all calls had texts but no token ids."""
         self._maker.check()
         if self._table is not None:
             self._table.close()
@@ -66,7 +66,7 @@ def agent_loop_output(row: ExportedRow) -> dict[str, Json]:
 
 
 class _Table:
-    """Writes outputs of agent loops as rows; ``extra_fields`` is JSON, because its fields differ.
+    """Writes outputs of agent loops as rows of a Parquet file; ``extra_fields`` is JSON text, as its fields vary.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -105,7 +105,7 @@ class _Table:
             self._flush()
 
     def close(self) -> None:
-        """Write the rest and the table's end."""
+        """Write the remaining rows and the end of the file."""
         self._flush()
         self._writer.close()
 

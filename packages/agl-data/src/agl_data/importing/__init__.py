@@ -1,3 +1,3 @@
-"""Runs that other tools recorded, as rollouts."""
+"""Imports runs that other tools recorded, as rollouts."""
 
 __all__: list[str] = []

@@ -25,7 +25,7 @@ FIRST_USER = "first-user"
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 _FILE = "sqlite:///"
 _NAMES = 20
-"""The most agents that are named."""
+"""The largest number of agents that the report names."""
 
 
 @click.command("import")
@@ -96,7 +96,7 @@ def import_runs(
 async def _import(
     manager: PluginManager, url: str, files: list[File], target: Target, *, lost: Counter[str], is_dry: bool
 ) -> Imported:
-    """Open the store, which a dry run does not make, and import the files."""
+    """Open the store and import the files; a dry run does not create a store that does not exist."""
     is_new = url.startswith(_FILE) and not Path(url.removeprefix(_FILE)).exists()
     if is_dry and is_new:
         return await import_files(None, files, target, lost=lost, is_dry=True)
@@ -110,7 +110,7 @@ async def _import(
 
 
 def report(done: Imported, url: str) -> Iterator[str]:
-    """Describe an import in lines: what arrived, what did not, and what to do next."""
+    """Yield the lines that describe an import: the records that arrived, the losses, and the next command."""
     sources = ", ".join(f"{_counted(count, 'file')} of {name}" for name, count in done.files.items())
     ids = f", {done.calls_with_ids} with token ids" if done.calls_with_ids else ""
     yield (

@@ -1,8 +1,7 @@
-"""Imports files: reads all of them first, and writes to the store only when all of them could be read.
+"""Imports files: reads all of them first, and writes to the store only if all of them could be read.
 
-Memory holds a few runs at a time. What is written goes in as it was made, so that times and outcomes are those of the
-run; a run that the store has already stays as it is, and only gets the rewards that it lacks. An import that was
-killed is therefore completed by repeating it.
+Memory holds a few runs at a time. Imported rollouts keep the times and outcomes of their runs. A run that the store
+already has stays as it is and only gets the rewards it lacks, so repeating a killed import completes it.
 """
 
 import sys
@@ -25,7 +24,7 @@ from agl_data.importing.runs import Run, Target
 from agl_data.importing.values import as_dict, digest, field_of, number_of, text_of
 
 _RUNS, _BYTES = 200, 16 << 20
-"""The most runs, and about the most bytes, that are written at once."""
+"""Runs are written together until a batch has this many runs, or this many bytes."""
 
 _SUFFIXES = tuple(f".{kind}{packed}" for kind in ("jsonl", "json", "pb") for packed in ("", ".gz", ".zst"))
 _NO_REWARD = "runs whose field for the reward is missing or null: without a reward"
@@ -39,16 +38,18 @@ class Imported(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The result of an import.
 
     Attributes:
-        experiment: The experiment that the runs are in.
-        files: Files by format.
-        rollouts: New rollouts; of a dry run, those that would be new.
-        known: Runs that the store had already.
-        changed: Runs of ``known`` that are different in the store, such as a session that went on since.
-        calls: Model calls of all runs, and those that have token ids.
-        rewards: Rewards that were added.
-        agents: Names of the agents, and the number of runs in which each made a call.
-        lost: What did not arrive, with its number.
-        is_dry: Whether nothing was written.
+        experiment: The experiment that the runs were imported into.
+        files: Number of files, by format.
+        rollouts: Number of new rollouts; in a dry run, the number that would be new.
+        known: Number of runs that the store already had.
+        changed: Number of runs in ``known`` that differ from the store's, for example because a session went on.
+        calls: Number of model calls in all runs.
+        calls_with_ids: Number of model calls with token ids in all runs.
+        rewards: Number of rewards that were added; in a dry run, that would be added.
+        tasks: Number of different tasks in all runs.
+        agents: Number of runs in which an agent made a call, by agent name.
+        lost: Number of items that were not imported, or not completely, by description.
+        is_dry: True for a dry run, which writes nothing.
     """
 
     experiment: str
@@ -66,7 +67,7 @@ class Imported(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class File(NamedTuple):
-    """A file to import, its format, and its size and time when it was first read."""
+    """A file to import, its format, and its size in bytes and modification time (ns) when it was found."""
 
     path: Path
     format: Format
@@ -74,16 +75,16 @@ class File(NamedTuple):
 
 
 def find_files(paths: Sequence[Path], name: str) -> tuple[list[File], Counter[str]]:
-    """Find the files below paths with their formats, and count those that are left out.
+    """Find the files under paths and their formats, and count the files that are left out.
 
     Args:
-        paths: Files, and folders whose files with a suffix of JSON are taken, but for those of sub-agents, which come
-            with the run that names them.
-        name: The format's name, ``auto`` to recognise it.
+        paths: Files and folders. In a folder, only files with a known suffix count, without the files of sub-agents:
+            these are imported with the run that names them.
+        name: The name of the format, or ``auto`` to recognise the format of each file.
 
     Raises:
-        DatasetError: A file cannot be read, or is in no known format.
-        ConfigError: There is no file.
+        DatasetError: A file named in ``paths`` cannot be read, or its format is unknown.
+        ConfigError: There is no file to import.
     """
     lost: Counter[str] = Counter()
     found: dict[Path, File] = {}
@@ -111,7 +112,10 @@ def find_files(paths: Sequence[Path], name: str) -> tuple[list[File], Counter[st
 
 
 def _files_in(folder: Path, lost: Counter[str]) -> Iterator[Path]:
-    """Return the files of JSON below a folder, but Claude Code's logs of sub-agents, which come with their session."""
+    """Yield the files under a folder with a known suffix, except Claude Code's logs of sub-agents.
+
+    Logs of sub-agents are imported with their session.
+    """
     inside = folder.resolve()
     for path in sorted(folder.rglob("*")):
         if not path.name.endswith(_SUFFIXES) or not path.is_file() or path.parent.name == "subagents":
@@ -133,18 +137,18 @@ def _stamp(path: Path) -> tuple[int, int]:
 async def import_files(
     store: TableStore | None, files: Sequence[File], target: Target, *, lost: Counter[str], is_dry: bool
 ) -> Imported:
-    """Read files twice: to check all of them, and to write their runs.
+    """Read the files twice: first to check all of them, then to write their runs.
 
     Args:
-        store: The store; ``None`` for a dry run without one.
+        store: The store; ``None`` for a dry run without a store.
         files: The files.
-        target: What the runs become.
-        lost: What was left out before; not changed.
-        is_dry: Whether to read only.
+        target: The experiment, mode, task field and reward field of the imported runs.
+        lost: Losses counted so far, which the result includes; the counter itself is not changed.
+        is_dry: Only read; write nothing.
 
     Raises:
-        DatasetError: A file is damaged, changed meanwhile, or lacks the field of the task; nothing was written unless
-            it changed.
+        DatasetError: A file is damaged, lacks the field of the task, or changed during the import. Nothing was written,
+            unless a file changed after the check.
     """
     there = {} if store is None else await _imported(store, target.experiment)
     survey = _Survey(target, lost, there)
@@ -160,7 +164,7 @@ async def import_files(
 
 
 class _Item(NamedTuple):
-    """A run as a recording, ``None`` for one without a model call, and its losses."""
+    """An imported run: its recording, or ``None`` if it has no model call, and its losses."""
 
     recording: Recording | None
     lost: Counter[str]
@@ -202,7 +206,7 @@ def _items(file: File, target: Target) -> Iterator[_Item]:
 
 
 def _task(run: Run, target: Target) -> Json:
-    """Return the task: the first message of a user as ``prompt``, or the field that was named."""
+    """Return a run's task: the field that the target names, or by default the first user message as ``prompt``."""
     if not target.task_from:
         run.lost[_NO_PROMPT] += int(run.prompt is None)
         return {"prompt": text_of(run.prompt) or run.prompt}
@@ -233,10 +237,10 @@ def _add_reward(run: Run, target: Target) -> None:
 
 
 class _Survey:
-    """Counts the runs, calls and rewards of the files, and those that the store has.
+    """Counts the runs, calls and rewards in the files, separating those that the store already has.
 
     Attributes:
-        first: The runs that the store lacks, by id, each with the number of the one that comes first in the files.
+        first: The runs that the store lacks: the fingerprint of the first run in the files, by rollout id.
     """
 
     def __init__(self, target: Target, lost: Counter[str], there: dict[str, int]) -> None:
@@ -270,7 +274,7 @@ class _Survey:
         self._tasks.add(int(rollout.group_id.removeprefix("task-")[:14], 16))
 
     async def _new_rewards(self, store: TableStore | None, recording: Recording) -> list[Span]:
-        """Return the rewards that the store lacks of a run that it has, or all of a new run; none of a changed one."""
+        """Return the rewards of a run that the store lacks; empty if the store has another version of the run."""
         rollout, rewards = recording.rollout, _rewards_of(recording)
         if not rewards or _fingerprint(rollout) != _number_of(recording, self._there, self.first):
             return []
@@ -282,11 +286,11 @@ class _Survey:
 
     @property
     def runs(self) -> int:
-        """The number of runs in the files."""
+        """The number of runs in the files, new and known."""
         return self._counts["rollouts"] + self._counts["known"]
 
     def result(self, files: Sequence[File], *, is_dry: bool) -> Imported:
-        """Return the counts."""
+        """Return the counts as the result of the import."""
         counts: dict[str, Any] = dict(self._counts)
         return Imported(
             experiment=self._target.experiment,
@@ -301,7 +305,7 @@ class _Survey:
 
 
 async def _imported(store: TableStore, experiment: str) -> dict[str, int]:
-    """Return the imported runs that an experiment has, by id, each with a number that tells it from a changed one."""
+    """Return the fingerprints of the runs that were imported into an experiment before, by rollout id."""
     found: dict[str, int] = {}
     query = RolloutQuery(experiment=experiment, limit=1000)
     while page := await store.rollouts(query):
@@ -323,8 +327,8 @@ async def _write(
 ) -> None:
     """Add the runs that the store lacks, and the rewards that the other runs lack.
 
-    ``there`` has the numbers of the runs that were in the store before, ``first`` those of the others: of several runs
-    of one id the one that comes first in the files is added.
+    ``there`` has the fingerprints of the runs that were in the store before, and ``first`` those of the other runs. Of
+    several different runs with one id, only the first in the files is added.
     """
     same = [each for each in recordings if _fingerprint(each.rollout) == _number_of(each, there, first)]
     new: dict[str, Recording] = {}

@@ -1,7 +1,7 @@
-"""A run as a reader found it, and its rollout, with one attempt and its spans.
+"""Collects a run's spans and rewards from a reader, and makes its rollout, with one attempt.
 
-A reader names its run and spans by keys of the format; ids follow from them, so that importing a file again gives the
-same ones. Times that a format does not have stay 0 in the spans.
+A reader identifies the run and its spans by keys from its format. The ids of rollout and spans are digests of these
+keys, so importing a file again gives the same ids. Times that the format does not have stay 0 in the spans.
 """
 
 from collections import Counter
@@ -59,13 +59,13 @@ def tool_attributes(name: str, arguments: Json, result: Json, *, call_id: str = 
 
 
 class Target(NamedTuple):
-    """The experiment that runs go to, and the fields that become task and reward.
+    """The experiment that runs are imported into, and the fields that become task and reward.
 
     Attributes:
         experiment: The experiment's name.
         mode: The mode of the rollouts.
-        task_from: The field that is the task; ``""`` for the first user message.
-        reward_from: The field that is the reward; ``""`` for none.
+        task_from: The field with the task; ``""`` to use the first user message.
+        reward_from: The field with the reward; ``""`` to read no reward from a field.
     """
 
     experiment: str
@@ -75,18 +75,19 @@ class Target(NamedTuple):
 
 
 class Run:
-    """A run that a reader fills; spans may be added in any order, parents by their key.
+    """A run that a reader fills. Spans may be added in any order, and name their parents by key.
 
     Attributes:
-        key: The run's id in its format, such as a session's; ``""`` for none.
-        grows: Whether the key alone is the run's identity, because the run may go on and be read again; otherwise its
-            contents are part of it.
-        place: Where it stands, for messages.
-        fields: The record as it was read, in which fields for the task and the reward are looked up.
-        prompt: The first message of a user; ``None`` without one.
-        error: The error that ended it; ``None`` for a run that ended well, or of which nothing else is known.
-        unread: Fields of the record that become nothing, unless they are named for the task or the reward.
-        lost: What the format, or agl, cannot hold of it, with its number.
+        key: The run's id in its format, such as the id of a session; ``""`` if the format has no id.
+        grows: True if the run may continue after it was read, as a session does: the key alone identifies it then. If
+            false, the run's contents are part of its identity.
+        place: The file and line of the run, for messages.
+        fields: The record as read; the fields for task and reward are looked up in it.
+        prompt: The first user message; ``None`` if there is none.
+        error: The error that ended the run; ``None`` if it succeeded or its end is unknown.
+        unread: Names of fields that are not imported, unless they are named as the task or the reward.
+        lost: Number of items that could not be imported, by description.
+        calls: Number of model calls added so far.
     """
 
     def __init__(self, key: str, *, place: str, fields: Json = None, grows: bool = False) -> None:
@@ -117,7 +118,7 @@ class Run:
         events: tuple[SpanEvent, ...] = (),
         kind: Any = "internal",
     ) -> None:
-        """Add a span of any kind; ``parent`` is the key of another, ``""`` for the run's own."""
+        """Add a span of any kind; ``parent`` is the key of its parent span, ``""`` for the root span."""
         known = {name: value for name, value in (attributes or {}).items() if value not in (None, "")}
         span = Span(
             rollout_id="",
@@ -144,7 +145,7 @@ class Run:
         end_ns: int = 0,
         attributes: Mapping[str, Json] | None = None,
     ) -> None:
-        """Add an agent, within which calls and tools stand."""
+        """Add the span of an agent, which is the parent of the agent's calls and tools."""
         about = {**agent_attributes(name), **(attributes or {})}
         title = f"{semconv.OP_INVOKE_AGENT} {name}".rstrip()
         self.add(key, title, parent=parent, start_ns=start_ns, end_ns=end_ns, attributes=about)
@@ -162,7 +163,7 @@ class Run:
         start_ns: int = 0,
         end_ns: int = 0,
     ) -> None:
-        """Add the execution of a tool."""
+        """Add the span of a tool's execution."""
         about = tool_attributes(name, arguments, result, call_id=call_id)
         title = f"{semconv.OP_EXECUTE_TOOL} {name}".rstrip()
         status: SpanStatus = "error" if is_error else "ok"
@@ -179,9 +180,9 @@ class Run:
         about: Mapping[str, Json] | None = None,
         sequence: int = 0,
     ) -> None:
-        """Add a model call; one without token ids is counted.
+        """Add a model call; counts it as a loss if it succeeded and has no token ids.
 
-        ``sequence`` is its position among the spans of the run; 0 if only the order in which calls are added is known.
+        ``sequence`` is the call's position among the run's spans; 0 if it is unknown.
         """
         self.calls += 1
         if call.ids_missing and not call.error:
@@ -201,12 +202,12 @@ class Run:
         self._keep(key, parent, replace(spans[0], span_id="", sequence=sequence))
 
     def add_reward(self, key: str, reward: Reward, *, about: str = "", at_ns: int = 0, is_late: bool = False) -> None:
-        """Add a reward, once for each key; ``about`` is the key of the span that it is about, ``""`` for the run."""
+        """Add a reward, unless its key was added before; ``about`` is its target span's key, ``""`` for the run."""
         span = make_reward_span("", "", reward)
         self._rewards.setdefault(key, (key, about, replace(span, start_ns=at_ns, end_ns=at_ns, is_late=is_late)))
 
     def _in_order(self) -> list[tuple[str, str, Span]]:
-        """Return the spans as they were added, but calls in the order of their sequence where all of them have one."""
+        """Return the spans in the order they were added; if every call has a sequence, calls are sorted by it."""
         places = [place for place, (_, _, span) in enumerate(self._spans) if span.call is not None]
         calls = [self._spans[place] for place in places]
         found = list(self._spans)
@@ -220,7 +221,7 @@ class Run:
         self._times += [each for each in (span.start_ns, span.end_ns) if each]
 
     def contents(self) -> str:
-        """Return a digest of the spans, which differs once a run has changed."""
+        """Return a digest of the prompt and the spans, which changes when the run does."""
         return digest([self.prompt, *((key, parent, span) for key, parent, span in self._spans)], size=16)
 
     def identity(self) -> str:
@@ -231,11 +232,11 @@ class Run:
         """Return the run as a rollout with one attempt.
 
         Args:
-            target: What the user wants.
+            target: The experiment and the mode.
             format: The format's name.
             task: The task.
-            copy: How many runs of this identity stood before it in the file; the same twice is two samples.
-            now: Unix seconds, the time of a run whose format has none.
+            copy: Number of earlier runs in the file with this identity; identical runs become separate rollouts.
+            now: Unix seconds, used as the time of a run without times.
         """
         contents = self.contents()
         own = digest([target.experiment, format, self.identity(), copy], size=12)
@@ -287,7 +288,7 @@ class Run:
 
 
 def _placed(keyed: tuple[str, str, Span], rollout_id: str, attempt_id: str) -> Span:
-    """Return a span with its ids; ids of rewards differ from others by their kind."""
+    """Return a span with its ids filled in; a reward and another span with the same key get different ids."""
     key, parent, span = keyed
     is_root = span.name == semconv.ROOT_SPAN_NAME and not key
     reward = span.reward
@@ -310,7 +311,11 @@ def _span_id(attempt_id: str, kind: str, key: str) -> str:
 
 
 def own_call(place: str, about: Json, *, request: Json, response: Json) -> ModelCall | None:
-    """Return the call that agl wrote, ``None`` where it wrote none; raises :class:`DatasetError` for a damaged one."""
+    """Return the call in an exported ``agl`` object; ``None`` if it has none.
+
+    Raises:
+        DatasetError: The call is damaged.
+    """
     record = as_dict(about).get("call")
     if not record:
         return None
@@ -321,7 +326,7 @@ def own_call(place: str, about: Json, *, request: Json, response: Json) -> Model
 
 
 def own_reward(place: str, record: Any) -> Reward:
-    """Return the reward that agl wrote; raises :class:`DatasetError` for a damaged one."""
+    """Return the reward in an exported ``agl`` object; raises :class:`DatasetError` if it is damaged."""
     try:
         return reward_of_record(record)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Reads a file of JSON records in bounded memory: lines, or one document; plain, or compressed with gzip or zstd.
+"""Reads JSON records in bounded memory, from JSON lines or one document, plain or compressed with gzip or zstd.
 
-Nothing here knows a format of runs. Every refusal names the file, the line and the next step.
+This module knows no format of runs. Every error names the file, the line and the next step.
 """
 
 import gzip
@@ -20,26 +20,26 @@ from agl_data.importing.values import as_list
 from agl_data.json_values import storable
 
 MAX_RECORD = 64 << 20
-"""Bytes of one record at most: of a line, or of a document that spans lines."""
+"""Largest size of one record in bytes; a record is a line, or a document that spans several lines."""
 
 MAX_GROWTH, FREE = 200, 64 << 20
-"""Largest ratio of a compressed file's contents to its size, once they are beyond the first ``FREE`` bytes."""
+"""A compressed file may unpack to ``FREE`` bytes, or to ``MAX_GROWTH`` times its own size if that is more."""
 
 ZSTD = b"(\xb5/\xfd"
-"""The first bytes of a file that zstd compressed."""
+"""The first bytes of every file compressed with zstd."""
 
 _GZIP, _ZIPS = b"\x1f\x8b", (b"PK\x03\x04", b"BZh", b"\xfd7zXZ")
 _WINDOW = MAX_RECORD.bit_length() - 1
-"""Binary logarithm of the most bytes that zstd may look back, all of which are in memory."""
+"""Binary logarithm of zstd's largest window in bytes; the whole window is in memory."""
 
 
 class Line(NamedTuple):
     """One record of a file.
 
     Attributes:
-        place: Where it stands, for messages, such as ``"runs.jsonl, line 3"``.
+        place: The record's position, for messages, such as ``"runs.jsonl, line 3"``.
         value: The JSON value.
-        is_changed: Whether halves of characters were replaced, or integers beyond 64 bits became texts.
+        is_changed: True if lone surrogates were replaced, or integers beyond 64 bits were turned into text.
     """
 
     place: str
@@ -48,12 +48,12 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Read the records of a file in order: one a line, or the one document that spans lines.
+    """Read the records of a file in order: one per line, or a single document that spans several lines.
 
-    A document that is an array has one record for each item.
+    An array in the first line, or as the document, gives one record per item.
 
     Raises:
-        DatasetError: The file cannot be read, is not JSON, ends in the middle, or has a record that is too large.
+        DatasetError: The file cannot be read, is not JSON, is truncated, or has a record that is too large.
     """
     with opened(path) as file:
         texts = ((number, text) for number, text in enumerate(_texts(path, file), start=1) if text.strip())
@@ -78,7 +78,11 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def first_record(path: Path) -> Json:
-    """Return the first record of a file, by which its format is recognised; raises like :func:`read_lines`."""
+    """Return the first record of a file, which shows the file's format.
+
+    Raises:
+        DatasetError: The file holds no record, or :func:`read_lines` cannot read it.
+    """
     for line in read_lines(path):
         return line.value
     raise DatasetError(f"{path} holds no record; name a file of runs")
@@ -92,7 +96,7 @@ def _texts(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _document(path: Path, start: bytes, rest: Iterator[bytes], error: ValueError) -> Line:
-    """Read a document that spans lines; ``error`` says why its first line is not a document by itself."""
+    """Read a document that spans several lines; ``error`` is the error of decoding its first line alone."""
     parts, size = [start], len(start)
     for part in rest:
         parts.append(part)
@@ -118,7 +122,7 @@ def _items(line: Line) -> Iterator[Line]:
 
 
 def line_of(place: str, value: Json) -> Line:
-    """Return a record as a store takes it."""
+    """Make a record, replacing values that a store cannot hold (see :func:`storable`)."""
     try:
         msgspec.msgpack.encode(value)
     except (UnicodeEncodeError, OverflowError):
@@ -127,7 +131,7 @@ def line_of(place: str, value: Json) -> Line:
 
 
 def decoded(text: bytes) -> Json:
-    """Decode JSON, also with halves of characters, which JavaScript writes; raises :class:`ValueError`."""
+    """Decode JSON, accepting the lone surrogates that JavaScript writes; raises :class:`ValueError` if invalid."""
     try:
         return msgspec.json.decode(text)
     except RecursionError as error:
@@ -161,7 +165,7 @@ def _refuse_size(path: Path, what: str) -> NoReturn:
 
 @contextmanager
 def opened(path: Path) -> Generator[IO[bytes]]:
-    """Open a file, unpacking gzip within its limit; an error of reading becomes a :class:`DatasetError`."""
+    """Open a file, decompressing gzip and zstd up to a limit; read errors become a :class:`DatasetError`."""
     try:
         with path.open("rb") as plain:
             start = plain.read(6)
@@ -188,7 +192,12 @@ def opened(path: Path) -> Generator[IO[bytes]]:
 
 @contextmanager
 def unpacking(place: str, packed: IO[bytes]) -> Generator[IO[bytes]]:
-    """Unpack a stream of zstd; one that is cut or damaged raises :class:`EOFError`."""
+    """Decompress a zstd stream.
+
+    Raises:
+        DatasetError: The package for zstd is not installed.
+        EOFError: The stream is truncated or damaged.
+    """
     try:
         zstd: Any = importlib.import_module("backports.zstd")
     except ImportError as error:
@@ -204,7 +213,7 @@ def unpacking(place: str, packed: IO[bytes]) -> Generator[IO[bytes]]:
 
 
 class _Bounded:
-    """Reads a compressed file until it grows too much."""
+    """Reads a compressed file, and raises DatasetError when its contents grow beyond the limit."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path, self._file, self._size = path, file, 0

@@ -1,8 +1,8 @@
-"""Runs from the spans of traces, which may stand anywhere in a file: one trace is one run.
+"""Makes runs from the spans of traces, which may be anywhere in a file: one trace is one run.
 
-A reader turns each record of its format into :class:`Part`; they are gathered in a temporary database, so that memory
-holds one trace at a time. Of model calls one below the other the innermost is the call, because frameworks and clients
-both report it.
+A reader converts each record of its format to a :class:`Part`. The parts are collected in a temporary database, so that
+memory holds one trace at a time. Where model calls are nested, only the innermost counts as a call, because framework
+and client report the same call.
 """
 
 import sqlite3
@@ -43,13 +43,13 @@ class Scored(msgspec.Struct, frozen=True):
     """A reward of a trace.
 
     Attributes:
-        key: Its id in the trace.
-        reward: The reward; its scope follows from ``about``.
-        about: The id, or another name, of the span that it is about; ``""`` for the run.
-        at_ns: Unix nanoseconds.
-        is_late: Whether it came when the attempt was decided.
-        is_exact: Whether its scope is known, because agl wrote it.
-        is_mean: Whether it stands in for rewards of its name and target that the trace does not have.
+        key: The reward's id in the trace.
+        reward: The reward; its scope is set from ``about``, unless ``is_exact``.
+        about: The id or the alias of the span that the reward is about; ``""`` for the run.
+        at_ns: Time of the reward in Unix nanoseconds.
+        is_late: True if the reward came after the attempt had been decided.
+        is_exact: True if agl exported the reward, so that its scope is already right.
+        is_mean: True for a mean, which counts only if the trace has no other reward with this name and target.
     """
 
     key: str
@@ -62,26 +62,26 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, kw_only=True):
-    """A span of a trace, or what else a record says about the trace.
+    """A span of a trace, or other data about the trace, such as rewards.
 
     Attributes:
-        id: The span's id in its trace; ``""`` for a record other than a span.
-        parent: The id of the span above it; ``""`` for the top one.
-        alias: Another name by which a reward may refer to it.
+        id: The span's id in its trace; ``""`` if the part is not a span.
+        parent: The id of the parent span; ``""`` for a top span.
+        alias: Another id by which a reward may refer to the span.
         name: The span's name.
-        kind: The kind of OpenTelemetry's.
-        start_ns: Unix nanoseconds; 0 if unknown, like ``end_ns``.
-        end_ns: Unix nanoseconds.
-        status: The outcome.
+        kind: The span's kind in OpenTelemetry.
+        start_ns: Start in Unix nanoseconds; 0 if unknown.
+        end_ns: End in Unix nanoseconds; 0 if unknown.
+        status: The span's status.
         message: The text of the error.
-        attributes: By the GenAI conventions, and others.
-        events: What happened within it.
-        call: The model call that it reports; ``None`` for another span.
-        is_left_out: Whether the run's own span, or a reward, stands for it.
-        stands_for: The agent that it stands for in a trace without one.
-        rewards: Rewards that it brings.
-        fields: Fields for ``--task-from`` and ``--reward`` besides the attributes.
-        lost: What the format, or agl, cannot hold of it.
+        attributes: The span's attributes, with names of the GenAI conventions where they have one.
+        events: Events within the span.
+        call: The model call that the span reports; ``None`` if it is not a call.
+        is_left_out: True if the span is not imported, because the run's root span or a reward takes its place.
+        stands_for: The name under which a top span becomes an agent if no span of the trace is an agent.
+        rewards: Rewards in the record.
+        fields: Fields, besides the attributes, that ``--task-from`` and ``--reward`` can name.
+        lost: Descriptions of the items that could not be imported.
     """
 
     id: str = ""
@@ -104,7 +104,7 @@ class Part(msgspec.Struct, kw_only=True):
 
 
 def marked(line: Line, parts: Iterable[tuple[str, Part]]) -> Iterator[tuple[str, Part]]:
-    """Yield the parts of a record, the first one with the loss of a record that was changed."""
+    """Yield the parts of a record; if values of the record were replaced, its first part carries that loss."""
     for trace, part in parts:
         part.lost = [*part.lost, CHANGED_TEXT] if line.is_changed else part.lost
         yield trace, part
@@ -112,7 +112,7 @@ def marked(line: Line, parts: Iterable[tuple[str, Part]]) -> Iterator[tuple[str,
 
 
 def judged(value: float | None, words: Json, comment: str, *, name: str, source: RewardSource | None) -> Reward:
-    """Return a judgement as a reward; words that stand for a value become feedback before the comment."""
+    """Return a judgement as a reward; without a value, the feedback is its words followed by the comment."""
     said = "" if value is not None or words is None else json_text(words)
     return Reward(
         value=value, name=name, source=source or "evaluator", feedback=": ".join(filter(None, (said, comment)))
@@ -120,15 +120,15 @@ def judged(value: float | None, words: Json, comment: str, *, name: str, source:
 
 
 def runs_of(path: Path, parts: Iterable[tuple[str, Part]], *, content: Sequence[str] = ()) -> Iterator[Run]:
-    """Gather the parts of a file by their traces, and return a run for each, the one that began first before others.
+    """Group the parts of a file by trace, and yield one run per trace, ordered by start time.
 
     Args:
         path: The file, for messages.
-        parts: Ids of traces, each with a part, in any order; the id is ``""`` for a part of no trace.
-        content: Beginnings of names of attributes that repeat fields of a call.
+        parts: Pairs of a trace id and a part, in any order; the id is ``""`` for a part that belongs to no trace.
+        content: Prefixes of attributes that are dropped because the fields of the call have their contents.
     """
     decode = msgspec.msgpack.Decoder(Part).decode
-    with closing(sqlite3.connect("")) as gathered:  # a temporary file, which goes with the connection
+    with closing(sqlite3.connect("")) as gathered:  # a temporary file, which SQLite deletes when the connection closes
         gathered.execute("CREATE TABLE parts (trace TEXT, start INTEGER, number INTEGER, data BLOB)")
         rows = ((trace, part.start_ns, number, _packed(part)) for number, (trace, part) in enumerate(parts))
         gathered.executemany("INSERT INTO parts VALUES (?, ?, ?, ?)", rows)
@@ -140,7 +140,7 @@ def runs_of(path: Path, parts: Iterable[tuple[str, Part]], *, content: Sequence[
 
 
 def _packed(part: Part) -> bytes:
-    """Return a part as msgpack; values of a text of JSON that no store takes are replaced, and that is counted."""
+    """Encode a part as msgpack; values that a store cannot hold are replaced, which counts as a loss."""
     try:
         return msgspec.msgpack.encode(part)
     except (UnicodeEncodeError, OverflowError):
@@ -176,7 +176,7 @@ def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) ->
 
 
 def _once(parts: list[Part]) -> list[Part]:
-    """Return each span once, as it stands last in the file: exporters send a span again when they get no answer."""
+    """Return each span once, in its last copy: an exporter sends a span again if it got no response."""
     return list({part.id or str(number): part for number, part in enumerate(parts)}.values())
 
 
@@ -222,7 +222,7 @@ def _add_call(run: Run, span: Part, content: tuple[str, ...]) -> None:
 
 
 def _asked(call: ModelCall) -> list[dict[str, Any]]:
-    """Return the messages of a request, of the Responses API too."""
+    """Return the messages of a call's request, in chat's form or as items of the Responses API."""
     request = as_dict(call.request)
     given = request.get("input") if call.dialect == "responses" else request.get("messages")
     return [{"role": "user", "content": given}] if isinstance(given, str) else dicts_in(as_list(given))

@@ -1,4 +1,4 @@
-"""Narrows foreign JSON, in which any field may be missing or of another type, and reads its times and numbers."""
+"""Reads values from foreign JSON, in which any field may be missing or have an unexpected type."""
 
 import hashlib
 import math
@@ -17,27 +17,27 @@ _FRACTION = re.compile(r"[.,](\d+)")
 
 
 def as_dict(value: Json) -> dict[str, Any]:
-    """Return an object, an empty one for anything else."""
+    """Return the value if it is an object, else an empty object."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def as_list(value: Json) -> list[Any]:
-    """Return a list, an empty one for anything else."""
+    """Return the value if it is a list, else an empty list."""
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def as_text(value: Json) -> str:
-    """Return a text, an empty one for anything else."""
+    """Return the value if it is text, else an empty text."""
     return value if isinstance(value, str) else ""
 
 
 def dicts_in(value: Json) -> list[dict[str, Any]]:
-    """Return the objects of a list."""
+    """Return the items of a list that are objects; empty if the value is not a list."""
     return [as_dict(item) for item in as_list(value) if isinstance(item, dict)]
 
 
 def number_of(value: Json) -> float | None:
-    """Return a finite number, true and false as 1 and 0; ``None`` for anything else."""
+    """Return a finite number as a float, with true and false as 1 and 0; ``None`` for anything else."""
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -46,31 +46,31 @@ def number_of(value: Json) -> float | None:
 
 
 def whole_of(value: Json) -> int | None:
-    """Return a number without its fraction, ``None`` for one that no store takes and for anything else."""
+    """Return a number without its fraction; ``None`` if its magnitude is 1e18 or more, or for anything else."""
     number = number_of(value)
     return int(number) if number is not None and abs(number) < _MOST_WHOLE else None
 
 
 def text_of(content: Json) -> str:
-    """Return the text of a message's content: a text, or the text parts of a list."""
+    """Return the text of a message's content, which is a text or a list of parts."""
     if isinstance(content, str):
         return content
     return "".join(as_text(part.get("text")) for part in dicts_in(content))
 
 
 def json_text(value: Json) -> str:
-    """Return a value as JSON, a text as it is."""
+    """Return a text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def digest(*values: Json, size: int) -> str:
-    """Return hexadecimal digits, two for each byte of ``size``, that are the same for the same values."""
+    """Return a digest of the values, of ``size`` bytes, in hexadecimal digits."""
     data = msgspec.msgpack.encode(values, order="deterministic")
     return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 
 def ns_of(time: Json) -> int:
-    """Return Unix nanoseconds of an ISO 8601 time; 0 for anything else. A time without a zone is in UTC."""
+    """Convert an ISO 8601 time to Unix nanoseconds; 0 for anything else. A time without a zone counts as UTC."""
     text = as_text(time)
     fraction = _FRACTION.search(text)
     try:
@@ -83,12 +83,12 @@ def ns_of(time: Json) -> int:
 
 
 def whole_ns(value: Json) -> int:
-    """Return Unix nanoseconds of an integer, cut to the range of a store; 0 for anything else."""
+    """Return an integer as Unix nanoseconds, clipped to the range 0 to 2**63 - 1; 0 for anything else."""
     return min(max(int(value), 0), _LATEST) if isinstance(value, int) else 0
 
 
 def field_of(record: Json, name: str) -> Json:
-    """Return a field by its name, or by a path such as ``extra.score``; ``None`` where there is none."""
+    """Return a field by name or by a path such as ``extra.score``; ``None`` if it does not exist."""
     fields = as_dict(record)
     if name in fields:
         return fields[name]
@@ -97,5 +97,5 @@ def field_of(record: Json, name: str) -> Json:
 
 
 def first(values: Iterable[Json]) -> Json:
-    """Return the first value that is not empty; ``None`` without one."""
+    """Return the first value that is not empty; ``None`` if all are empty."""
     return next((value for value in values if value not in (None, "", [], {})), None)

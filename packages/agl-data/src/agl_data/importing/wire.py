@@ -1,8 +1,8 @@
-"""OTLP as Protobuf, in the form of its JSON; the library of OpenTelemetry decodes each request.
+"""Reads OTLP in Protobuf and converts it to OTLP's JSON form; OpenTelemetry's library decodes each request.
 
-Files are framed in one of three ways: one request or several as an HTTP exporter sends them, requests that each have
-their length as a varint before them, as OTLP's file format says, and requests with a length of four bytes, as the
-collector's file exporter writes them, which may compress each one with zstd.
+A file has one of three framings. It is plain if it holds one or more requests as an HTTP exporter sends them. It is
+delimited if a varint with the length precedes each request, as in OTLP's file format. It is prefixed if a length of
+four bytes precedes each request, as the collector's file exporter writes it; each request may be compressed with zstd.
 """
 
 import importlib
@@ -16,26 +16,27 @@ from agl.schemas import Json
 from agl_data.importing.source import MAX_RECORD, ZSTD, Line, decoded, line_of, opened, unpacking
 
 _MOST_HEAD = 16
-"""Bytes by which the framing is recognised: lengths, tags, and the first field."""
+"""Number of bytes at the start of a file that show its framing: lengths, tags, and the first field."""
 
 
 def is_protobuf(path: Path) -> bool:
-    """Return whether a file holds requests as Protobuf; raises :class:`DatasetError` if it cannot be read."""
+    """Return whether a file holds requests in Protobuf; raises :class:`DatasetError` if it cannot be read."""
     with opened(path) as file:
         return bool(_framing(file.read(_MOST_HEAD)))
 
 
 def read_batches(path: Path) -> Iterator[Line] | None:
-    """Return the batches of a file of Protobuf, ``None`` for another file.
+    """Return the batches of spans in a Protobuf file; ``None`` if the file is not Protobuf.
 
     Raises:
-        DatasetError: From the iterator: the file is cut, or holds another message than a batch of spans.
+        DatasetError: The file cannot be read. The iterator raises it if the file is truncated, or holds a message that
+            is not a batch of spans.
     """
     return _batches(path) if is_protobuf(path) else None
 
 
 def _framing(head: bytes) -> str:
-    """Return how a file that begins so is framed, ``""`` for one that is no Protobuf.
+    """Return the framing of a file that starts with ``head``; ``""`` if it is not Protobuf.
 
     A batch begins with 0x0A, the tag of its first field, whose content begins with 0x0A, 0x12 or 0x1A.
     """
@@ -56,7 +57,7 @@ def _is_batch(head: bytes, most: int = MAX_RECORD) -> bool:
 
 
 def _head_varint(head: bytes) -> tuple[int, int]:
-    """Return the number at the beginning, and where it ends; ``(0, 0)`` for none."""
+    """Decode a varint at the start; return its value and its length in bytes, or ``(0, 0)`` if it is not a varint."""
     value = 0
     for index, byte in enumerate(head[:5]):
         value |= (byte & 0x7F) << (7 * index)
@@ -109,20 +110,23 @@ class _NoBatchError(Exception):
 
 
 class _Reader:
-    """Reads messages of a file one after the other."""
+    """Reads the messages of a file one at a time."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path, self._file = path, file
 
     def prefixed(self, place: str) -> bytes | None:
-        """Return the next message with a length of four bytes, ``None`` at the end."""
+        """Return the next message after its length in four bytes; ``None`` at the end of the file."""
         head = self._file.read(4)
         if not head:
             return None
         return self._exactly(place, int.from_bytes(head, "big") if len(head) == 4 else MAX_RECORD)
 
     def delimited(self, place: str, has_tag: bool) -> bytes | None:
-        """Return the next message with its length as a varint, and perhaps a tag, before it; ``None`` at the end."""
+        """Return the next message, or ``None`` at the end of the file.
+
+        A varint with the message's length comes before it, and a tag before that if ``has_tag``.
+        """
         byte = self._file.read(1)
         if not byte:
             return None
@@ -158,7 +162,7 @@ def _too_large(place: str) -> DatasetError:
 
 
 def _requests(place: str, data: bytes) -> Json:
-    """Decode a request into the form of OTLP's JSON, in which ids are in base64."""
+    """Decode a request to OTLP's JSON form; ids come out in base64."""
     try:
         service: Any = importlib.import_module("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
         json_format: Any = importlib.import_module("google.protobuf.json_format")

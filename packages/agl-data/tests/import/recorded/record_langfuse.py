@@ -1,4 +1,4 @@
-"""Writes ``langfuse.pb.gz``, the request of Langfuse 5's SDK: OTLP as Protobuf."""
+"""Writes ``langfuse.pb.gz``, a request of Langfuse 5's SDK: OTLP in Protobuf."""
 
 import os
 from pathlib import Path

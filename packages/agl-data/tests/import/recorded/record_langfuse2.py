@@ -1,4 +1,4 @@
-"""Writes ``langfuse-batch.json`` and ``langfuse-trace.json`` with Langfuse 2: its request, and a trace as read."""
+"""Writes a request of Langfuse 2 to ``langfuse-batch.json``, and the trace that it reads to ``langfuse-trace.json``."""
 
 import json
 import os
@@ -11,7 +11,7 @@ WHEN = "2026-05-01T10:00:00.000Z"
 
 
 def trace_of(path: str, body: bytes) -> Any:
-    """Answer a request for the trace as the service does: from the events that it was sent."""
+    """Answer a request for the trace as Langfuse's service does, from the events that it received."""
     if "/traces/" not in path:
         return {"successes": [], "errors": []}
     made: dict[str, dict[str, Any]] = {}

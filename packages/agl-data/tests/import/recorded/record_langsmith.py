@@ -1,4 +1,4 @@
-"""Writes ``langsmith.jsonl``: the runs and the feedback that LangSmith's client lists, one a line."""
+"""Writes ``langsmith.jsonl``: the runs and the feedback that LangSmith's client lists, one per line."""
 
 import json
 import os
@@ -13,7 +13,7 @@ feedback: list[dict[str, Any]] = []
 
 
 def service(path: str, body: bytes) -> Any:
-    """Keep runs and feedback, and list them as the service does."""
+    """Store runs and feedback, and list them, as LangSmith's service does."""
     given = json.loads(body or b"{}")
     if path.endswith("/runs/query"):
         done = ({**run, "status": "success", "session_id": run["trace_id"]} for run in runs.values())

@@ -1,6 +1,6 @@
-"""A model server and a collector of requests in one, for the scripts that record what other tools write.
+"""A model server that also collects requests, for the scripts that record the files of other tools.
 
-Each script runs in an environment of its own with the tool and ``openai``, from this folder.
+Each script runs in this folder, in its own environment with the tool and ``openai``.
 """
 
 import json
@@ -23,7 +23,7 @@ TOOLS = [
 
 
 class Server:
-    """Answers chats, keeps all other requests, and answers these with ``reply``."""
+    """Answers chat completions, and stores all other requests, which ``reply`` answers."""
 
     def __init__(self, reply: Callable[[str, bytes], Any] | None = None) -> None:
         self.bodies: list[tuple[str, bytes]] = []

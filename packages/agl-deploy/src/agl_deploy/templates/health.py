@@ -1,4 +1,4 @@
-"""Ends with 0 while the HTTP server at the URL of the first argument answers, be it that it wants a password."""
+"""Exits with 0 if the HTTP server at the URL in the first argument answers, even if it asks for a password."""
 
 import sys
 import urllib.error

@@ -1,7 +1,7 @@
 """Serves the weights in a folder with vLLM: python serve_model.py FOLDER NAME [ARGUMENT OF VLLM]...
 
-An adapter is served under NAME on top of its base model, which is then NAME-base; other weights are a model of their
-own. The options are those with which answers can be trained on.
+An adapter is served as NAME on top of its base model, which is served as NAME-base. Full weights are served as NAME.
+The options make vLLM return log-probabilities that are suitable for training.
 """
 
 import json

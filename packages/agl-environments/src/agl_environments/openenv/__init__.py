@@ -1,6 +1,6 @@
-"""Environments behind OpenEnv servers, for agents that play an episode of one in each rollout.
+"""Runs agents that play one episode of an OpenEnv server's environment in each rollout.
 
-The runner ``openenv`` gives the agent's parameter ``env`` a :class:`Session`, or a :class:`BlockingSession` where the
+The runner ``openenv`` passes a :class:`Session` as the agent's parameter ``env``, or a :class:`BlockingSession` if the
 agent is a plain function.
 """
 

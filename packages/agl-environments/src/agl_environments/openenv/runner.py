@@ -1,7 +1,8 @@
-"""The runner of agents that play an OpenEnv environment: each attempt gets a session as the agent's ``env``.
+"""The runner ``openenv``, for agents that play an OpenEnv environment: each attempt gets a session as ``env``.
 
-A session is open before the agent starts, so that waiting for a free one takes none of its time. The episode's reward
-is the rollout's, unnamed; a number that the agent returns is kept as well, and counts where the episode has no reward.
+The session is opened before the agent starts, so waiting for a free session does not use up the agent's time limit. The
+reward of the environment's episode becomes the unnamed reward of the rollout. A number that the agent returns is
+recorded too, and is the rollout's reward if the episode has none.
 """
 
 import asyncio
@@ -23,20 +24,20 @@ from agl_environments.openenv.session import BlockingSession, CapacityError, Ope
 from agl_run import AgentSpec, AsyncRunner, LoadedAgent, RunContext
 
 _RETRY_S = 1.0
-"""Seconds between attempts at a session of a server whose sessions others hold."""
+"""Seconds between attempts to open a session while all sessions of the server are in use."""
 
 
 class OpenEnvSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the runner, as ``[runner] params``; one of ``url`` and ``command`` is given.
+    """Settings of the runner, from ``[runner] params``; exactly one of ``url`` and ``command`` must be set.
 
     Attributes:
-        url: Base URL of a server that runs.
-        command: Words of a command that starts one for each worker; ``{port}`` in a word is its port.
-        reward: The rollout's reward: the ``sum`` of the rewards of the episode's steps, or the ``last`` one.
-        timeout_s: Seconds that one answer of the server may take.
-        start_s: Seconds that a server may take until it answers.
-        wait_s: Seconds that an attempt waits for a free session of a server whose sessions others hold.
-        max_message_mb: Mebibytes of one answer at most.
+        url: Base URL of a running server.
+        command: The command, as words, that starts a server for each worker; ``{port}`` is replaced by the port.
+        reward: The rollout's reward: the ``sum`` of the rewards of the episode's steps, or the ``last`` of them.
+        timeout_s: Seconds that the server may take for one answer.
+        start_s: Seconds that a server may take to start.
+        wait_s: Seconds that an attempt waits for a session, for example while all sessions are in use.
+        max_message_mb: Largest size of one answer in MiB.
     """
 
     url: str = ""
@@ -49,14 +50,14 @@ class OpenEnvSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class OpenEnvRunner:
-    """Runs an agent with a session of an OpenEnv server; see the module.
+    """Runs an agent with a session of an OpenEnv server; see the module's docstring.
 
     Args:
-        setup: The experiment's settings.
-        params: The fields of :class:`OpenEnvSettings`.
+        setup: The context of the run.
+        params: Fields of :class:`OpenEnvSettings`.
 
     Raises:
-        ConfigError: A parameter is wrong, or the agent takes no ``env``.
+        ConfigError: A parameter is invalid, or the agent has no parameter ``env``.
     """
 
     provides = ("env",)
@@ -79,7 +80,7 @@ class OpenEnvRunner:
         self._server: StartedServer | None = None
 
     async def start(self) -> None:
-        """Start the server, if it is started here."""
+        """Start the server, if the settings have a command for it."""
         self._client = aiohttp.ClientSession(trust_env=False)
         try:
             if self._settings.command:
@@ -93,11 +94,11 @@ class OpenEnvRunner:
             raise
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Run one attempt in a session of its own.
+        """Run one attempt in a new session.
 
         Raises:
             ServerLostError: The server went away.
-            OpenEnvError: It gave no session.
+            OpenEnvError: The server opened no session.
         """
         session = await self._open()
         attempt_id = claim.attempt.attempt_id
@@ -114,9 +115,9 @@ class OpenEnvRunner:
         return outcome
 
     async def _open(self) -> Session:
-        """Open a session; waits for a free one, and for a server that starts again.
+        """Open a session; waits for a free session, and for a server that restarts.
 
-        A server says how many sessions it has when it refuses one.
+        When a server refuses a session, it reports how many sessions it has.
         """
         assert self._client is not None  # noqa: S101  # started
         settings, since = self._settings, time.monotonic()
@@ -149,7 +150,7 @@ class OpenEnvRunner:
             ) from None
 
     async def _until_closed(self) -> None:
-        """Wait for one of our own sessions to close, and not for long, because others may hold the server's."""
+        """Wait for a session of this runner to close, for at most a second: other clients may also free a session."""
         try:
             async with asyncio.timeout(_RETRY_S), self._changed:
                 await self._changed.wait()
@@ -157,7 +158,7 @@ class OpenEnvRunner:
             return
 
     def _with_session(self, agent: LoadedAgent) -> Any:
-        """Return the agent with its session among its resources, as a function of the same kind."""
+        """Wrap the agent in a function that passes it the attempt's session as ``env``; async if the agent is async."""
         if agent.is_async:
 
             async def play(resources: NamedResources, rollout: Rollout) -> Any:
@@ -179,7 +180,7 @@ class OpenEnvRunner:
         return play_in_thread
 
     def _session(self) -> Session:
-        """Return the session of the attempt whose agent runs here; a rollout may have two at once, one of them lost."""
+        """Return the session of the attempt that runs here; its rollout may have another session, of a lost attempt."""
         attempt = current()
         assert attempt is not None  # noqa: S101  # agents run inside their attempts
         return self._sessions[attempt.attempt_id]
@@ -194,7 +195,7 @@ class OpenEnvRunner:
             agl.emit_reward(sum(session.rewards) if self._settings.reward == "sum" else session.rewards[-1])
 
     async def stop(self) -> None:
-        """Stop the server, if it was started here."""
+        """Stop the server, if this runner started it."""
         try:
             await self._runner.stop()
         finally:

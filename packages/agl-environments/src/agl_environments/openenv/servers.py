@@ -1,4 +1,4 @@
-"""The OpenEnv server that a worker starts by a command and keeps."""
+"""Starts an OpenEnv server for a worker with a command, and restarts it if it dies."""
 
 import asyncio
 import os
@@ -14,20 +14,20 @@ from agl_environments.openenv.session import OpenEnvError
 from agl_run.programs import BoundProcess, PrintedText
 
 _PAUSE_S = 0.1
-"""Seconds between looks at a server that is starting."""
+"""Seconds between checks of a server that is starting."""
 
 _SHOWN = 2000
-"""Characters of a server's output that an error shows."""
+"""Number of characters from the end of a server's output that an error shows."""
 
 
 class StartedServer:
-    """A server that a command starts, on a port of this machine; one that died is started again when it is needed.
+    """A server that a command starts on a port of this machine, and that is restarted if it has died when needed.
 
     Args:
-        words: The command; ``{port}`` in a word is the port, which is also in the variable ``PORT``.
-        folder: Its working directory.
-        start_s: Seconds that it may take until it answers.
-        client: Asks whether it answers.
+        words: The command; ``{port}`` is replaced by the port, which is also in the variable ``PORT``.
+        folder: The command's working directory; ``""`` for the current one.
+        start_s: Seconds that the server may take to start.
+        client: The HTTP client that checks whether the server answers.
     """
 
     def __init__(self, words: Sequence[str], *, folder: str, start_s: float, client: aiohttp.ClientSession) -> None:
@@ -48,10 +48,10 @@ class StartedServer:
         self._url = ""
 
     async def url(self) -> str:
-        """Start the server unless it runs, and return its base URL.
+        """Start the server unless it is running, and return its base URL.
 
         Raises:
-            OpenEnvError: It does not start.
+            OpenEnvError: The server does not start.
         """
         async with self._lock:
             if self._kept is None or self._kept.returncode is not None:
@@ -83,7 +83,7 @@ class StartedServer:
             raise
 
     async def _answering(self, words: Sequence[str]) -> None:
-        """Wait until the server answers a request, whatever its answer."""
+        """Wait until the server answers a request with any status; raises OpenEnvError if the server does not start."""
         assert self._kept is not None  # noqa: S101  # just started
         with suppress(TimeoutError):
             async with asyncio.timeout(self._start_s):
@@ -98,7 +98,7 @@ class StartedServer:
         raise OpenEnvError(f"the OpenEnv server {what} after its start by {shlex.join(words)}: {said}")
 
     async def stop(self) -> None:
-        """Stop the server and all that it started."""
+        """Stop the server and all processes that it started."""
         if self._kept is not None:
             await self._kept.stop()
         if self._reader is not None:

@@ -1,7 +1,8 @@
-"""A session with an OpenEnv server over its WebSocket, as the published client has one.
+"""A session with an OpenEnv server over a WebSocket, with the protocol of OpenEnv's own client.
 
-A message of the types ``reset``, ``step`` or ``state`` has one answer. Steps are recorded as tool calls with their
-rewards. An action that the environment refuses is an answer like others; a server that goes away is not.
+Each message of the type ``reset``, ``step`` or ``state`` gets one answer. Resets and steps are recorded as tool calls
+with their rewards. If the environment refuses an action, that is a normal answer; if the server goes away, an error is
+raised.
 """
 
 import asyncio
@@ -23,24 +24,25 @@ from agl_run.programs import LostError
 T = TypeVar("T")
 
 RECORDED = 32_000
-"""Characters of an observation that its span keeps at most; the agent gets it whole."""
+"""Largest number of characters of an observation in its span; the agent always gets the whole observation."""
 
 _INTERRUPTIBLE_S = 0.2
-"""Seconds that a thread waits at a time; an attempt past its limit ends by an exception that a wait holds up."""
+"""Longest uninterrupted wait of a thread in seconds. An attempt beyond its time limit is ended by an exception in its
+thread, which is raised only between two waits."""
 
 _REFUSED = frozenset({"VALIDATION_ERROR", "EXECUTION_ERROR"})
 
 
 class OpenEnvError(RunError):
-    """The server answered something that no OpenEnv server answers, or not in time, or refused a reset."""
+    """The server's answer is invalid or late, or the server refused a session or a reset."""
 
 
 class ServerLostError(LostError):
-    """The server went away, which says nothing about the agent; the attempt is repeated."""
+    """The server went away, which is not the agent's fault; the attempt is repeated."""
 
 
 class CapacityError(RunError):
-    """The server has no free session; ``limit`` is its number of them, ``None`` where it does not say."""
+    """The server has no free session; ``limit`` is the server's number of sessions, ``None`` if unknown."""
 
     def __init__(self, message: str, limit: int | None) -> None:
         super().__init__(message)
@@ -53,9 +55,9 @@ class Step(Record, frozen=True, kw_only=True):
     Attributes:
         observation: The environment's observation, by field.
         reward: Reward of this step; ``None`` if it has none.
-        done: Whether the episode is over.
-        metadata: Whatever else the environment says.
-        refused: The reason why the environment refused the action, which then had no effect; ``""`` otherwise.
+        done: True if the episode is over.
+        metadata: Further data from the environment.
+        refused: The reason why the environment refused the action, which then had no effect; ``""`` if it did not.
     """
 
     observation: dict[str, Json] = {}
@@ -66,12 +68,12 @@ class Step(Record, frozen=True, kw_only=True):
 
 
 class Session:
-    """A session; one message at a time. :meth:`open` makes one, and :meth:`close` ends it.
+    """A session with a server, which handles one message at a time; opened by :meth:`open`, ended by :meth:`close`.
 
     Attributes:
-        loop: The event loop that it belongs to.
-        lost: The error after which the server is gone; ``None`` while it is there.
-        rewards: Rewards of the steps since the newest reset, in order.
+        loop: The event loop that the session belongs to.
+        lost: The error with which the server went away; ``None`` until then.
+        rewards: Rewards of the latest reset and of the steps since, in order.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, *, url: str, timeout_s: float) -> None:
@@ -86,18 +88,18 @@ class Session:
 
     @classmethod
     async def open(cls, client: aiohttp.ClientSession, url: str, *, timeout_s: float, max_message: int) -> "Session":
-        """Open a session of the server at an ``http`` URL.
+        """Open a session with a server.
 
         Args:
-            client: Stays open.
-            url: The server's base URL, without ``/ws``.
-            timeout_s: Seconds that one answer may take.
-            max_message: Bytes of one answer at most.
+            client: The HTTP client, which must stay open as long as the session.
+            url: The server's base URL (``http`` or ``https``), without ``/ws``.
+            timeout_s: Seconds that the server may take for one answer.
+            max_message: Largest size of one answer in bytes.
 
         Raises:
             CapacityError: The server has no free session.
-            ServerLostError: It cannot be reached.
-            OpenEnvError: It is not an OpenEnv server.
+            ServerLostError: The server cannot be reached.
+            OpenEnvError: The server is not an OpenEnv server, or opened no session.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -118,7 +120,7 @@ class Session:
         return session
 
     async def _begin(self) -> None:
-        """Ask for the state, because a server without a free session says so only then."""
+        """Request the state, because a server without a free session reports that only in its first answer."""
         answer = await self._ask({"type": "state"})
         data = _mapping(answer.get("data"))
         code = data.get("code")
@@ -129,7 +131,7 @@ class Session:
             raise OpenEnvError(f"the OpenEnv server at {self._url} opened no session: {data.get('message')} ({code})")
 
     async def reset(self, **arguments: Json) -> Step:
-        """Begin an episode; the rewards of an earlier one in this session no longer count.
+        """Start an episode; rewards of an earlier episode in this session no longer count.
 
         Args:
             arguments: Arguments of the environment's reset, such as ``seed``.
@@ -142,21 +144,21 @@ class Session:
         return await self._recorded("reset", arguments, {"type": "reset", "data": arguments})
 
     async def step(self, action: Mapping[str, Json]) -> Step:
-        """Take an action, by the fields of the environment's action, and return the answer.
+        """Take an action, given as the fields of the environment's action type, and return the answer.
 
-        A refused action is an answer, with the reason in ``refused``.
+        If the environment refuses the action, the answer has the reason in ``refused``.
 
         Raises:
-            OpenEnvError: The server answered nonsense, or not in time.
+            OpenEnvError: The server's answer is invalid or late.
             ServerLostError: The server went away.
         """
         return await self._recorded("step", action, {"type": "step", "data": dict(action)})
 
     async def state(self) -> dict[str, Json]:
-        """Return the environment's state, by field.
+        """Return the fields of the environment's state.
 
         Raises:
-            OpenEnvError: The server answered nonsense, or not in time.
+            OpenEnvError: The server's answer is invalid or late.
             ServerLostError: The server went away.
         """
         answer = await self._ask({"type": "state"})
@@ -202,10 +204,10 @@ class Session:
         )
 
     async def _ask(self, message: Mapping[str, Json]) -> dict[str, Any]:
-        """Send a message and return its answer; after a failure the session is closed, as the next answer is lost."""
+        """Send a message and return the answer; closes the session on failure, as later answers would not match."""
         try:
             async with self._lock, asyncio.timeout(self._timeout_s):
-                with suppress(ConnectionError, aiohttp.ClientError):  # closed behind an error that is still to be read
+                with suppress(ConnectionError, aiohttp.ClientError):  # closed after an error that is still to be read
                     await self._socket.send_json(dict(message))
                 received = await self._socket.receive()
         except TimeoutError:
@@ -248,20 +250,20 @@ class Session:
         return self.lost
 
     async def close(self) -> None:
-        """End the session; the server drops its environment. Idempotent."""
+        """End the session, so that the server removes the environment; idempotent."""
         self._is_closed = True
         if not self._socket.closed:
             await self._socket.close()
 
 
 class BlockingSession:
-    """A session for agents that are plain functions, with the same methods, which block."""
+    """A session for agents that are plain functions: it has the methods of :class:`Session`, which block here."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def reset(self, **arguments: Json) -> Step:
-        """Begin an episode; see :meth:`Session.reset`."""
+        """Start an episode; see :meth:`Session.reset`."""
         return self._run(self._session.reset(**arguments))
 
     def step(self, action: Mapping[str, Json]) -> Step:
@@ -301,7 +303,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def socket_url(url: str) -> str:
-    """Return the URL of a server's WebSocket."""
+    """Return the URL of a server's WebSocket, given its base URL."""
     parts = urlsplit(url.rstrip("/"))
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
     return urlunsplit(parts._replace(scheme=scheme, path=f"{parts.path}/ws"))
@@ -312,7 +314,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _message(answer: Mapping[str, Any]) -> str:
-    """Return the text of an error, with the fields that were wrong."""
+    """Return the text of an error answer, with the invalid fields."""
     data = _mapping(answer.get("data"))
     errors = cast("list[Any]", data.get("errors") or [])
     wrong = [
@@ -324,7 +326,7 @@ def _message(answer: Mapping[str, Any]) -> str:
 
 
 def _bounded(step: Step) -> Json:
-    """Return a step as its span keeps it, with the beginning of an observation that is too long."""
+    """Return a step as it is recorded in its span, with a long observation cut."""
     text = json.dumps(step.observation, ensure_ascii=False)
     shown: Json = step.observation
     if len(text) > RECORDED:

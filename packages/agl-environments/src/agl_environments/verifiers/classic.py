@@ -1,7 +1,7 @@
-"""Environments with ``load_environment``: single-turn, multi-turn, with tools and with stateful tools.
+"""Runs environments that have ``load_environment``: single-turn, multi-turn, with tools, and with stateful tools.
 
-They run their rollout in this process with an OpenAI client; a rubric of weighted functions scores it. Both are
-verifiers' own, up to its release 0.3.
+Verifiers has such environments up to its release 0.3. An environment runs its rollout in this process with an OpenAI
+client, and scores it with a rubric of weighted reward functions.
 """
 
 import functools
@@ -17,11 +17,11 @@ from agl_environments.verifiers.environment import Model, checked_reward, failur
 from agl_run.programs import TaskSets
 
 _RAISED: ContextVar[list[tuple[str, Exception]] | None] = ContextVar("raised", default=None)
-"""Reward functions of the rollout that is being scored which raised or returned no number, with their errors."""
+"""Names and errors of the reward functions that failed, or returned no number, while a rollout is scored."""
 
 
 class ClassicEnvironment:
-    """An environment that a package's ``load_environment`` returned."""
+    """An environment returned by a package's ``load_environment``."""
 
     def __init__(self, name: str, environment: Any) -> None:
         for attribute in ("rollout", "rubric", "get_dataset"):
@@ -45,7 +45,7 @@ class ClassicEnvironment:
             environment.call_tool = _recorded(environment.call_tool)
 
     def tasks(self) -> TaskSets:
-        """Return the rows of the environment's datasets."""
+        """Return the rows of the environment's training and evaluation datasets."""
         train = self._rows(self._environment.build_dataset, "training")
         val = self._rows(self._environment.build_eval_dataset, "evaluation")
         if not (train or val):
@@ -65,13 +65,13 @@ class ClassicEnvironment:
         return [] if rows is None else json_tasks(rows, name=self._name)
 
     async def start(self) -> None:
-        """Make the client that all rollouts share."""
+        """Create the OpenAI client that all rollouts share."""
         from openai import AsyncOpenAI
 
         self._client = AsyncOpenAI(base_url="http://localhost/v1", api_key="none")
 
     async def play(self, task: Json, model: Model) -> Reward | None:
-        """Run one rollout and score it."""
+        """Run one rollout and return its reward; ``None`` if the environment does not score rollouts."""
         clients = module("verifiers.clients.openai_chat_completions_client")
         row = cast("dict[str, Json]", task) if isinstance(task, dict) else {}
         if "prompt" not in row:
@@ -116,16 +116,16 @@ class ClassicEnvironment:
         """Release the environment's resources, and close the client."""
         if self._client is not None:
             await self._client.close()
-        await self._environment._teardown()  # its only door; it would otherwise be called when Python ends
+        await self._environment._teardown()  # has no public counterpart; verifiers itself calls it only at exit
 
 
 def _of(cause: BaseException, error: BaseException) -> str:
-    """Return the cause of an error with a colon, where it says more than the error itself."""
+    """Return the cause of an error, as a prefix for its message; ``""`` if the cause adds no information."""
     return "" if cause is error or str(cause) in str(error) else f"{type(cause).__name__}: {cause}: "
 
 
 def _rubrics(rubric: Any) -> Iterator[Any]:
-    """Yield a rubric, or those of a group of them, at any depth."""
+    """Yield a rubric, or the rubrics in a group, at any depth."""
     inner: list[Any] = getattr(rubric, "rubrics", [])
     if not inner:
         yield rubric
@@ -134,7 +134,7 @@ def _rubrics(rubric: Any) -> Iterator[Any]:
 
 
 def _weights(rubric: Any) -> dict[str, float]:
-    """Return the weights of reward functions by name; of one name they add up."""
+    """Return the weights of reward functions by name; weights with the same name are added."""
     found: dict[str, float] = {}
     for one in _rubrics(rubric):
         for function, weight in zip(one.funcs, one.weights, strict=False):
@@ -144,7 +144,7 @@ def _weights(rubric: Any) -> dict[str, float]:
 
 
 def _noticed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that notes an error, or a value that is not a number; the rubric logs it and takes 0."""
+    """Wrap a reward function to record an error or a value that is not a number, for which the rubric takes 0."""
     if not hasattr(function, "__name__"):
         return function
 
@@ -166,7 +166,7 @@ def _noticed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded(call_tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls tools and records each call as a span."""
+    """Wrap an environment's ``call_tool`` to record each call as a span."""
 
     @functools.wraps(call_tool)
     async def recorded(tool_name: str, tool_args: dict[str, Any], tool_call_id: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Tasks, rewards and errors of environments, for both generations of verifiers.
+"""Helpers for tasks, rewards and errors, shared by the two generations of environments in verifiers.
 
-Environments with ``load_environment`` are in :mod:`agl_environments.verifiers.classic`, those made of a taskset in
-:mod:`agl_environments.verifiers.taskset`. Objects of verifiers are of any type here, so that nothing of it is imported
-before an environment is asked for.
+Environments with ``load_environment`` are in :mod:`agl_environments.verifiers.classic`, and environments made of a
+taskset in :mod:`agl_environments.verifiers.taskset`. Objects of verifiers have the type ``Any``, so that verifiers is
+imported only when an environment is loaded.
 """
 
 import importlib
@@ -18,13 +18,13 @@ from agl_run.programs import LostError
 
 
 class Model(Record, frozen=True, kw_only=True):
-    """The policy as a rollout calls it.
+    """The address, key and parameters with which a rollout calls the policy.
 
     Attributes:
-        base_url: With ``/v1``.
-        routed_url: The same with the attempt's identity in its path, for clients that share their connections.
-        key: The attempt's token.
-        name: The model that calls name.
+        base_url: Base URL of the API, ending in ``/v1``.
+        routed_url: The base URL with the attempt's id in its path, for clients that several attempts share.
+        key: The attempt's token, as the API key.
+        name: The model's name in requests.
         sampling: Sampling parameters of every call.
     """
 
@@ -36,10 +36,10 @@ class Model(Record, frozen=True, kw_only=True):
 
 
 def json_tasks(rows: Iterable[Mapping[str, Any]], *, name: str) -> list[Json]:
-    """Return the rows of a dataset as JSON values.
+    """Convert the rows of a dataset to JSON values.
 
     Raises:
-        ConfigError: One is not JSON; names the row and the key.
+        ConfigError: A row is not JSON; the message names the row and the key.
     """
     return [_json_task(row, f"row {number} of the environment {name!r}") for number, row in enumerate(rows)]
 
@@ -68,10 +68,10 @@ def _is_json(value: object) -> bool:
 def checked_reward(
     value: float | None, parts: Mapping[str, float | None], weights: Mapping[str, float], *, name: str
 ) -> Reward | None:
-    """Return a reward with its parts; the weights are left out where their sum is another value.
+    """Return a reward with its parts; leaves out the weights if the weighted sum of the parts is not the value.
 
     Raises:
-        RunError: The reward or a part is not finite.
+        RunError: The value or a part is not finite.
     """
     wrong = next((f"{part} as {key!r}" for key, part in _numbers(parts, value) if not math.isfinite(part)), "")
     if wrong:
@@ -95,10 +95,10 @@ def _numbers(parts: Mapping[str, float | None], value: float | None) -> Iterator
 
 
 def module(path: str) -> Any:
-    """Import a module of verifiers, whose objects are of any type here.
+    """Import a module of verifiers.
 
     Raises:
-        ConfigError: It is not there.
+        ConfigError: The module does not exist, or cannot be imported.
     """
     try:
         return importlib.import_module(path)
@@ -110,13 +110,13 @@ def module(path: str) -> Any:
 
 
 INFRASTRUCTURE = frozenset({"InfraError", "TunnelError", "SandboxError", "BrowserSandboxError", "InterceptionError"})
-"""Errors of verifiers that say nothing about the agent."""
+"""Names of verifiers' exceptions that are not the agent's fault."""
 
 
 def failure(name: str, kind: str, message: str) -> RunError:
-    """Return the error for a rollout that an environment ended with an error of its own.
+    """Return the error to raise for a rollout that an environment ended with an exception.
 
-    ``kind`` is the name of the exception's class.
+    ``kind`` is the name of the exception's class; for one in :data:`INFRASTRUCTURE` the error is a ``LostError``.
     """
     text = f"the environment {name!r} failed: {kind}: {message}"
     return LostError(text) if kind in INFRASTRUCTURE else RunError(text)

@@ -1,6 +1,6 @@
-"""Finds an environment by its name, and loads it with the generation of verifiers that it was written for.
+"""Finds an environment by its name, and loads it according to the generation of verifiers that it was written for.
 
-Environments are packages that somebody installed, or modules next to the experiment file.
+An environment is an installed package, or a module next to the experiment file.
 """
 
 import atexit
@@ -29,12 +29,12 @@ def load(name: str, args: Mapping[str, Json], *, folder: str = "") -> ClassicEnv
     """Load an environment.
 
     Args:
-        name: As verifiers takes it: ``wordle``, ``my-env``, or ``owner/my-env@1.0``.
-        args: Arguments of its ``load_environment``, or the configuration of its taskset and agents.
-        folder: Put first on ``sys.path``; ``""`` for nothing.
+        name: The name in verifiers' form: ``wordle``, ``my-env``, or ``owner/my-env@1.0``.
+        args: Arguments of the environment's ``load_environment``, or the configuration of its taskset and agents.
+        folder: A folder to put first on ``sys.path``; ``""`` for none.
 
     Raises:
-        ConfigError: It is not installed, cannot be imported, or refuses the arguments.
+        ConfigError: The environment is not installed, cannot be imported, or refuses the arguments.
     """
     path = locate(name, folder=folder)
     with own_handlers():
@@ -50,7 +50,7 @@ def locate(name: str, *, folder: str = "") -> str:
     """Return the module of an environment, without importing it.
 
     Raises:
-        ConfigError: It does not exist; says what was looked for and how to install it.
+        ConfigError: The module does not exist.
     """
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_")
     if folder and folder not in sys.path:
@@ -79,10 +79,10 @@ def _exists(path: str) -> bool:
 
 @contextmanager
 def own_handlers() -> Generator[None]:
-    """Keep environments from taking over SIGINT and SIGTERM, and from releasing themselves when Python ends.
+    """Keep environments from handling SIGINT and SIGTERM, and from registering functions to run when Python exits.
 
-    Classic environments do both when they are made. The signals are the experiment's, and the runner releases its
-    environment itself.
+    Classic environments do both when they are created. Here the experiment handles the signals, and the runner releases
+    the environment.
     """
     register: Callable[..., Any] = atexit.register
 

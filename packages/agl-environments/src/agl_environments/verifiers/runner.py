@@ -1,7 +1,7 @@
-"""The runner of verifiers' environments: the environment plays the task, calls the policy and rewards itself.
+"""The runner ``verifiers``: the environment performs the task, calls the policy, and computes the reward.
 
-Rollouts share this process and its event loop, as in verifiers' own evaluation; an environment that blocks the loop
-holds up the others, and further workers are further processes.
+Rollouts share this process and its event loop, as in verifiers' own evaluation. An environment that blocks the loop
+therefore delays the other rollouts; more workers give more processes.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from agl_run.programs import LostError, TaskSets
 
 
 class VerifiersSettings(Record, frozen=True, kw_only=True):
-    """Settings of the runner, as ``[runner] params``.
+    """Settings of the runner, from ``[runner] params``.
 
     Attributes:
-        policy: Name of the policy that the environment calls; by default the only one.
+        policy: Name of the policy that the environment calls; by default the only policy.
         sampling: Sampling parameters of every call, such as ``{ max_tokens = 512 }``.
     """
 
@@ -32,11 +32,11 @@ class VerifiersSettings(Record, frozen=True, kw_only=True):
 
 
 class VerifiersRunner:
-    """Runs an environment of verifiers per attempt; see the module.
+    """Runs a rollout of a verifiers environment for each attempt; see the module's docstring.
 
     Args:
-        setup: The experiment's settings; its agent names the environment and has its arguments.
-        params: The fields of :class:`VerifiersSettings`.
+        setup: The context of the run, whose agent has the environment's name and arguments.
+        params: Fields of :class:`VerifiersSettings`.
 
     Raises:
         ConfigError: A parameter is wrong, or the environment cannot be loaded.
@@ -56,14 +56,14 @@ class VerifiersRunner:
 
     @staticmethod
     def check(agent: AgentSpec) -> None:
-        """Raise :class:`ConfigError` for an environment that is not installed."""
+        """Raise :class:`ConfigError` if the agent's environment is not installed."""
         if not agent.name:
             raise ConfigError('the agent names no environment; write agent = "verifiers:NAME"')
         locate(agent.name, folder=agent.folder)
 
     @staticmethod
     def tasks(agent: AgentSpec) -> TaskSets:
-        """Load the environment and return its tasks."""
+        """Load the environment, and return its tasks for training and validation."""
         return load(agent.name, agent.args, folder=agent.folder).tasks()
 
     async def start(self) -> None:
@@ -91,7 +91,7 @@ class VerifiersRunner:
     async def _play(self, task: Json, resources: NamedResources, rollout: Rollout) -> Reward | None:
         attempt = current()
         assert attempt is not None  # noqa: S101  # agents run inside their attempts
-        claim = self._claims[attempt.attempt_id]  # a rollout may have two at once, one of them lost
+        claim = self._claims[attempt.attempt_id]  # a rollout may have a second, lost attempt running
         model = _model(self._settings, resources, claim)
         try:
             return await self._environment.play(claim.rollout.task, model)

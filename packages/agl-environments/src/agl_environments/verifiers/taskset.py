@@ -1,7 +1,8 @@
-"""Environments made of a taskset, a harness and agents: those of verifiers from its release 0.4.
+"""Runs environments made of a taskset, a harness and agents, which verifiers has from its release 0.4 on.
 
-A harness is a program of its own that calls the model through verifiers' interception server, which runs here and
-passes each call on to the policy. The server keeps a client for every rollout, so it is replaced after some of them.
+A harness is a separate program. It calls the model through verifiers' interception server, which runs in this process
+and relays each call to the policy. The server never frees the clients that it creates for rollouts, so it is replaced
+after a number of rollouts.
 """
 
 import asyncio
@@ -16,15 +17,15 @@ from agl_environments.verifiers.environment import Model, checked_reward, failur
 from agl_run.programs import TaskSets
 
 MAX_TASKS = 100_000
-"""Tasks of a taskset that are read at most; one may yield tasks forever."""
+"""Largest number of tasks in a taskset, because a taskset may yield tasks forever."""
 
 ROLLOUTS_PER_SERVER = 200
-"""Rollouts after which the interception server is replaced, with the clients that it keeps."""
+"""Number of rollouts after which the interception server is replaced, to free its clients."""
 
 
 @dataclass(kw_only=True, eq=False)
 class _Serving:
-    """One environment whose servers are up, and the rollouts that use it."""
+    """An environment with running servers, and the numbers of rollouts begun and active in it."""
 
     environment: Any
     context: Any
@@ -35,7 +36,7 @@ class _Serving:
 
 
 class TasksetEnvironment:
-    """An environment that verifiers builds from the name of a taskset."""
+    """An environment that verifiers builds for a taskset, given by name."""
 
     def __init__(self, name: str, args: Mapping[str, Json]) -> None:
         self._name = name
@@ -55,7 +56,7 @@ class TasksetEnvironment:
             return environment
         except ConfigError:
             raise
-        except ValueError as error:  # pydantic's errors are such
+        except ValueError as error:  # pydantic's errors are ValueErrors
             raise ConfigError(
                 f"the environment {self._name!r} refuses its configuration, which experiment.agent_args has: "
                 f"{_on_one_line(error)}"
@@ -67,7 +68,7 @@ class TasksetEnvironment:
             ) from error
 
     def _check_runtimes(self, config: Any, prime: type) -> None:
-        """Refuse sandboxes of Prime Intellect without a key; verifiers would end this process."""
+        """Raise ConfigError if a sandbox of Prime Intellect has no key; verifiers itself would end this process."""
         roles = [
             str(role) for role in cast("Any", type(config)).model_fields if isinstance(_runtime_of(config, role), prime)
         ]
@@ -83,7 +84,7 @@ class TasksetEnvironment:
             ) from None
 
     def tasks(self) -> TaskSets:
-        """Return the tasks of the taskset for training; it has none apart for validation."""
+        """Return the taskset's tasks, all for training; a taskset has no separate tasks for validation."""
         rows: list[Mapping[str, Any]] = []
         try:
             for task in self._environment.taskset.take(MAX_TASKS + 1):
@@ -104,7 +105,7 @@ class TasksetEnvironment:
         return json_tasks(rows, name=self._name), []
 
     async def start(self) -> None:
-        """Bring up the servers, so that their errors show now."""
+        """Start the servers, so that errors in starting them show before the first rollout."""
         self._serving = await self._serve(self._environment)
 
     async def _serve(self, environment: Any) -> _Serving:
@@ -118,7 +119,7 @@ class TasksetEnvironment:
         return _Serving(environment=environment, context=context)
 
     async def play(self, task: Json, model: Model) -> Reward | None:
-        """Run one episode, which its environment scores."""
+        """Run one episode and return its reward; ``None`` if the environment gave none."""
         v1 = module("verifiers.v1")
         client = v1.EvalClientConfig(base_url=model.routed_url, api_key_var="AGL_NO_KEY")
         context = v1.ModelContext(model=model.name, client=client, sampling=v1.Sampling(**model.sampling))
@@ -140,7 +141,7 @@ class TasksetEnvironment:
             ) from error
 
     def _scored(self, traces: Sequence[Any]) -> Reward | None:
-        """Return the sum of the rewards of an episode's agents, with the names of agents where there are several."""
+        """Return the sum of the rewards of an episode's agents; with several agents, their names prefix the parts."""
         parts: dict[str, float | None] = {}
         weights: dict[str, float] = {}
         for number, trace in enumerate(traces):
@@ -157,7 +158,10 @@ class TasksetEnvironment:
 
     @asynccontextmanager
     async def _served(self) -> AsyncGenerator[Any]:
-        """Lend the environment to a rollout; an old one's servers go down behind its last rollout."""
+        """Yield the environment for one rollout.
+
+        After :data:`ROLLOUTS_PER_SERVER` rollouts it is replaced; its servers stop once its last rollout has ended.
+        """
         async with self._lock:
             serving = self._serving
             if serving is None or serving.begun >= ROLLOUTS_PER_SERVER:
@@ -182,7 +186,7 @@ class TasksetEnvironment:
                     await context.__aexit__(None, None, None)
 
     async def stop(self) -> None:
-        """Take down the servers."""
+        """Stop the servers."""
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.is_retired, serving.active = True, 0

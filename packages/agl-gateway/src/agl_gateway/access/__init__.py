@@ -1,1 +1,1 @@
-"""Verifies callers and bounds what each of them may do."""
+"""Verifies the callers of the gateway and limits what each of them may do."""

@@ -1,8 +1,8 @@
-"""One line of JSON for each privileged action: who did what to which object, when, and with what result.
+"""The audit log: one line of JSON per privileged action, with its caller, objects, time and result.
 
-The lines go to the logger ``agl.audit`` and, if there is one, to a file, each with one write that appends, so that
-several processes share it and it may be moved away at any time. They hold ids, names and addresses, never a token, a
-task or an answer.
+The lines go to the logger ``agl.audit`` and, if a file is configured, to that file. Each line is one appending write,
+so several processes can share the file, and it can be moved away at any time. Lines hold ids, names and addresses,
+never a token, a task or an answer.
 """
 
 import logging
@@ -23,26 +23,26 @@ _LOG = logging.getLogger("agl.audit")
 _OWN_LOG = logging.getLogger(__name__)
 
 _SHOWN = 20
-"""Objects that a line names; ``count`` has the number of all."""
+"""The most object names that a line lists; ``count`` gives the total."""
 
 _TEXT = 300
-"""Characters of an error that a line quotes."""
+"""The most characters of an error that a line quotes."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of the audit log.
 
     Attributes:
-        time: When, as ISO 8601 in UTC.
+        time: When the action happened, as ISO 8601 in UTC.
         scope: The kind of the token.
-        token: Whom the token was made for, or which one of the gateway's own it is.
+        token: The holder that the token was made for, or the number of the gateway's own token.
         remote: The address from which the request came.
-        action: What was done, such as ``delete``.
-        result: ``done``, or ``failed``.
+        action: The action, such as ``delete``.
+        result: ``done`` or ``failed``.
         experiment: The experiment, where the action is about one.
         objects: The first 20 ids or names.
         count: The number of objects.
-        error: Why it failed.
+        error: The error of a failed action.
     """
 
     time: str
@@ -58,7 +58,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Deed(msgspec.Struct, frozen=True, kw_only=True):
-    """A privileged action with its objects; see :class:`Line`."""
+    """A privileged action and its objects, before it becomes a :class:`Line`."""
 
     action: str
     objects: Sequence[str] = ()
@@ -66,7 +66,7 @@ class Deed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Audit:
-    """Writes the lines.
+    """Writes the lines of the audit log.
 
     Args:
         path: The file to append to; ``None`` for the logger alone.
@@ -77,7 +77,7 @@ class Audit:
 
     @contextmanager
     def of(self, deed: Deed | None, *, claim: AttemptToken, request: web.BaseRequest) -> Generator[None]:
-        """Write the line of an action once it is done, or has failed; none for an action that is not privileged."""
+        """Write an action's line when the block ends or raises an :class:`AglError`; ``None`` writes no line."""
         try:
             yield
         except AglError as error:
@@ -90,7 +90,7 @@ class Audit:
     def write(
         self, deed: Deed, *, claim: AttemptToken, request: web.BaseRequest, error: Exception | None = None
     ) -> None:
-        """Write the line of one action."""
+        """Write the line of one action, as failed if there is an ``error``."""
         line = Line(
             time=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             scope=claim.scope,
@@ -109,7 +109,7 @@ class Audit:
             self._append(self._path, text + b"\n")
 
     def _append(self, path: Path, line: bytes) -> None:
-        """Append a line with one write; the file is opened anew, so that it can be moved away."""
+        """Append a line in one write. The file is opened for each line, so it can be moved away."""
         try:
             handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
@@ -121,7 +121,7 @@ class Audit:
 
 
 def deed_of(name: str, params: dict[str, Any]) -> Deed | None:
-    """Return what a call of the store's method changes, if that is more than a worker's everyday work."""
+    """Return the privileged action that a call of a store method performs; ``None`` for a worker's everyday calls."""
     match name:
         case "enqueue":
             rollouts = params["rollouts"]
@@ -147,6 +147,6 @@ def deed_of(name: str, params: dict[str, Any]) -> Deed | None:
 
 
 def _only(names: Any) -> str:
-    """Return the name that all have in common; ``""`` if there are several."""
+    """Return the name if all names are equal; ``""`` if they differ or there are no names."""
     found = set(names)
     return found.pop() if len(found) == 1 else ""

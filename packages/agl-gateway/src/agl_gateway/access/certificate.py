@@ -16,15 +16,15 @@ from agl_gateway.settings import EmbeddedSettings
 _log = logging.getLogger(__name__)
 
 LOOK_S = 10.0
-"""Seconds between two looks at the files."""
+"""Seconds between two checks of the files for changes."""
 
 
 class Certificate:
-    """A certificate with its key; a new one serves the connections that begin after it was read.
+    """A certificate with its key. A changed certificate serves the connections that begin after it was read.
 
     Args:
-        cert: The certificate's chain in PEM.
-        key: Its private key in PEM; ``None`` where it is in the same file.
+        cert: The certificate chain, a PEM file.
+        key: The private key, a PEM file; ``None`` if the key is in the certificate's file.
 
     Raises:
         ConfigError: The files cannot be read, or do not belong together.
@@ -43,13 +43,13 @@ class Certificate:
             ) from error
 
     async def watch(self) -> None:
-        """Read the files again when they have changed, until this is cancelled."""
+        """Reload the files whenever they have changed, until the task is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """Read the files again if they have changed; a pair that does not fit leaves the old one in use."""
+        """Reload the files if they have changed; if the new certificate and key do not match, the old ones stay."""
         state = self._state()
         if state == self._seen:
             return
@@ -75,7 +75,7 @@ class Certificate:
 
 
 def certificate_of(settings: EmbeddedSettings) -> Certificate | None:
-    """Return the certificate that settings name, ``None`` without one; raises :class:`ConfigError`."""
+    """Return the certificate that the settings name, or ``None`` if they name none; raises :class:`ConfigError`."""
     cert, key = settings.tls_cert, settings.tls_key
     if key and not cert:
         raise ConfigError(

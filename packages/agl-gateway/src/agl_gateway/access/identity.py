@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _CACHE_SIZE = 10_000
 
 _LOOK_S = 1.0
-"""Seconds for which a verified token is accepted without a look at the files of keys."""
+"""Seconds for which a verified token is accepted before the key files are checked again."""
 
 _FROM_PYTHON = f"Where agl runs the agent from Python: {KEY_ADVICE}"
 _PLACEHOLDER = (
@@ -48,14 +48,14 @@ _SHOWN: dict[TokenScope, str] = {
 
 
 def require_scope(claim: AttemptToken, allowed: Collection[TokenScope], *, what: str) -> None:
-    """Raise a 403 :class:`Problem` unless the token has one of the scopes; ``what`` begins its message."""
+    """Raise a 403 :class:`Problem` unless the token has one of the scopes; the message begins with ``what``."""
     if claim.scope not in allowed:
         names = " or ".join(_SHOWN[scope] for scope in allowed)
         raise Problem(403, f"{what} needs {names}; this is {_SHOWN[claim.scope]}")
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    """Return the key from ``Authorization: Bearer``, ``x-api-key`` or ``x-goog-api-key``; ``""`` without one."""
+    """Return the key from ``Authorization: Bearer``, ``x-api-key`` or ``x-goog-api-key``; ``""`` if none is sent."""
     authorization = headers.get("authorization", "")
     if authorization[:7].lower() == "bearer ":
         return authorization[7:].strip()
@@ -69,7 +69,7 @@ class Identities:
 
     Args:
         tokens: Verifies signed tokens.
-        admin_key: Further keys that count as an admin token; ``""`` for none.
+        admin_key: Additional keys with the rights of an admin token; ``""`` for none.
         client_key: Keys that allow conversations and nothing else; ``""`` for none.
     """
 
@@ -82,7 +82,7 @@ class Identities:
         self._look_at = 0.0
 
     def verify(self, key: str) -> AttemptToken:
-        """Return the claim of ``key``; raises a 401 :class:`Problem` that names the fault."""
+        """Return the claim of the token ``key``; raises a 401 :class:`Problem` that says why the token is invalid."""
         now = time.time()
         if time.monotonic() >= self._look_at:
             self._look()
@@ -113,7 +113,7 @@ class Identities:
         return None
 
     def _look(self) -> None:
-        """Forget verified tokens if any key is another one than before."""
+        """Empty the cache of verified tokens if any key has changed."""
         self._look_at = time.monotonic() + _LOOK_S
         found = (self._tokens.changes(), *(keys() for keys in self._keys.values()))
         if found != self._seen:
@@ -121,7 +121,7 @@ class Identities:
         self._seen = found
 
     def _refusal(self, key: str, error: TokenError) -> Problem:
-        """Return the answer to an invalid key; logs the first placeholder, because few agents show an answer's body."""
+        """Return the 401 for an invalid key; logs the first placeholder, because few agents show an answer's body."""
         if key != PLACEHOLDER_KEY:
             is_foreign = not key.startswith("agl_")
             return Problem(401, f"{error} {_FROM_PYTHON}" if is_foreign else str(error), code="invalid_api_key")
@@ -132,7 +132,7 @@ class Identities:
 
 
 def _keys_of(given: str | Keys) -> Keys:
-    """Return a function for keys that stay."""
+    """Return ``given`` if it already is a function, else a function that always returns the given keys."""
     if callable(given):
         return given
     fixed = given.encode()
@@ -140,10 +140,10 @@ def _keys_of(given: str | Keys) -> Keys:
 
 
 class RunningAttempts:
-    """The attempts that still run, read from the store once and kept current by its change feed.
+    """Knows which attempts still run: asks the store once per attempt and follows the change feed from then on.
 
-    The end of an attempt is noticed within a fraction of a second. Calls in between do no harm: the store marks as
-    late what an attempt records after its end. While the store does not answer, a valid token is enough.
+    The end of an attempt is noticed within a fraction of a second. Calls in between do no harm, because the store marks
+    records after the end of an attempt as late. While the store does not answer, a valid token is enough.
     """
 
     def __init__(self, store: Store, *, outage: Outage) -> None:
@@ -171,7 +171,8 @@ class RunningAttempts:
     async def refusal(self, claim: AttemptToken, spans: Sequence[Span]) -> str:
         """Return the reason why the attempt's own token may not append ``spans``; ``""`` if it may.
 
-        Once the attempt has ended, spans are kept as late ones; rewards and model calls are not, for they count.
+        After the attempt has ended, other spans are stored as late, but rewards and model calls are refused, because
+        they count.
         """
         found = next((span for span in spans if span.reward is not None or span.call is not None), None)
         if found is None or await self._status(claim.rollout_id, claim.attempt_id) in ("", "running"):
@@ -183,7 +184,7 @@ class RunningAttempts:
         )
 
     async def runs(self, rollout_id: str, attempt_id: str) -> bool:
-        """Return true if the attempt runs, or the store does not answer."""
+        """Return true if the attempt runs or the store does not answer."""
         return await self._status(rollout_id, attempt_id) == "running"
 
     async def _status(self, rollout_id: str, attempt_id: str) -> str:
@@ -202,42 +203,42 @@ class RunningAttempts:
         return status
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Drop changed rollouts; the next call looks their attempts up again."""
+        """Forget the attempts of changed rollouts; the next call asks the store again."""
         for change in changes:
             if change.kind == "rollout":
                 self._running.pop(change.key, None)
 
     def forget(self) -> None:
-        """Drop all attempts; the next calls look them up again."""
+        """Forget all attempts; the next calls ask the store again."""
         self._running.clear()
 
 
 T = TypeVar("T")
 
 _MAX_BODY = 64 * 1024
-"""Bytes of the small JSON bodies of the gateway's own endpoints."""
+"""The largest JSON body, in bytes, of the gateway's own endpoints."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Admission:
-    """Stands before the gateway's endpoints: it knows the tokens, reads bodies and keeps the audit log."""
+    """Checks every request to the gateway's own endpoints: verifies tokens, reads bodies and writes the audit log."""
 
     identities: Identities
     bodies: BodyReader
     audit: Audit
 
     def caller(self, request: web.BaseRequest, *allowed: TokenScope, what: str) -> AttemptToken:
-        """Return the claim of a request's token, which must have one of these scopes.
+        """Return the claim of a request's token, which must have one of the ``allowed`` scopes.
 
         Raises:
-            Problem: 401 for an invalid token, 403 for one of another scope; ``what`` begins the message.
+            Problem: 401 for an invalid token, 403 for a token of another scope; the message begins with ``what``.
         """
         claim = self.identities.verify(key_of(request.headers))
         require_scope(claim, allowed, what=what)
         return claim
 
     async def read(self, request: web.BaseRequest, kind: type[T], *, form: str) -> T:
-        """Return a request's JSON body; raises a 400 :class:`Problem` that shows the ``form`` it should have."""
+        """Return a request's JSON body as ``kind``; raises a 400 :class:`Problem` that shows the expected ``form``."""
         try:
             return msgspec.json.decode(await self.bodies.read(request, limit=_MAX_BODY), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

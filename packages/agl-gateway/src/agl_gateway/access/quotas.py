@@ -1,8 +1,8 @@
-"""Limits what one attempt may record: its model calls, and the spans that it appends with its own token.
+"""Limits how much one attempt may record: its model calls, and the spans that it appends with its own token.
 
-Each gateway counts for itself, from its start, and for all of its processes: one that has used its part of a limit asks
-the others for theirs. The first refusal is recorded as a span of the attempt, so that the rollout says why calls or
-spans are missing.
+The limits hold for all processes of one gateway together, counted from the gateway's start. A process that has used up
+its share of a limit asks the other processes for their counts. The first refusal is recorded as a span of the attempt,
+so the rollout shows why calls or spans are missing.
 """
 
 import logging
@@ -22,8 +22,7 @@ _log = logging.getLogger(__name__)
 
 _REMEMBERED = 20_000
 _SHARES = 32
-"""Parts of what is left that a process may use before it asks the others again; so they exceed a limit by 3 % at most.
-"""
+"""A process may use 1/32 of its part of the remainder before it asks again; limits are exceeded by 3 % at most."""
 
 
 Kind = Literal["calls", "spans"]
@@ -31,7 +30,7 @@ Kind = Literal["calls", "spans"]
 
 @dataclass(kw_only=True)
 class _Attempt:
-    """What is known of one attempt's limits: the counts up to which this process need not ask the others."""
+    """The limits of one attempt: the counts up to which this process need not ask the others."""
 
     allowed: dict[str, int] = field(default_factory=dict[str, int])
     is_recorded: bool = False
@@ -41,9 +40,9 @@ class Quotas:
     """Limits the calls and spans of attempts. Used in one event loop only.
 
     Args:
-        facts: Counts them.
-        max_calls: Model calls of one attempt.
-        max_spans: Spans that one attempt may append.
+        facts: Counts the calls and spans of each attempt.
+        max_calls: The most model calls of one attempt.
+        max_spans: The most spans that one attempt may append.
     """
 
     def __init__(self, store: Store, facts: AttemptFacts, *, max_calls: int, max_spans: int) -> None:
@@ -61,9 +60,10 @@ class Quotas:
         own["calls"] += 1
 
     async def add_spans(self, claim: AttemptToken, count: int) -> None:
-        """Count spans of an attempt's own token, all or none; raises a 403 :class:`Problem` beyond the limit.
+        """Count spans that an attempt's own token appends; raises a 403 :class:`Problem` beyond the limit and counts
+        none.
 
-        Only the admin's token appends without a limit; those of workers do not come here.
+        The admin token has no limit. Workers' tokens do not reach this method.
         """
         if claim.scope == "admin":
             return
@@ -74,7 +74,7 @@ class Quotas:
         own["spans"] += count
 
     async def _over(self, claim: AttemptToken, kind: Kind, wanted: int) -> int | None:
-        """Return the count of all processes if ``wanted`` by this one takes it beyond the limit; else ``None``."""
+        """Return all processes' total if ``wanted`` calls or spans by this one exceed the limit; else ``None``."""
         attempt, limit, processes = (
             self._attempts.touched(claim.attempt_id, _Attempt),
             self._limits[kind],

@@ -1,4 +1,4 @@
-"""``POST /worker-tokens``: makes a worker's token for one experiment, for the admin token."""
+"""``POST /worker-tokens``: lets the admin token make a worker's token for one experiment."""
 
 import os
 import time
@@ -18,16 +18,16 @@ from agl_run.access import AttemptTokens
 
 WORKER_TOKENS = "/worker-tokens"
 LONGEST_S = 366 * 86_400.0
-"""Seconds for which a worker's token is valid at most."""
+"""The longest validity of a worker's token, in seconds."""
 
 
 ADMIN_ENV = "AGL_TOKEN"
 
 
 def named_keys(variable: str, *, purpose: str) -> Keys | None:
-    """Return the keys in an environment variable, else in the file that the variable with ``_FILE`` names.
+    """Return the keys in an environment variable, else those in the file that ``{variable}_FILE`` names.
 
-    The file is read again when it changes; ``None`` where neither variable is set.
+    The file is read again when it changes. The result is ``None`` if neither variable is set.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -48,9 +48,9 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of ``POST /worker-tokens``.
 
     Attributes:
-        experiment: The only experiment that the token reaches.
-        valid_s: Seconds for which it is valid.
-        name: Whom it is for, as audit lines show it.
+        experiment: The only experiment that the token can reach.
+        valid_s: Seconds for which the token is valid.
+        name: The holder of the token, shown in the audit log.
     """
 
     experiment: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -59,7 +59,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IssuedToken(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer: the token, and the time in Unix seconds after which it is refused."""
+    """The answer to ``POST /worker-tokens``: the token, and the Unix time in seconds at which it expires."""
 
     token: str
     expires_at: float
@@ -67,7 +67,7 @@ class IssuedToken(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokensApi:
-    """Makes tokens; used in the gateway's event loop."""
+    """Serves ``POST /worker-tokens``; used in the gateway's event loop."""
 
     admission: Admission
     tokens: AttemptTokens

@@ -1,7 +1,7 @@
-"""Examines a deployment end to end: what is wrong, and what to do about it.
+"""``agl doctor``: examines a deployment end to end, and says what is wrong and how to repair it.
 
-Every check looks at the real thing: it asks the gateway with the token that a worker would send, writes to the store
-and reads it back, and compares clocks by the answers. It leaves nothing behind.
+Every check is made on the running system: it asks the gateway with the token that a worker would send, writes to the
+store and reads the value back, and compares clocks by the answers. It leaves nothing behind.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ State = Literal["ok", "warning", "wrong"]
 _WORKERS = (WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV)
 
 _CLOCK_S = 5.0
-"""Seconds by which clocks may differ: leases and tokens last a minute and longer."""
+"""Seconds by which clocks may differ; leases and tokens last at least a minute."""
 
 _SLOW_S = 1.0
 _TIMEOUT_S = 10.0
@@ -62,7 +62,7 @@ _MIN_FREE, _WARN_FREE = 64 << 20, 1 << 30
 _UNREACHABLE = "start it, or correct the address; look at firewalls between this machine and it"
 _LOCAL = ("localhost", "")
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses at which to look for what listens at every one."""
+"""The address to connect to for a server that listens on all addresses."""
 
 _GUESSED = ("secret", "password", "changeme", "change-me", "default", "example", "test", "your-own", "xxxx")
 
@@ -71,9 +71,9 @@ class Finding(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The result of one check.
 
     Attributes:
-        check: The thing that was looked at, such as ``clock of the store``.
-        text: What was found.
-        advice: What to do about it; ``""`` where nothing is to be done.
+        check: The name of the check, such as ``clock of the store``.
+        text: The finding.
+        advice: The next step of the user; ``""`` if there is nothing to do.
     """
 
     check: str
@@ -95,7 +95,7 @@ def _wrong(check: str, text: str, advice: str = "") -> Finding:
 
 
 def _judged(check: str, is_ok: bool, text: str, advice: str = "", *, otherwise: State = "wrong") -> Finding:
-    """Return a finding that is ok, or that comes with an advice."""
+    """Return a finding that is ok, or one with the state ``otherwise`` and the advice."""
     return _ok(check, text) if is_ok else Finding(check=check, state=otherwise, text=text, advice=advice)
 
 
@@ -104,12 +104,13 @@ class Patient:
     """A deployment to examine.
 
     Attributes:
-        store_url: Its store; ``""`` for none.
+        store_url: The URL of its store; ``""`` for none.
         gateway_url: The gateway to ask; ``""`` for none.
-        token: The token in the URL of a served store; ``""`` for that of the environment.
-        ca: The file with the authorities of its certificate; ``""`` for that of ``AGL_CA_FILE``, else the system's.
+        token: The token in the URL of a served store; ``""`` for the environment's token.
+        ca: The file of authorities that signed the gateway's certificate; ``""`` for the file in ``AGL_CA_FILE``, else
+            the system's authorities.
         spool: The folder of the spools on this machine.
-        ports: Addresses at which parts of it listen, or will.
+        ports: Addresses on which parts of the deployment listen or will listen.
         keys: Environment variables that its experiment names.
     """
 
@@ -123,10 +124,10 @@ class Patient:
 
 
 def patient_of(target: str) -> Patient:
-    """Return the deployment that a file, a URL or nothing names.
+    """Return the deployment of an experiment's file or a URL; ``""`` stands for the only store here.
 
     Raises:
-        ConfigError: The experiment's file cannot be read, or there is no such store.
+        ConfigError: The experiment's file cannot be read, or the store does not exist.
     """
     if target.endswith(".toml"):
         return _of_experiment(load_config(Path(target)), Path(target).parent)
@@ -134,7 +135,7 @@ def patient_of(target: str) -> Patient:
 
 
 async def examine(patient: Patient, manager: PluginManager) -> list[Finding]:
-    """Run every check; none stops the others."""
+    """Run every check, whatever the others find."""
     found = [
         *versions(manager),
         *secrets(patient.keys),
@@ -170,7 +171,7 @@ def versions(manager: PluginManager) -> Iterator[Finding]:
 
 
 def secrets(keys: Sequence[str]) -> Iterator[Finding]:
-    """Look at the signing key, the admin token and the keys of the experiment; no value is ever shown."""
+    """Check the signing key, the admin token and the experiment's keys, without ever showing a value."""
     try:
         found = signing_keys()().splitlines() if _has_secret() else []
     except ConfigError as error:
@@ -192,7 +193,7 @@ def secrets(keys: Sequence[str]) -> Iterator[Finding]:
 
 
 def ports(addresses: Iterable[tuple[str, int]]) -> Iterator[Finding]:
-    """Say who listens at the addresses."""
+    """Report for each address if something listens there."""
     for host, port in addresses:
         check = f"port {host}:{port}"
         try:
@@ -206,7 +207,7 @@ def ports(addresses: Iterable[tuple[str, int]]) -> Iterator[Finding]:
 
 
 def disks(patient: Patient) -> Iterator[Finding]:
-    """Look at the space where state, spools and a SQLite store lie."""
+    """Check the free space on the disks of the state folder, the spools and a SQLite store."""
     places = {"disk of the state folder": state_dir(), "disk of the spool": patient.spool}
     if patient.store_url.startswith("sqlite:///"):
         places["disk of the store"] = Path(patient.store_url.removeprefix("sqlite:///"))
@@ -223,7 +224,7 @@ def disks(patient: Patient) -> Iterator[Finding]:
 
 
 def transport(*urls: str) -> Iterator[Finding]:
-    """Name connections to other machines that are not encrypted."""
+    """Report which connections to other machines are encrypted, and warn of those that are not."""
     for url in dict.fromkeys(filter(None, urls)):
         parts = urlsplit(url)
         if _is_local(parts.hostname or ""):
@@ -243,7 +244,7 @@ def transport(*urls: str) -> Iterator[Finding]:
 
 
 async def _gateway(url: str, ca: str, *, token: str) -> AsyncIterator[Finding]:
-    """Ask a gateway who it is, with the token in its URL, else the one that workers and commands send."""
+    """Check a gateway's token, clock, version and health, with the URL's token or this machine's own."""
     check = f"gateway {url}"
     try:
         token = token or _own_token()
@@ -299,7 +300,7 @@ async def _answers(store: Store, check: str) -> AsyncIterator[Finding]:
 
 
 async def _writes(store: Store, check: str) -> AsyncIterator[Finding]:
-    """Write a value and read it back, compare the clocks, and take both away again."""
+    """Write a value and read it back, compare the clocks, and remove what was written."""
     name = f"agl-doctor-{new_trace_id()[:12]}"
     key = f"gateway/{name}"
     took = await _timed(lambda: store.save_state({key: b"written"}))
@@ -317,7 +318,7 @@ async def _writes(store: Store, check: str) -> AsyncIterator[Finding]:
 
 
 async def _gateways(store: Store, check: str) -> AsyncIterator[Finding]:
-    """Name the gateways that serve the store, and those that are gone with calls in their spools."""
+    """Report the gateways that serve the store, and those that are gone with calls left in their spools."""
     del check
     found = await gateways_of(store, now=time.time())
     for gone in (each for each in found if each.is_gone):
@@ -333,7 +334,7 @@ async def _gateways(store: Store, check: str) -> AsyncIterator[Finding]:
 
 
 async def forget_gone(store: Store) -> int:
-    """Take the gateways that are gone off the store's list; returns their number."""
+    """Remove the gateways that are gone from the store's list; returns their number."""
     gone = [each.member for each in await gateways_of(store, now=time.time()) if each.is_gone]
     await store.withdraw(GATEWAYS, gone)
     return len(gone)
@@ -360,7 +361,7 @@ def _of_experiment(config: ExperimentConfig, folder: Path) -> Patient:
 
 
 def _of_store(url: str) -> Patient:
-    """Return the deployment with this store, and the gateway of one that is served."""
+    """Return the deployment of a store; the URL of a served store also gives its gateway."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         return Patient(store_url=url)
@@ -377,7 +378,7 @@ def _has_secret() -> bool:
 
 
 def _own_token() -> str:
-    """Return the token that workers and commands of this machine send; raises what :class:`KeyFile` raises."""
+    """Return the token that this machine's workers and commands send; raises the errors of :class:`KeyFile`."""
     if worker := worker_key():
         return worker()
     if tokens := _admin_tokens():
@@ -386,13 +387,13 @@ def _own_token() -> str:
 
 
 def _admin_tokens() -> list[bytes]:
-    """Return the admin tokens of the environment or its file; raises what :func:`named_keys` raises."""
+    """Return the admin tokens from the environment or its file; raises the errors of :func:`named_keys`."""
     keys = named_keys(ADMIN_ENV, purpose="admin token")
     return [] if keys is None else keys().splitlines()
 
 
 def _strengths(check: str, keys: Sequence[bytes], *, where: str) -> Iterator[Finding]:
-    """Look at each key; several are named by their lines."""
+    """Check the strength of each key; if there are several, each is named by its line."""
     for number, key in enumerate(keys, 1):
         name = f"{check} of line {number}" if len(keys) > 1 else check
         yield _strength(name, key.decode("utf-8", "replace"), where=where)

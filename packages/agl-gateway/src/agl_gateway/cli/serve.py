@@ -47,7 +47,7 @@ _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "f
 
 
 def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
-    """Return the option of a setting, with the default and the meaning that it has among the gateway's settings."""
+    """Return a setting's command-line option; its default and help text are those of the gateway's settings."""
     name = name or flag.removeprefix("--").replace("-", "_")
     default = given.pop("default", _DEFAULTS[name])
     is_shown = default not in ("", (), None, False, 0)
@@ -190,7 +190,7 @@ def _supervised(run: Callable[[Place], Coroutine[Any, Any, None]], workers: int,
 
 
 def _stopping(place: Place | None) -> asyncio.Event:
-    """Return an event that is set when a signal arrives, or the parent of one of several processes is gone."""
+    """Return an event that is set by a signal or, in one of several processes, by the end of the parent process."""
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         try:
@@ -203,7 +203,7 @@ def _stopping(place: Place | None) -> asyncio.Event:
 
 
 async def wait_for_store(store: Store, shown: str, stopping: asyncio.Event) -> bool:
-    """Return true once the store answers, false if ``stopping`` is set before; says every half minute that it waits."""
+    """Return true once the store answers, false if ``stopping`` is set first; reports twice a minute that it waits."""
     said_at = float("-inf")
     while not stopping.is_set():
         try:
@@ -249,10 +249,10 @@ def parse_upstream(text: str) -> Upstream:
 
 
 def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
-    """Return the admin token and its source in words: the environment, else a file that only this user can read.
+    """Return the admin token, from the environment or from a file that only this user can read, and the source's name.
 
-    An existing file stays as it is, so clients survive a restart. A file may hold several tokens, one a line, and is
-    read again when it changes.
+    A missing file is created. An existing file is not changed, so clients survive a restart. A file may hold several
+    tokens, one per line, and is read again when it changes.
     """
     if given := os.environ.get(ADMIN_ENV, ""):
         return given, f"the environment variable {ADMIN_ENV}"
@@ -273,7 +273,7 @@ def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
 
 
 def client_key_of() -> str | Keys:
-    """Return the keys of conversation clients from the environment or its file; ``""`` if neither is set."""
+    """Return the conversation clients' keys, from the environment or the file it names; ``""`` if neither is set."""
     key = os.environ.get(_CLIENT_ENV, "")
     if key and len(key) < _MIN_KEY:
         raise ConfigError(f"{_CLIENT_ENV} has {len(key)} characters; set it to {_MIN_KEY} or more random ones")
@@ -288,7 +288,7 @@ async def _serve(
     place: Place | None,
     stopping: asyncio.Event,
 ) -> None:
-    """Serve until ``stopping`` is set, then write what is recorded."""
+    """Serve until ``stopping`` is set, then write all remaining records to the store."""
     try:
         lines = banner(await service.start())
         if place is not None:

@@ -75,11 +75,11 @@ def split_(
 
 
 async def better_arm(store: Store, name: str, pair: tuple[str, str], bar: Criterion, *, experiment: str | None) -> str:
-    """Check that the second arm's version of ``name`` is better than the first one's; returns the numbers in words.
+    """Check that the second arm's version of ``name`` is better than the first one's; returns the evidence as text.
 
     Raises:
-        ConfigError: The criterion is not met, or the arms differ in other resources than ``name``, so their rewards
-            do not show which change helped.
+        ConfigError: The criterion is not met, or the arms differ in other resources than ``name``, so their rewards do
+            not show which change helped.
     """
     await check_labels(store, pair)
     pins = await pins_of(store, pair)

@@ -1,1 +1,1 @@
-"""Runs gateways in processes of their own, and lets several answer for one store."""
+"""Runs gateways in separate processes, and lets several processes and gateways serve one store."""

@@ -1,10 +1,10 @@
-"""Counts what an attempt does, for the processes and gateways that answer its calls together.
+"""Counts the requests, calls and spans of an attempt across the processes and gateways that answer its calls.
 
-Behind a balancer, or with several processes, each sees a part of an attempt's calls. Three things need all of them: the
-id of a request that a client repeats, the position of a call among those with the same opening, which its seed follows
-from, and the attempt's limits. One process by itself asks nobody.
+Behind a balancer, or with several processes, each process sees only a part of an attempt's calls. Three things need all
+of them: the id of a request that a client repeats, the position of a call among the calls with the same opening (which
+determines its seed), and the attempt's limits. A single process asks nobody.
 
-A process that is killed forgets what it counted; so do all of them when the gateway is started anew.
+A killed process loses its counts. A restart of the whole gateway loses the counts of all its processes.
 """
 
 import logging
@@ -32,11 +32,11 @@ _REMEMBERED = 20_000
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of ``POST /peers``: what one process asks another about an attempt.
+    """The body of ``POST /peers``: a question about an attempt that one process asks another.
 
     Attributes:
-        asks: ``request``: the id of the request with these bytes; ``position``: the number of the next call with this
-            opening; ``counts``: the model calls and spans that were counted.
+        asks: ``request`` for the id of the request with these bytes, ``position`` for the number of the next call with
+            this opening, ``counts`` for the model calls and spans counted so far.
         digest: Digest of the request's body, or of the call's opening.
         size: Bytes of the request's body.
     """
@@ -48,7 +48,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a question; only what was asked for is set. ``at`` is when the request came, in Unix seconds."""
+    """The answer to a :class:`Question`; only the fields that were asked for are set.
+
+    ``at`` is the time of the request, in Unix seconds.
+    """
 
     request_id: str = ""
     at: float = 0.0
@@ -59,7 +62,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKey:
-    """What tells a repeated request from others: its attempt, and the size and digest of its body."""
+    """Identifies a request and its repetitions: the attempt, and the size and digest of the body."""
 
     attempt_id: str
     size: int
@@ -88,17 +91,17 @@ class RequestIds:
         return request_id, retries
 
     def retry_of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> RequestKey | None:
-        """Return the key of a repeated request, whose first try others may have got; ``None`` for any other."""
+        """Return the key of a repeated request that another process may have got first; ``None`` for any other."""
         if headers.get("x-stainless-retry-count", "0") == "0" or headers.get("x-agl-request-id", ""):
             return None
         return _key(attempt_id, body)
 
     def known(self, key: RequestKey) -> tuple[float, str]:
-        """Return the Unix seconds and the id of the newest request with this key; 0 and ``""`` without one."""
+        """Return the time (Unix seconds) and id of the newest request with this key; ``(0.0, "")`` if there is none."""
         return self._recent.get(key, (0.0, ""))
 
     def learn(self, key: RequestKey, at: float, request_id: str) -> None:
-        """Remember the id of a request that came at ``at`` Unix seconds."""
+        """Store the id of a request that arrived at ``at``, in Unix seconds."""
         self._recent[key] = (at, request_id)
 
 
@@ -111,10 +114,11 @@ def _count(text: str) -> int:
 
 
 class AttemptFacts:
-    """What this process knows of attempts, and what it learns from the others. Used in one event loop only.
+    """The counts and request ids of attempts: this process's own, and the answers of the others. Used in one event loop
+    only.
 
     Attributes:
-        requests: Ids of the requests that this process has got.
+        requests: Ids of the requests that this process received.
     """
 
     def __init__(self, siblings: Siblings, peers: Peers) -> None:
@@ -130,11 +134,11 @@ class AttemptFacts:
         return self._siblings.count
 
     def usage(self, attempt_id: str) -> "Counter[str]":
-        """Return what this process has counted of an attempt, to read and to add to: ``calls`` and ``spans``."""
+        """Return this process's counter of an attempt, to read and to increment: ``calls`` and ``spans``."""
         return self._usage.touched(attempt_id, Counter)
 
     async def find_request(self, key: RequestKey) -> None:
-        """Learn the id of a repeated request: that of the newest with its key, which any of the others may have got."""
+        """Learn the id of a repeated request from the process or gateway that received its newest copy."""
         question = Question(asks="request", attempt_id=key.attempt_id, digest=key.digest, size=key.size)
         replies = [await self._ask_siblings(question)]
         replies += [await self._ask_gateway(peer, question) for peer in await self._peers.gateways()]
@@ -143,7 +147,7 @@ class AttemptFacts:
             self.requests.learn(key, newest.at, newest.request_id)
 
     async def position(self, attempt_id: str, opening: bytes) -> int:
-        """Return the position of the attempt's next call with this opening, by the count of one process for all."""
+        """Return the position of the attempt's next call with this opening; one process counts for all."""
         question = Question(asks="position", attempt_id=attempt_id, digest=opening.hex())
         gateways = {peer.group: peer for peer in await self._peers.gateways()}
         keeper = max((self._peers.own_id, *gateways), key=lambda group: _rank(attempt_id, group))
@@ -154,11 +158,11 @@ class AttemptFacts:
         return (await self._position_here(question)).position
 
     async def others(self, attempt_id: str) -> Reply:
-        """Return the calls and spans of an attempt that the gateway's other processes have counted."""
+        """Return the calls and spans of an attempt, as counted by the gateway's other processes."""
         return await self._ask_siblings(Question(asks="counts", attempt_id=attempt_id))
 
     async def answer(self, question: Question, *, is_for_all: bool) -> Reply:
-        """Answer a question for this process, or for all of this gateway's."""
+        """Answer a question for this process alone, or, with ``is_for_all``, for all processes of this gateway."""
         if question.asks == "position":
             return await self._position_here(question) if is_for_all else self._own_position(question)
         own = self._own(question)
@@ -178,7 +182,7 @@ class AttemptFacts:
         return Reply(position=made[question.digest])
 
     async def _position_here(self, question: Question) -> Reply:
-        """Ask the process of this gateway that counts for the attempt."""
+        """Ask the process of this gateway that counts the attempt's positions; count here if it does not answer."""
         group = self._siblings.group
         if group is None or (keeper := group.keeper_of(question.attempt_id)) == group.number:
             return self._own_position(question)
@@ -189,7 +193,7 @@ class AttemptFacts:
         return self._own_position(question)
 
     async def _ask_siblings(self, question: Question) -> Reply:
-        """Ask all other processes of this gateway."""
+        """Ask all other processes of this gateway, and combine their answers."""
         answers = await self._siblings.ask_all(PATH, msgspec.to_builtins(question))
         return _together([msgspec.convert(answer, Reply) for answer in answers.values()])
 
@@ -203,13 +207,13 @@ class AttemptFacts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AttemptFactsApi:
-    """``POST /peers``: answers the other processes and gateways."""
+    """``POST /peers``: answers the questions of other processes and gateways."""
 
     facts: AttemptFacts
     admission: Admission
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one question; raises a 403 :class:`Problem` unless another gateway asks."""
+        """Answer one question; raises a 403 :class:`Problem` unless another gateway or process asks."""
         self.admission.caller(request, "admin", what=f"{PATH}, which is for the gateways of one store,")
         question = await self.admission.read(request, Question, form="a question about an attempt")
         is_for_all = request.headers.get(PEER_HEADER) != SIBLING
@@ -217,7 +221,7 @@ class AttemptFactsApi:
 
 
 def _together(replies: Sequence[Reply]) -> Reply:
-    """Return the sums of several answers, and the newest request in them."""
+    """Combine several answers: the sums of their counts, and the newest request among them."""
     newest = max(replies, key=lambda each: each.at, default=Reply())
     return Reply(
         request_id=newest.request_id,

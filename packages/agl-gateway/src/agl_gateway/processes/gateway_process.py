@@ -1,7 +1,7 @@
-"""A gateway in a process of its own, as the experiment uses it.
+"""Runs a gateway in its own process for an experiment.
 
-What it acknowledged is in the store or in its spool, which the next process takes over where one has to be started
-again.
+Every call that the process acknowledged is in the store or in its spool. If the process has to be restarted, the new
+one takes over the spool.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from agl_run.access import Secret
 
 
 class GateState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The state of a policy's calls: held or not, and the version and model that they have; ``""`` as at the start."""
+    """The state of a policy's calls: held or not, and their version and model; ``""`` keeps the value of the start."""
 
     is_paused: bool = False
     model_version: str = ""
@@ -37,12 +37,12 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything that a process needs to serve.
+    """The data that a process needs to start serving.
 
     Attributes:
-        plugins: Environment that makes it load the same plugins.
-        keys: Keys of attempt tokens, one a line.
-        gates: State of the policies that were paused or resumed before.
+        plugins: Environment variables that make the process load the same plugins.
+        keys: Keys of attempt tokens, one per line.
+        gates: State of each policy, so that a restarted process continues with it.
     """
 
     store_url: str
@@ -54,12 +54,12 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Order(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """From the owner: ``begin``, ``pause`` or ``resume`` a policy, ``settle`` an attempt, say that you live, ``stop``.
+    """A message of the owner: ``begin``, ``pause`` or ``resume`` a policy, ``settle`` an attempt, ``beat``, ``stop``.
 
     Attributes:
         name: The policy, or the attempt's id.
-        drain_s: Seconds that a pause waits for calls under way.
-        gate: What calls carry after ``resume``.
+        drain_s: Seconds for which a pause waits for calls in flight.
+        gate: The version and model of calls after ``resume``.
         keys: Keys of attempt tokens, with ``beat``.
     """
 
@@ -72,10 +72,10 @@ class Order(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Note(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """From the process: an order is ``done``, or a line for the ``log``.
+    """A message of the process: an order is ``done``, or a line for the ``log``.
 
     Attributes:
-        text: The URL after ``begin``, the last words after ``stop``; the line.
+        text: The URL after ``begin``, a final warning (or ``""``) after ``stop``, or the line to log.
         fault: The error for which the order could not be carried out.
         logger: Name of the line's logger.
         level: Number of the line's level.
@@ -89,13 +89,13 @@ class Note(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 PROGRAM = (sys.executable, "-m", "agl_gateway.processes.program")
-"""The command of the process, before its arguments."""
+"""The command that starts the process, without its arguments."""
 
 STOP_S = 60.0
-"""Seconds within which it must have written what it has, and ended."""
+"""Seconds within which the process must write its records and end after ``stop``."""
 
 PATIENCE_S = 120.0
-"""Seconds that an attempt's end waits for a process that is started again."""
+"""Seconds for which the end of an attempt waits for a process that is being restarted."""
 
 _ASK_AGAIN_S = 0.1
 _log = logging.getLogger(__name__)
@@ -103,14 +103,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class GatewayProcess:
-    """Implements :class:`agl.contracts.Gateway` with a process of its own. May be called from any event loop.
+    """Implements :class:`agl.contracts.Gateway` with a separate process. May be called from any event loop.
 
     Attributes:
         store_url: The store, which the process opens by itself.
         settings: The gateway's settings, with a folder for its spool.
-        plugins: Environment that makes the process load the same plugins.
-        program: The command of the process.
-        health_s: As for :class:`agl.owned_process.OwnedProcess`.
+        plugins: Environment variables that make the process load the same plugins.
+        program: The command that starts the process.
+        health_s: See :class:`agl.owned_process.OwnedProcess`.
     """
 
     store_url: str
@@ -137,16 +137,18 @@ class GatewayProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process; 0 while no process runs."""
+        """The process id; 0 while no process runs."""
         return self._process.pid
 
     @property
     def restarts(self) -> int:
-        """How often the process was started again."""
+        """The number of times that the process was restarted."""
         return self._process.restarts
 
     async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: Secret) -> str:
-        """Listen; returns the base URL without ``/v1``. The process opens its own store, not this object.
+        """Start the process and let it listen; returns the base URL without ``/v1``.
+
+        The process opens the store by its URL; the argument ``store`` is not used.
 
         Raises:
             ConfigError: The address is taken, an upstream cannot be served, or the process cannot use a setting.
@@ -166,7 +168,7 @@ class GatewayProcess:
             raise
 
     async def stop(self) -> None:
-        """Let the process write what is recorded, then end it; idempotent."""
+        """Let the process write all remaining records, then end it; idempotent."""
         if not self._thread.is_running:
             return
         try:
@@ -177,16 +179,16 @@ class GatewayProcess:
     async def pause(self, policy: str, *, drain_s: float = 30.0) -> None:
         """Hold new calls of ``policy`` and wait up to ``drain_s`` seconds for those in flight."""
         self._set_gate(policy, is_paused=True)
-        # A process that ends leaves no call in flight, and the next one begins with the policy on hold.
+        # If the process ends, no call is left in flight, and the next process begins with the policy paused.
         await self._tell(Order(kind="pause", name=policy, drain_s=drain_s))
 
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
-        """Let held calls through; they carry ``model_version`` and ask the backend for ``model``."""
+        """Release the held calls; from now on calls carry ``model_version`` and ask the backend for ``model``."""
         gate = self._set_gate(policy, is_paused=False, model_version=model_version, model=model)
         await self._tell(Order(kind="resume", name=policy, gate=gate))
 
     async def settle(self, attempt_id: str) -> None:
-        """Return once every answered call of the attempt is in the store, also if the process has to be started again.
+        """Return once every answered call of the attempt is in the store, even if the process has to be restarted.
 
         Raises:
             CaptureError: The store refused some of the calls, or no process serves again in time.
@@ -212,7 +214,7 @@ class GatewayProcess:
             raise CaptureError("the gateway is not running; start it first")
 
     def _set_gate(self, policy: str, *, is_paused: bool, model_version: str = "", model: str = "") -> GateState:
-        """Note the state of a policy, for this process and the next ones."""
+        """Record the state of a policy, for this process and for those that replace it."""
         self._require_running()
         if policy not in self._gates:
             raise ConfigError(f"the gateway serves no policy {policy!r}; it serves {sorted(self._gates)}")
@@ -225,7 +227,7 @@ class GatewayProcess:
         return gate
 
     async def _tell(self, order: Order) -> None:
-        """Give an order, and return once it is carried out or the process has ended."""
+        """Send an order, and return once it is carried out or the process has ended."""
         await self._thread.run(lambda: self._process.ask(order))
 
     async def _settle(self, attempt_id: str) -> None:
@@ -256,7 +258,7 @@ class GatewayProcess:
 
 
 def _take(note: Note) -> None:
-    """Log a line; raise the error for which an order could not be carried out."""
+    """Log the line of a ``log`` message; raise the error of an order that could not be carried out."""
     if note.kind == "log":
         logging.getLogger(note.logger).log(note.level, "%s", note.text)
     if note.fault is not None:
@@ -264,7 +266,7 @@ def _take(note: Note) -> None:
 
 
 def refusal(store_url: str, *, spool: str) -> str:
-    """Return the reason for which a gateway cannot have a process of its own, in words; ``""`` if it can."""
+    """Return the reason why the gateway cannot run in its own process, as text; ``""`` if it can."""
     if sys.platform == "win32":
         return "Windows does not pass a socket on to a process; start agl serve beside the experiment"
     if store_url.startswith("memory:"):

@@ -1,4 +1,6 @@
-"""An event loop in a thread of its own, for work that the caller's loop must not block or end."""
+"""Runs an event loop in its own thread, for work that the caller's loop must not block or end. Runs coroutines in its
+own thread, for callers in any event loop. Start it before use; stop it to end the thread.
+"""
 
 import asyncio
 import threading
@@ -9,7 +11,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers in any event loop. Start it before use; stop it to end the thread."""
+    """Runs coroutines of callers in any event loop. Start it before use; stop it to end the thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -32,7 +34,7 @@ class LoopThread:
             self._thread.start()
 
     async def run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Await ``make()`` in the thread's loop and return its result; cancelling the caller cancels it there."""
+        """Await ``make()`` in the thread's loop and return its result; cancelling the caller cancels the coroutine."""
         if self._loop is None:
             raise RuntimeError(f"the thread {self._name!r} is not running")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self._loop))

@@ -1,12 +1,13 @@
-"""Asks the other gateways on a store, and the other processes of this one, for what they know of an attempt.
+"""Asks the other gateways on a store, and the other processes of this gateway, for their data on an attempt.
 
-Behind a balancer, the gateway that ends an attempt need not be the one that answered its calls, and only that one knows
-what waits in its memory and spool. So it asks the others on the same store, which it finds by their signs of life. A
-gateway of several processes is asked once, and the process that gets the question asks its siblings.
+Behind a balancer, the gateway that ends an attempt need not be the one that answered its calls, and only the one that
+answered knows which calls still wait in its memory and spool. So the gateway asks all others on the same store, which
+it finds by their signs of life. A gateway of several processes is asked once; the process that gets the question asks
+its siblings.
 
-The processes of one ``agl serve --workers N`` share a port, and ask each other over sockets of their own. Each has a
-number, from 0, and listens on a socket in a folder that only this user can enter. A few numbers lie in memory that all
-of them share, so that a process asks only those that have something to tell.
+The processes of one ``agl serve --workers N`` share a port and ask each other over separate sockets. Each process has a
+number, from 0, and listens on a socket in a folder that only this user can enter. All processes share a few numbers in
+memory, so that a process asks only the siblings that hold calls.
 """
 
 import asyncio
@@ -41,21 +42,21 @@ _SIBLING_RETRY_S = 0.05
 
 
 PEER_HEADER = "x-agl-peer"
-"""Marks a question of another gateway, answered for this gateway's processes; with :data:`SIBLING` for one alone."""
+"""Marks another gateway's question, which is answered for all processes here; :data:`SIBLING` asks one process."""
 
 SIBLING = "sibling"
 
 UNKNOWN = -1
-"""Calls held by a process that has not said so: it has not started yet, or has ended."""
+"""The number of held calls of a process that has not reported one, because it has not started yet or has ended."""
 
 _WIDTH = 8
 _FIELDS = 2
 
 
 class Board:
-    """Numbers in memory that a parent and its processes share: calls held by each, and starts of any.
+    """Numbers in memory that a parent shares with its processes: the calls that each holds, and how many were started.
 
-    Make it before the processes.
+    Create it before the processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -66,7 +67,7 @@ class Board:
 
     @property
     def starts(self) -> int:
-        """The number of processes that were started."""
+        """The number of processes started so far, restarts included."""
         return self._numbers[0]
 
     @starts.setter
@@ -74,11 +75,11 @@ class Board:
         self._numbers[0] = starts
 
     def held(self, number: int) -> int:
-        """Return how many calls a process holds that are not in the store; below 0 if that is not known."""
+        """Return the number of calls that a process holds and that are not in the store; below 0 if unknown."""
         return self._numbers[_FIELDS + number]
 
     def hold(self, number: int, calls: int) -> None:
-        """Record how many calls a process holds."""
+        """Record the number of calls that a process holds."""
         self._numbers[_FIELDS + number] = calls
 
 
@@ -87,11 +88,11 @@ class Group:
     """The processes of one gateway, as one of them sees it.
 
     Attributes:
-        number: This process among them.
-        folder: The folder of their sockets.
-        board: What they share.
-        group_id: The same in all of them, and new whenever the whole gateway starts.
-        taken: Files of spools that the others have.
+        number: The number of this process.
+        folder: The folder with the sockets of all processes.
+        board: The numbers that all processes share.
+        group_id: The same id in all processes, and a new one whenever the whole gateway starts.
+        taken: Spool files of the other processes.
     """
 
     number: int
@@ -107,15 +108,15 @@ class Group:
 
     @property
     def start(self) -> str:
-        """The id of the processes' newest start: another one whenever a process was started again."""
+        """The id of the newest start of any process; it changes whenever a process is restarted."""
         return f"{self.group_id}-{self.board.starts}"
 
     def socket(self, number: int) -> Path:
-        """Return the path of a process's own socket."""
+        """Return the path of the socket of process ``number``."""
         return self.folder / f"{number}.sock"
 
     def keeper_of(self, key: str) -> int:
-        """Return the process that counts for ``key``, the same in all of them."""
+        """Return the number of the process that counts for ``key``; all processes give the same answer."""
         return max(range(self.count), key=lambda number: blake2b(f"{key}\n{number}".encode(), digest_size=8).digest())
 
 
@@ -123,8 +124,8 @@ class Siblings:
     """Asks the other processes of a gateway. Used in one event loop only.
 
     Args:
-        group: The processes; ``None`` for a gateway of one.
-        admin_key: Returns a key that all of them accept.
+        group: The processes; ``None`` for a gateway with one process.
+        admin_key: Returns a key that all processes accept.
     """
 
     def __init__(self, group: Group | None, *, admin_key: Callable[[], str]) -> None:
@@ -145,20 +146,20 @@ class Siblings:
         return [number for number in range(self.group.count) if number != self.group.number]
 
     def holding(self) -> list[int]:
-        """Return the other processes that hold calls which are not in the store, or of which that is not known."""
+        """Return the other processes that hold calls not yet in the store, or may hold some."""
         return [number for number in self.others if self.group is not None and self.group.board.held(number)]
 
     def is_away(self, number: int) -> bool:
-        """Return true for a process that has ended and is not started again yet."""
+        """Return true if process ``number`` has ended and is not running again yet, or has not started."""
         return self.group is not None and self.group.board.held(number) < 0
 
     def held(self, calls: int) -> None:
-        """Tell the others how many calls this process holds."""
+        """Publish to the other processes the number of calls that this process holds."""
         if self.group is not None:
             self.group.board.hold(self.group.number, calls)
 
     async def ask(self, number: int, path: str, body: Any) -> tuple[int, Any]:
-        """Return the status and the JSON of another process's answer; 0 and the reason without one."""
+        """Return the status and the JSON body of another process's answer; 0 and the reason if it does not answer."""
         headers = {"authorization": f"Bearer {self._admin_key()}", PEER_HEADER: SIBLING}
         try:
             async with self._session(number).post(f"http://localhost{path}", json=body, headers=headers) as reply:
@@ -167,7 +168,7 @@ class Siblings:
             return 0, str(error) or type(error).__name__
 
     async def ask_all(self, path: str, body: Any) -> dict[int, Any]:
-        """Ask all others at once; returns the answers of those that gave one, by their numbers."""
+        """Ask all other processes at once; returns the answers with status 200, keyed by process number."""
         others = self.others
         answers = await asyncio.gather(*(self.ask(number, path, body) for number in others))
         return {number: found for number, (status, found) in zip(others, answers, strict=True) if status == 200}
@@ -193,10 +194,10 @@ class Peers:
 
     Attributes:
         siblings: The other processes of this gateway.
-        outage: While it is on, the gateways that were known last are asked.
+        outage: During an outage, the gateways that were known last are asked.
         newest_start: Returns the id of this gateway's newest start.
         admin_key: Returns a key that all gateways with the same secret accept.
-        is_shared: Whether other gateways may answer calls of the same attempts: those of ``agl serve`` do.
+        is_shared: True if other gateways may answer calls of the same attempts, as with ``agl serve``.
     """
 
     store: Store
@@ -217,7 +218,7 @@ class Peers:
         """Return once every answered call of the attempt is in the store, whichever gateway answered it.
 
         Raises:
-            CaptureError: The store refused some of the calls, or a gateway that lives cannot be asked.
+            CaptureError: The store refused some of the calls, or a running gateway cannot be asked.
         """
         await self.settle_here(attempt_id)
         if self._has_peers:
@@ -236,19 +237,19 @@ class Peers:
             await self._settle_sibling(number, attempt_id)
 
     async def gateways(self) -> list[GatewayRecord]:
-        """Return the other gateways that live, one record for each; those known last if the store does not answer."""
+        """Return one record for each other running gateway; the records known last if the store does not answer."""
         if self._has_peers:
             await self.outage.unless(self._read, lambda: None)
         return self._others()
 
     async def start(self) -> str:
-        """Return an id of the newest starts of all gateways, this one's first of all."""
+        """Return a digest of the newest starts of all gateways, this one included."""
         others = sorted(f"{each.group} {each.start}" for each in await self.gateways())
         found = [f"{self.own_id} {self.newest_start()}", *others]
         return blake2b("\n".join(sorted(found)).encode(), digest_size=16).hexdigest()
 
     async def ask(self, peer: GatewayRecord, path: str, body: Any) -> tuple[int, str]:
-        """Return the status and the text of another gateway's answer; 0 and the reason without one."""
+        """Return the status and the text of another gateway's answer; 0 and the reason if it does not answer."""
         headers = {"authorization": f"Bearer {self.admin_key()}", PEER_HEADER: "1"}
         try:
             async with self.session.post(
@@ -260,7 +261,7 @@ class Peers:
 
     @property
     def own_id(self) -> str:
-        """The id by which the others know this gateway, with all of its processes."""
+        """The id by which other gateways know this gateway as a whole, with all of its processes."""
         if self.siblings.group is not None:
             return self.siblings.group.group_id
         return "" if self.recorder.spool is None else self.recorder.spool.gateway_id
@@ -270,12 +271,12 @@ class Peers:
         return self.recorder.spool is not None and self.is_shared
 
     def _others(self) -> list[GatewayRecord]:
-        """Return one record, the newest, for each other gateway that lives."""
+        """Return the newest record of each other running gateway."""
         found = [each for each in self._known if each.group != self.own_id and each.is_shared and not each.is_gone]
         return list({each.group: each for each in sorted(found, key=lambda each: each.seen_at)}.values())
 
     async def _look(self) -> None:
-        """Read the gateways from the store, which has to answer before anything can end."""
+        """Read the gateways from the store, and retry until it answers, because no attempt can end before."""
         while True:
             try:
                 return await self._read()
@@ -283,13 +284,13 @@ class Peers:
                 await asyncio.sleep(_RETRY_S)
 
     async def _read(self) -> None:
-        """Read the gateways from the store, twice as often as they announce themselves."""
+        """Read the gateways from the store, at most once per half announcement interval."""
         if time.monotonic() - self._looked_at > BEAT_S / 2:
             self._known = await gateways_of(self.store)
             self._looked_at = time.monotonic()
 
     async def _settle_sibling(self, number: int, attempt_id: str) -> None:
-        """Ask until the process has stored its calls; one that was killed is started again on its spool."""
+        """Ask a process until it has stored its calls; a killed process is restarted with its spool."""
 
         async def ask() -> tuple[int, str]:
             status, answer = await self.siblings.ask(number, "/settle", {"attempt_id": attempt_id})
@@ -303,7 +304,7 @@ class Peers:
             )
 
     async def _settle_at(self, peer: GatewayRecord, attempt_id: str) -> None:
-        """Ask until the peer has stored its calls, or is gone by its signs of life."""
+        """Ask a gateway until it has stored its calls, or its signs of life show that it is gone."""
 
         async def is_gone() -> bool:
             await self._look()
@@ -322,7 +323,7 @@ class Peers:
             )
 
     def _trust(self, url: str) -> ssl.SSLContext | bool:
-        """Return what checks the certificate of another gateway, made once it is needed."""
+        """Return the TLS context for requests to another gateway, created at first use; ``True`` without TLS."""
         if url.startswith("https:") and self._context is None:
             self._context = client_context()
         return self._context or True
@@ -334,7 +335,8 @@ async def _until_settled(
     pause_s: float,
     is_gone: Callable[[], Awaitable[bool]] | None = None,
 ) -> str:
-    """Ask for the end of an attempt until it has ended; returns ``""``, or the last answer of one that does not come.
+    """Repeat ``ask`` until the attempt is settled; returns ``""``, or the last answer if time runs out or the gateway
+    is gone.
 
     Raises:
         CaptureError: The store refused some of the calls.
@@ -355,7 +357,7 @@ async def _until_settled(
 
 
 def _message_of(answer: Any) -> str:
-    """Return the message in a gateway's error."""
+    """Return the message in a gateway's error, or the whole answer as JSON."""
     try:
         return str(answer["error"]["message"])
     except (KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""Names the gateways of a store in the store itself, and with them their spools.
+"""Lists the gateways of a store, with their spools, in the store itself.
 
-A spool lies on one machine's disk. If that machine is gone for good, only this record says that calls are missing, and
-how many at the last sign of life.
+A spool lies on one machine's disk. If that machine is gone for good, only this record shows that calls are missing, and
+how many there were at the last sign of life.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ SILENT_S = 60.0
 
 
 class GatewayRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A gateway as it announced itself last, which is what its presence in the store holds.
+    """A gateway's last announcement, as the store's presence record holds it.
 
     Attributes:
-        member: Its identity, that of its spool.
-        group: The gateway that it is a process of; its own identity where it is the only one.
-        calls: Calls that it held and that were not in the store.
+        member: The gateway's identity, which is that of its spool.
+        group: The id of the whole gateway that this process belongs to; ``member`` if it is the only process.
+        calls: The number of calls that it held and that were not in the store.
         seen_at: Unix seconds of the last sign of life, by the store's clock.
-        silent_s: Seconds since then.
-        is_ended: It ended in good order; ``calls`` of them stayed in its spool.
-        is_shared: It answers calls of any attempt of the store, as those of ``agl serve`` do.
+        silent_s: Seconds since ``seen_at``.
+        is_ended: The gateway shut down in good order, and left ``calls`` calls in its spool.
+        is_shared: The gateway answers calls of any attempt of the store, as with ``agl serve``.
         start: The id of its newest start.
     """
 
@@ -58,7 +58,7 @@ class GatewayRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def is_gone(self) -> bool:
-        """Return true if nothing serves from its spool."""
+        """Return true if no gateway serves from this spool any more."""
         return self.is_ended or self.silent_s > SILENT_S
 
     def __str__(self) -> str:
@@ -72,8 +72,8 @@ async def gateways_of(store: Store, *, now: float = 0.0) -> list[GatewayRecord]:
     """Return the gateways with spools that announced themselves in a store.
 
     Args:
-        now: Unix seconds by the store's clock; by default the newest sign of life of all, which is right for a gateway
-            that announces itself, whatever its own clock says.
+        now: Unix seconds by the store's clock. The default, the newest sign of life of all gateways, is right for a
+            gateway that announces itself, whatever its own clock says.
     """
     found = await store.presences(GATEWAYS)
     now = max((now, *(one.seen_at for one in found)))
@@ -84,12 +84,13 @@ async def gateways_of(store: Store, *, now: float = 0.0) -> list[GatewayRecord]:
 
 @dataclass(eq=False, kw_only=True)
 class GatewayPresence:
-    """Announces a gateway with a spool until it ends. Used in one event loop only.
+    """Announces a gateway that has a spool until it ends. Used in one event loop only.
 
     Attributes:
-        url: Returns the address at which others reach it.
+        url: Returns the address at which other gateways reach this one.
         start: Returns the id of its newest start.
-        is_shared: See :class:`GatewayRecord`, like ``group``.
+        is_shared: See :class:`GatewayRecord`.
+        group: See :class:`GatewayRecord`.
     """
 
     store: Store
@@ -103,7 +104,7 @@ class GatewayPresence:
         self._session, self._since, self._beat = new_trace_id(), time.time(), 0
 
     async def leave(self, left: int) -> None:
-        """Withdraw a gateway that ends with an empty spool; one with calls in it stays on record."""
+        """Withdraw a gateway that ends with an empty spool; one with ``left`` calls there is recorded as ended."""
         if self.recorder.spool is None:
             return
         try:
@@ -116,7 +117,7 @@ class GatewayPresence:
             _log.warning("the store did not take the news that this gateway ends; it will be listed as gone")
 
     async def run(self) -> None:
-        """Announce the gateway every ten seconds, and warn once of those that are gone with calls in their spools."""
+        """Announce the gateway every ten seconds; warns once of gateways that are gone with calls in their spools."""
         spool, has_looked = self.recorder.spool, False
         while spool is not None:
             try:
@@ -158,6 +159,6 @@ class GatewayPresence:
 
 
 async def gone_gateways(store: Store, *, own: str = "", now: float = 0.0) -> list[GatewayRecord]:
-    """Return the gateways that are gone with calls in their spools, but not ``own``; see :func:`gateways_of`."""
+    """Return the gateways other than ``own`` that are gone with calls in their spools; see :func:`gateways_of`."""
     found = await gateways_of(store, now=now)
     return [each for each in found if each.is_gone and each.calls and each.member != own]

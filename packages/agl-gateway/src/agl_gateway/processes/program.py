@@ -1,4 +1,4 @@
-"""The program of a gateway in a process of its own; :mod:`agl_gateway.processes.gateway_process` gives its orders."""
+"""The program of a gateway's own process; :mod:`agl_gateway.processes.gateway_process` sends its orders."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Lines(logging.Handler):
-    """Sends log records to the owner, who logs them as its own. Created in the event loop that ``say`` belongs to."""
+    """Sends log records to the owner, which logs them. Created in the event loop in which ``say`` must be called."""
 
     def __init__(self, say: Callable[[Note], None]) -> None:
         super().__init__(logging.WARNING)
@@ -37,7 +37,7 @@ class _Lines(logging.Handler):
 
 
 class _Program:
-    """Runs a gateway as its owner orders."""
+    """Runs a gateway according to its owner's orders."""
 
     def __init__(self, listener: socket.socket, owner: Owner[Order, Note]) -> None:
         self._listener, self._owner = listener, owner
@@ -47,7 +47,7 @@ class _Program:
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until the owner says stop."""
+        """Serve until the owner sends ``stop``."""
         logging.getLogger().addHandler(_Lines(self._owner.say))
         self._owner.begin(self._read())
         await self._stopped.wait()
@@ -57,7 +57,7 @@ class _Program:
             self._owner.begin(self._follow(order))
 
     async def _follow(self, order: Order) -> None:
-        """Carry an order out, and say that it is done, or why it could not be."""
+        """Carry out an order, and report to the owner that it is done, or the error that prevented it."""
         text, fault = "", None
         try:
             text = await self._carry_out(order)
@@ -107,7 +107,7 @@ class _Program:
         return url
 
     async def _stop(self) -> str:
-        """Write what is recorded, and close; returns what to say of calls that the store did not take."""
+        """Write all remaining records, and close; returns a warning if calls stay in the spool, else ``""``."""
         service, self._service = self._service, None
         if service is None:
             return ""
@@ -134,7 +134,7 @@ async def _set_gate(service: GatewayService, name: str, state: GateState) -> Non
 
 
 async def main(listener: socket.socket, owner: Owner[Order, Note]) -> None:
-    """Serve at a socket that listens, as the owner orders."""
+    """Serve on a listening socket, according to the owner's orders."""
     await _Program(listener, owner).run()
 
 

@@ -1,7 +1,7 @@
 """Runs a gateway in several processes on one port, and keeps them running until a signal ends them.
 
-The parent opens the port and serves nothing itself. Its processes take connections from the one queue of that port, so
-none is refused while a process is started again, and idle processes take what busy ones leave.
+The parent opens the port and serves nothing itself. All processes take connections from the port's one queue, so no
+connection is refused while a process restarts, and idle processes take over from busy ones.
 """
 
 import json
@@ -32,12 +32,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The things that a process gets from its parent.
+    """The objects that a process gets from its parent.
 
     Attributes:
+        group: This process's view of all processes.
         listener: The socket on which all processes listen.
-        parent: A file descriptor that ends when the parent does.
-        report: Takes the files of its spools, before it serves, and the lines to show once it does.
+        parent: A file descriptor that reaches its end when the parent ends.
+        report: Reports to the parent: before serving, the spool files of this process; once serving, the lines to
+            print.
     """
 
     group: Group
@@ -48,7 +50,7 @@ class Place:
 
 @dataclass(kw_only=True)
 class _Process:
-    """One of the processes: what it said, and when it was started."""
+    """A running process, with its unread reports and its start time."""
 
     pid: int
     started_at: float
@@ -60,7 +62,7 @@ class _Process:
 
 @dataclass(kw_only=True)
 class _Slot:
-    """The slot of a process, whichever holds it."""
+    """The position of one process, which its replacements take over."""
 
     process: _Process | None = None
     spools: frozenset[Path] = frozenset()
@@ -70,14 +72,15 @@ class _Slot:
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """Starts processes, starts those again that end, and ends them all on a signal.
+    """Starts processes, restarts those that end, and ends them all on a signal.
 
     Use it in the main thread of a process without other threads.
 
     Args:
         count: Number of processes.
         listener: A bound socket that listens.
-        serve: What each process does; it ends on SIGTERM, on SIGINT, and when the parent is gone.
+        serve: The work of each process; it ends on SIGTERM, on SIGINT, and when the parent is gone.
+        run_async: Runs the coroutine of ``serve`` in an event loop.
         say: Prints a line.
     """
 
@@ -93,10 +96,10 @@ class Supervisor:
     _failed: int = 0
 
     def run(self) -> int:
-        """Return the exit status once all processes have ended: 0 after a signal that all of them followed.
+        """Run until all processes have ended; returns the exit status, 0 if all of them followed the signal.
 
         Raises:
-            ConfigError: The first processes could not start; the message is theirs.
+            ConfigError: The first processes could not start; the message is the one that a process reported.
         """
         folder = Path(tempfile.mkdtemp(prefix="agl-"))
         self._folder, self._group_id, self._board = folder, new_trace_id(), Board(self.count)
@@ -131,7 +134,7 @@ class Supervisor:
         return before
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """End the processes; kill them at the second signal."""
+        """Send SIGTERM to the processes; at the second signal, SIGKILL."""
         self._stop(signal.SIGKILL if self._signals else signal.SIGTERM)
 
     def _stop(self, number: signal.Signals) -> None:
@@ -170,7 +173,7 @@ class Supervisor:
         self._selector.register(reader, selectors.EVENT_READ, number)
 
     def _be_process(self, group: Group, writer: int) -> None:
-        """Serve, and end the process; never returns."""
+        """Serve, then exit the process; never returns."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -199,7 +202,7 @@ class Supervisor:
             os._exit(status)
 
     def _look(self) -> None:
-        """Wait for a signal, a report or the next start, and follow it."""
+        """Wait for a signal, a report or the time of the next start, and handle reports and ended processes."""
         now = time.monotonic()
         waits = [slot.due_at - now for slot in self._slots if slot.process is None and not self._signals]
         for key, _ in self._selector.select(max(0.0, min(waits)) if waits else None):
@@ -233,7 +236,7 @@ class Supervisor:
             self.say(f"process {number} of {self.count} serves as {process.pid}")
 
     def _reap(self) -> None:
-        """Follow up on processes that have ended."""
+        """Handle all processes that have ended."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -271,7 +274,7 @@ class Supervisor:
 
 
 def _write(writer: int, **report: Any) -> None:
-    """Report to the parent, in one line; where it is gone, nothing happens."""
+    """Report to the parent, as one line of JSON; does nothing if the parent is gone."""
     left = json.dumps(report).encode() + b"\n"
     with suppress(BrokenPipeError):
         while left:
@@ -279,7 +282,7 @@ def _write(writer: int, **report: Any) -> None:
 
 
 def listening(host: str, port: int, *, backlog: int) -> socket.socket:
-    """Return a socket that listens at an address, for several processes; raises :class:`OSError`."""
+    """Return a socket that listens at an address and that several processes can share; raises :class:`OSError`."""
     family = 0 if host else socket.AF_INET
     found = socket.getaddrinfo(host or None, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
@@ -296,7 +299,7 @@ def listening(host: str, port: int, *, backlog: int) -> socket.socket:
 
 
 def refusal(store_url: str, *, spool: str, max_spans_per_minute: int) -> Sequence[str]:
-    """Return the reasons for which a gateway cannot have several processes, in words."""
+    """Return the reasons why a gateway cannot have several processes, as text; empty if it can."""
     reasons: list[str] = []
     if not hasattr(os, "fork") or sys.platform == "win32":
         reasons.append("this system cannot start processes that share a port; start several gateways behind a balancer")

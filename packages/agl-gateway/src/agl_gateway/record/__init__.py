@@ -1,1 +1,1 @@
-"""Turns relayed calls and received traces into spans, and brings them to the store."""
+"""Turns relayed calls and received traces into spans, and writes them to the store."""

@@ -1,6 +1,6 @@
 """Describes a model call in the gateway: its context from the headers, its finished exchange, and its spans.
 
-An exchange becomes one ``chat`` span per sampled choice, by the GenAI conventions.
+An exchange becomes one ``chat`` span per sampled choice, following OpenTelemetry's GenAI conventions.
 """
 
 import time
@@ -18,14 +18,14 @@ from agl_gateway.wire.translation import Outgoing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The program that made a call, as far as the call says.
+    """The program that made a call, as far as the request shows it.
 
     Attributes:
-        agent: The coding agent's name, with that of its sub-agent behind a slash; ``""`` if unknown.
-        agent_id: The id of its sub-agent.
-        session: The id of its session.
-        role: The call's role: :data:`agl.semconv.HELPER` for a helper call, ``compaction`` for one that makes the
-            conversation shorter, which trains; ``""`` for a turn.
+        agent: The coding agent's name, followed by a slash and its sub-agent's name if there is one; ``""`` if unknown.
+        agent_id: The id of the sub-agent.
+        session: The id of the agent's session.
+        role: The call's role: :data:`agl.semconv.HELPER` for a helper call, ``compaction`` for a call that shortens the
+            conversation (and is trained on), ``""`` for a turn.
     """
 
     agent: str = ""
@@ -45,11 +45,11 @@ class CallContext:
 
     Attributes:
         trace_id: The client's trace id; ``""`` if it sent none.
-        parent_id: Span in which the call was made; ``None`` if unknown.
+        parent_id: The span in which the call was made; ``None`` if unknown.
         framework_span_id: The value of the ``x-agl-span-id`` header.
         names: Names of the callers, innermost first, as the wire hook sends them.
         client: The client's ``user-agent``.
-        origin: The coding agent that made the call, where no tracer says who did.
+        origin: The coding agent that made the call, used if no tracer names the caller.
     """
 
     rollout_id: str
@@ -65,21 +65,21 @@ class CallContext:
 
     @property
     def callers(self) -> tuple[str, ...]:
-        """Names of the callers, innermost first: those of a tracer, else those of a coding agent."""
+        """Names of the callers, innermost first: a tracer's names, else the coding agent's."""
         return self.names or self.origin.names
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class CallRecord:
-    """One call as far as its stages have come; the recorder makes its spans once it has ended.
+    """The record of one call, filled in stage by stage; the recorder makes its spans once the call has ended.
 
     Attributes:
-        outgoing: What the policy's server gets.
-        route: Where it goes; ``None`` before that is decided.
-        model_version: The version that serves it.
+        outgoing: The request as the policy's server gets it.
+        route: The destination; ``None`` until it is decided.
+        model_version: The version that serves the call.
         start_ns: Unix nanoseconds at the request's last byte.
-        exchange: Request and response; ``None`` before its end.
-        number: The recorder's number; 0 before its end.
+        exchange: Request and response; ``None`` until the call has ended.
+        number: The recorder's number for the call; 0 until the call has ended.
     """
 
     context: CallContext
@@ -93,18 +93,18 @@ class CallRecord:
 
     @property
     def attempt_id(self) -> str:
-        """The attempt that it belongs to."""
+        """The attempt that the call belongs to."""
         return self.context.attempt_id
 
     @property
     def upstream(self) -> Upstream:
-        """The policy that it goes to; one without a name before that is decided."""
+        """The upstream that the call goes to; one with an empty name until the route is decided."""
         return _NO_UPSTREAM if self.route is None else self.route.target.upstream
 
     def end(
         self, body: bytes, *, status: int, first_byte: float = 0.0, error: str = "", is_complete: bool = True
     ) -> None:
-        """Complete the record with the plain bytes of the answer; ``first_byte`` is when a streamed one began."""
+        """Complete the record with the answer's decompressed bytes; ``first_byte`` is when a streamed one began."""
         latency_s = time.perf_counter() - self.started
         self.exchange = Exchange(
             request=self.outgoing.request,
@@ -153,7 +153,7 @@ def spans_of(record: CallRecord) -> list[Span]:
         ),
         rollout_id=context.rollout_id,
         attempt_id=context.attempt_id,
-        # A client that sent no trace id has one for all calls of its attempt.
+        # A client that sends no trace id gets one id for all calls of its attempt.
         trace_id=context.trace_id or blake2b(context.attempt_id.encode(), digest_size=16).hexdigest(),
         parent_id=context.parent_id,
         framework_span_id=context.framework_span_id,

@@ -1,4 +1,4 @@
-"""Remembers that the store does not answer, so that calls are served from what is known instead of waiting for it."""
+"""Remembers that the store does not answer, so that calls are served from cached data instead of waiting."""
 
 import asyncio
 import logging
@@ -19,14 +19,15 @@ _PATIENCE_S = 1.0
 _PROBE_S = 2.0
 
 FINAL = (NotFoundError, ConflictError, FencedError)
-"""Answers of a store that is well."""
+"""Errors that a working store answers with; they do not mean an outage."""
 
 
 class Outage:
-    """The time in which the store does not answer. Used in one event loop only.
+    """Tracks the times when the store does not answer. Used in one event loop only.
 
     Args:
-        is_watched: Without a spool nothing outlasts the store, and reads simply wait for it.
+        is_watched: False without a spool: then nothing can be recorded during an outage, and reads simply wait for the
+            store.
     """
 
     def __init__(self, store: Store, *, is_watched: bool) -> None:
@@ -37,27 +38,27 @@ class Outage:
 
     @property
     def is_on(self) -> bool:
-        """True while the store does not answer, as far as is known."""
+        """True during a known outage."""
         return self._since > 0.0
 
     def begin(self) -> None:
-        """Record that the store does not answer."""
+        """Record that the store has stopped answering."""
         if self._is_watched and not self.is_on:
             self._since = time.monotonic()
             _log.warning("the store does not answer; calls continue, and their records wait in the spool")
             self.begun.set()
 
     def end(self) -> None:
-        """Record that the store answers."""
+        """Record that the store answers again."""
         if self.is_on:
             _log.warning("the store answers again, after %.0f s", time.monotonic() - self._since)
             self._since = 0.0
             self.begun.clear()
 
     async def unless(self, read: Callable[[], Awaitable[T]], otherwise: Callable[[], T]) -> T:
-        """Return what ``read`` gives, or ``otherwise()`` where the store does not answer.
+        """Return the result of ``read``, or ``otherwise()`` if the store does not answer.
 
-        Answers of the store, such as :class:`~agl.errors.NotFoundError`, pass through.
+        Errors that are the store's answer, such as :class:`~agl.errors.NotFoundError`, pass through.
         """
         if not self._is_watched:
             return await read()
@@ -74,7 +75,7 @@ class Outage:
             return await read()
 
     async def is_over(self) -> bool:
-        """Ask the store for a sign of life, and record the answer."""
+        """Probe the store and record the result; returns true if it answers."""
         try:
             async with asyncio.timeout(_PROBE_S):
                 await self._store.cursor()

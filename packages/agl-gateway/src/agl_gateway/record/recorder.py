@@ -1,11 +1,11 @@
 """Turns finished exchanges into spans in the store, off the reply path, with a bounded queue and one worker.
 
-Calls are admitted only while the queue has room, so a slow store slows calls down instead of filling the memory.
-Parsing yields to the event loop after every exchange, so replies do not wait for it. A batch that the store refuses is
-written attempt by attempt, each in a task of its own, so that no attempt's trouble delays another's calls.
+Calls are admitted only while the queue has room, so a slow store slows calls down instead of filling the memory. The
+worker yields to the event loop after parsing each exchange, so replies are not delayed. If the store refuses a batch,
+each attempt's part is written in its own task, so one attempt's failure delays no other attempt.
 
-With a spool a call is acknowledged once it is durable: in the store, or in the spool where the store does not take it
-at once. Without one, calls are in memory until the store has them.
+With a spool, a call is acknowledged once it is durable: in the store, or in the spool if the store does not take it at
+once. Without a spool, calls are in memory until the store has them.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ _STREAM_GRACE_S = 2.0
 _LINGER_S = 0.005
 _SPOOL_RETRY_S = 0.5
 _STOP_TRIES = 10
-"""Tries of a gateway that ends to get calls into the spool or the store."""
+"""Attempts of a stopping gateway to write calls to the spool or the store."""
 
 _SPOOL_STOP_S = 5.0
-"""Seconds in which a gateway that ends brings the spool's calls to the store; the others stay there."""
+"""Seconds in which a stopping gateway moves calls from the spool to the store; the rest stay in the spool."""
 
 
 @dataclass(eq=False)
@@ -47,12 +47,12 @@ class Recorder:
     """Writes the recorded calls of the gateway to the store. Used in one event loop only.
 
     Attributes:
-        spools: The gateway's own spool, and those of gateways that are gone; none to go without.
+        spools: The gateway's own spool, then the spools of gateways that are gone; empty to run without a spool.
         spool_after_s: Seconds that the store may take for a batch before its calls go to the spool.
-        on_held: Takes the number of calls that are not in the store, and of open streams, whenever it changes.
-        stored: Counts the spans that were written to the store, by whatever part of the gateway.
-        lost: Number of spans that could not be written.
-        spool: Calls that are durable and not in the store; ``None`` without one.
+        on_held: Called at every change with the number of open streams and of calls that are not in the store.
+        stored: Counts the spans that any part of the gateway writes to the store.
+        lost: The number of spans that could not be written.
+        spool: Calls that are durable but not in the store; ``None`` without a spool.
     """
 
     store: Store
@@ -97,39 +97,39 @@ class Recorder:
 
     @property
     def pending(self) -> int:
-        """Number of calls that are not in the store, in memory and in the spool."""
+        """The number of calls that are not in the store but in memory or in the spool."""
         return self._pending.total()
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of these calls."""
+        """Bytes of the calls that are not in the store."""
         return self._bytes + (self.spool.size if self.spool else 0)
 
     @property
     def pending_s(self) -> float:
-        """Seconds for which the oldest of them has waited."""
+        """Seconds for which the oldest call that is not in the store has waited."""
         in_memory = time.monotonic() - self._oldest_at if self._unwritten else 0.0
         return max(in_memory, self.spool.age_s if self.spool else 0.0)
 
     @property
     def queued(self) -> int:
-        """Number of exchanges that wait to be parsed."""
+        """The number of exchanges that wait to be parsed."""
         return len(self._queue)
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of the exchanges that are not written yet."""
+        """Bytes of the exchanges that are in memory only."""
         return self._bytes
 
     def start(self) -> None:
-        """Start the worker, and to drain the spool."""
+        """Start the worker, and start to drain the spool."""
         if self.spool is not None:
             self._pending.update(self.spool.start())
         self._hold(self._pending.total())
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> int:
-        """Write the queued exchanges, then end the worker; returns how many calls stay in the spool. Idempotent."""
+        """Write the queued exchanges, then end the worker; returns how many calls are left in the spool. Idempotent."""
         self._flush_now.set()
         self._is_stopping = True
         self._work.set()
@@ -143,14 +143,14 @@ class Recorder:
         """Wait until the queue has room for one more exchange.
 
         Raises:
-            Problem: 429 if the spool is full, 503 if it is needed and its disk is full.
+            Problem: 429 if the spool is full, 503 if the spool is needed and its disk is full.
         """
         if self.spool is not None:
             self.spool.check_room()
         await self._room.wait()
 
     def put(self, recorded: CallRecord) -> int:
-        """Queue an exchange; never blocks. Returns its number, for :meth:`written`."""
+        """Queue an exchange without blocking; returns its number, for :meth:`durable` and :meth:`written`."""
         self._put += 1
         recorded.number = self._put
         self._pending[recorded.attempt_id] += 1
@@ -166,7 +166,7 @@ class Recorder:
         return self._put
 
     async def durable(self, number: int) -> None:
-        """Return once the exchange of that number is in the store or in the spool, or is lost."""
+        """Return once the exchange with this number is in the store or in the spool, or is lost."""
         if number in self._unwritten:
             waiting = self._unwritten[number]
             if waiting is None:
@@ -174,22 +174,22 @@ class Recorder:
             await asyncio.shield(waiting)
 
     async def written(self, number: int, attempt_id: str) -> None:
-        """Return once the attempt's exchange of that number is in the store or in the spool.
+        """Return once the attempt's exchange with this number is in the store or in the spool.
 
         Raises:
-            CaptureError: The store refused it, or another exchange of the attempt.
+            CaptureError: The store refused this exchange, or another one of the attempt.
         """
         with self._flushing():
             await self.durable(number)
         self._raise_failure(attempt_id)
 
     def stream_opened(self, attempt_id: str) -> None:
-        """Record the start of a streamed answer, whose end :meth:`settle` then awaits."""
+        """Record the start of a streamed answer; :meth:`settle` then waits for its end."""
         self._open_streams[attempt_id] += 1
         self._hold(1)
 
     async def stream_closed(self, attempt_id: str) -> None:
-        """Record the end of a streamed answer, after it was queued."""
+        """Record the end of a streamed answer; call this after its exchange was queued."""
         self._hold(-1)
         self._open_streams[attempt_id] -= 1
         if self._open_streams[attempt_id] <= 0:
@@ -253,7 +253,7 @@ class Recorder:
             await self._write_batch()
 
     async def _linger(self) -> None:
-        """Let a batch grow for a moment, because each write has a fixed cost; skipped while a caller waits."""
+        """Let a batch grow for 5 ms, because each write has a fixed cost; skipped while a caller waits."""
         if len(self._queue) < _BATCH and not self._flush_now.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
@@ -271,7 +271,7 @@ class Recorder:
             await self._write(parsed)
 
     async def _write(self, parsed: Sequence[tuple[CallRecord, list[Span]]]) -> None:
-        """Store a batch; what the store refuses is tried again attempt by attempt."""
+        """Store a batch; if the store refuses it, write it again attempt by attempt."""
         spans: defaultdict[str, list[Span]] = defaultdict(list)
         for queued, own in parsed:
             spans[queued.attempt_id] += own
@@ -284,7 +284,7 @@ class Recorder:
             self._writer.write(attempt_id, spans[attempt_id], then=partial(self._finish, batch))
 
     async def _keep(self, spool: Spool, parsed: Sequence[tuple[CallRecord, list[Span]]]) -> None:
-        """Store a batch, or write it to the spool if earlier calls are there or the store does not take it at once."""
+        """Store a batch, or spool it if the spool is not empty or the store does not take the batch at once."""
         batch = [queued for queued, _ in parsed]
         calls = [SpooledCall(attempt_id=queued.attempt_id, spans=own) for queued, own in parsed if own]
         append: asyncio.Task[bool] | None = None
@@ -316,16 +316,16 @@ class Recorder:
                 return
 
     async def _append(self, spans: list[Span]) -> bool:
-        """Write spans of several attempts at once; returns false if the store refuses."""
+        """Write spans of several attempts in one request; returns false if the store refuses them."""
         return not spans or await appended(self.store, spans, self.stored) is None
 
     async def _finish(self, batch: Sequence[CallRecord]) -> None:
-        """Record that exchanges are in the store, or never will be."""
+        """Record that exchanges are in the store, or are lost."""
         self._acknowledge(batch)
         await self._stored([queued.attempt_id for queued in batch])
 
     def _acknowledge(self, batch: Sequence[CallRecord]) -> None:
-        """Make room for further exchanges, and wake the callers that wait until these are durable."""
+        """Free the queue's room of these exchanges, and wake the callers that wait until they are durable."""
         self._bytes -= sum(queued.size for queued in batch)
         self._oldest_at = time.monotonic()
         for queued in batch:
@@ -336,7 +336,7 @@ class Recorder:
             self._room.set()
 
     async def _stored(self, attempt_ids: Iterable[str]) -> None:
-        """Wake the callers that wait for all calls of an attempt."""
+        """Count the attempts' calls as stored, and wake the callers that wait for all calls of an attempt."""
         async with self._changed:
             for attempt_id in attempt_ids:
                 self._hold(-1)
@@ -369,10 +369,10 @@ _RETRY_DELAYS_S = (0.05, 0.2, 1.0, 3.0)
 
 
 class AttemptWriter:
-    """Writes spans; an attempt's trouble delays no other attempt. Used in one event loop only.
+    """Writes spans; the failures of one attempt delay no other attempt. Used in one event loop only.
 
     Args:
-        on_failure: Takes attempt, message and number of spans that could not be written.
+        on_failure: Called with the attempt, the error message and the number of spans that could not be written.
     """
 
     def __init__(self, store: Store, *, stored: SpanCount, on_failure: Callable[[str, str, int], None]) -> None:
@@ -382,17 +382,17 @@ class AttemptWriter:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def is_behind(self, attempt_id: str) -> bool:
-        """Return true while earlier spans of the attempt wait for another try."""
+        """Return true while earlier spans of the attempt are still being written or retried."""
         return attempt_id in self._tasks
 
     def write(self, attempt_id: str, spans: Sequence[Span], *, then: Callable[[], Awaitable[None]]) -> None:
-        """Write an attempt's spans in a task, after its earlier ones; calls ``then`` when they are stored or lost."""
+        """Write an attempt's spans in a task, after its earlier ones; calls ``then`` once they are stored or lost."""
         task = asyncio.create_task(self._write(attempt_id, spans, self._tasks.get(attempt_id), then))
         self._tasks[attempt_id] = task
         task.add_done_callback(lambda done: self._forget(attempt_id, done))
 
     async def stop(self) -> None:
-        """Wait for all tries to end."""
+        """Wait until all spans are stored or lost."""
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _forget(self, attempt_id: str, done: asyncio.Task[None]) -> None:
@@ -415,7 +415,7 @@ class AttemptWriter:
         await then()
 
     async def _try(self, spans: Sequence[Span]) -> Exception | None:
-        """Append the spans, with pauses between tries; returns the last error."""
+        """Append the spans, with pauses between attempts; returns the last error, or ``None`` once they are stored."""
         found: Exception | None = None
         for delay_s in (0.0, *_RETRY_DELAYS_S):
             await asyncio.sleep(delay_s)

@@ -1,8 +1,8 @@
-"""Keeps calls that the store has not taken yet in a file, and brings them there in batches.
+"""Keeps calls that the store has not taken yet in a file, and writes them to the store in batches.
 
-A call in the spool may be acknowledged: it survives the end of the process and any outage of the store. One task
-drains the file, oldest first. Spans that the store refuses for good are set aside in the file with the reason; all
-others are tried until they are stored.
+A call in the spool may be acknowledged, because it survives the end of the process and any outage of the store. One
+task drains the file, oldest calls first. Spans that the store refuses for good are set aside in the file with the
+reason; all others are retried until they are stored.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ MAX_BYTES = 256 << 20
 _BATCH = 512
 _BATCH_BYTES = 8 << 20
 _DELAYS_S = (0.05, 0.2, 0.5, 1.0)
-"""Pauses between tries while the store does not answer; the last one is repeated."""
+"""Pauses between attempts while the store does not answer; the last pause is repeated."""
 
 _TRIES = 5
-"""Tries after which waiting callers get an error; the attempt's calls stay in the spool and are tried further."""
+"""Failed attempts after which waiting callers get an error; the calls stay in the spool and are still retried."""
 
 _DEFER_S = 0.25
 _MAX_DOUBLINGS = 7
-"""Pauses between the tries of an attempt that alone is refused: 0.5 s at first, half a minute at last."""
+"""The pause after the refusal of a single attempt's calls doubles from 0.5 s to half a minute."""
 
 _MIN_FREE_BYTES = 64 << 20
 _FREE_FOR_S = 1.0
@@ -60,11 +60,11 @@ class Spool:
 
     Attributes:
         file: The gateway's own file.
-        leftovers: Files of gateways that are gone, drained and then closed.
-        on_stored: Takes the attempt ids of calls that are in the store, or will never be.
-        on_failure: Takes attempt, message and number of spans that the store refused for good.
-        max_calls: Calls in the spool from which no further one is let through.
-        max_bytes: Bytes of calls in the spool, likewise.
+        leftovers: Files of gateways that are gone; they are drained, and closed by :meth:`stop`.
+        on_stored: Called with the attempt ids of calls that are in the store, or will never be.
+        on_failure: Called with the attempt, the error message, and the number of spans that the store refused for good.
+        max_calls: Number of calls in the spool at which new calls are refused.
+        max_bytes: Bytes in the spool at which new calls are refused.
     """
 
     file: SpoolFile
@@ -97,7 +97,7 @@ class Spool:
 
     @property
     def gateway_id(self) -> str:
-        """Identity of the gateway, the same at every start on this spool."""
+        """The gateway's identity, the same at every start with this spool file."""
         return self.file.gateway_id
 
     @property
@@ -111,7 +111,7 @@ class Spool:
         return max(0.0, time.time() - self._oldest_at) if self.calls else 0.0
 
     def start(self) -> Counter[str]:
-        """Drain what is in the files, in a task; returns the number of calls of each attempt."""
+        """Start a task that drains the files; returns the number of calls of each attempt."""
         found: Counter[str] = Counter()
         for file in self._files:
             content = file.content()
@@ -126,7 +126,7 @@ class Spool:
         return found
 
     async def stop(self, *, limit_s: float) -> int:
-        """Drain for up to ``limit_s`` seconds, and close the files; returns the number of calls that stay in them.
+        """Drain for up to ``limit_s`` seconds, and close the files; returns how many calls are left in them.
 
         Idempotent.
         """
@@ -145,7 +145,7 @@ class Spool:
         return self.calls
 
     def check_room(self) -> None:
-        """Raise a :class:`Problem` if the spool could not take a further call: 429 if it is full, 503 without disk."""
+        """Raise a :class:`Problem` if no call can be added: 429 for a full spool, 503 if its disk fails or is full."""
         if self.is_empty and not self.outage.is_on:
             return
         if self.calls >= self.max_calls or self.size >= self.max_bytes:
@@ -171,7 +171,8 @@ class Spool:
         """Write calls to the file.
 
         Args:
-            under_way: A write of these very calls to the store that takes its time; true once they are there.
+            under_way: A slow write of the same calls to the store, if one is running; its result is true if they were
+                stored.
 
         Raises:
             StoreError: The file cannot be written.
@@ -211,7 +212,7 @@ class Spool:
                 await asyncio.sleep(_DELAYS_S[-1])
 
     async def _wait_for_work(self) -> None:
-        """Return when a call is put, or when the store stops to answer."""
+        """Return when calls are added, or when the store stops answering."""
         await self._do(self.file.shrink)
         self._work.clear()
         waits = [asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(self.outage.begun.wait())]
@@ -228,14 +229,14 @@ class Spool:
             await asyncio.sleep(next(delays, _DELAYS_S[-1]))
 
     async def _follow(self, under_way: "asyncio.Task[bool]") -> None:
-        """Wait for a slow write to the store; what it brings there is not written again."""
+        """Wait for a slow write to the store; calls that it stored are removed from the spool."""
         is_stored = await asyncio.shield(under_way)
         calls, self._under_way, self._brought = self._brought, None, []
         if is_stored:
             await self._remove(self.file, calls)
 
     async def _drain_some(self) -> None:
-        """Bring the oldest calls of the first file that has some to the store."""
+        """Write the oldest calls of the first file that has any to the store."""
         now = time.monotonic()
         waiting = [attempt_id for attempt_id, until in self._deferred.items() if until > now]
         for file in self._files:
@@ -248,7 +249,7 @@ class Spool:
             await asyncio.sleep(max(0.01, min(self._deferred[attempt_id] for attempt_id in waiting) - now))
 
     async def _bring(self, file: SpoolFile, calls: Sequence[SpooledCall]) -> None:
-        """Store a batch; one that is refused is stored attempt by attempt, if the store answers at all."""
+        """Store a batch; if it is refused and the store answers, store it attempt by attempt."""
         if await self._append(calls) is None:
             self.outage.end()
             await self._remove(file, calls)
@@ -269,7 +270,7 @@ class Spool:
         return await appended(self.store, [span for call in calls for span in call.spans], self.stored)
 
     async def _defer_or_refuse(self, file: SpoolFile, calls: Sequence[SpooledCall], error: Exception) -> None:
-        """Try an attempt again later, for ever; set it aside only where the store will never take it."""
+        """Schedule another try for an attempt's calls, without limit; sets them aside if the store never takes them."""
         attempt_id = calls[0].attempt_id
         message = message_of(error)
         spans = sum(len(call.spans) for call in calls)
@@ -312,7 +313,7 @@ class Spool:
             )
 
     def _disk_fault(self) -> str:
-        """Return the fault of a disk that is nearly full, looked at once a second; ``""`` for none."""
+        """Return the error of a nearly full disk, checked once a second; ``""`` if there is room."""
         looked_at, free = self._free
         if time.monotonic() - looked_at > _FREE_FOR_S:
             free = disk_usage(self.file.path.parent).free
@@ -329,7 +330,7 @@ class Spool:
 
 
 async def appended(store: Store, spans: Sequence[Span], stored: SpanCount) -> Exception | None:
-    """Write spans to the store and count them; returns the error instead where it refuses."""
+    """Write spans to the store and count them; returns ``None``, or the error if the write fails."""
     try:
         await store.append_spans(spans)
     except Exception as error:  # noqa: BLE001  # isolation: repeated, or reported by the caller
@@ -339,5 +340,5 @@ async def appended(store: Store, spans: Sequence[Span], stored: SpanCount) -> Ex
 
 
 def message_of(error: Exception) -> str:
-    """Return what to say of a store's refusal."""
+    """Return the text of a failed write for logs and callers."""
     return str(error) if isinstance(error, StoreError) else repr(error)

@@ -1,8 +1,8 @@
-"""One SQLite file of calls that are not in the store yet; survives ``kill -9`` and the loss of power.
+"""A SQLite file of calls that are not in the store yet; it survives ``kill -9`` and the loss of power.
 
-Every write is one transaction and is on the disk (``synchronous = FULL``) when it returns. The process that has a file
-open holds it alone, and its end, however it comes, lets it go. A file belongs to one store, by an identity that lies in
-the store itself, so that it is never written to another one whatever its address is called.
+Every write is one transaction and is on disk (``synchronous = FULL``) when it returns. The process that opens a file
+holds it exclusively until the process ends, however it ends. A file belongs to one store, by an identity that the store
+itself holds, so calls are never written to another store, even if its address stays the same.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _FORMAT = "1"
 _SUFFIX = ".spool"
 _MAX_FILES = 64
 _LARGE_BYTES = 32 << 20
-"""Size from which a file without calls is written anew, to give the disk's space back."""
+"""Size from which a file without calls is rewritten, to free disk space."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -47,7 +47,7 @@ _unpack = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
 class SpoolBusyError(StoreError):
-    """Another process has the spool open."""
+    """Raised if another process has the spool open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +56,8 @@ class SpooledCall:
 
     Attributes:
         seq: Number of the row; 0 before it is written.
-        at: Unix seconds at which it was written.
-        size: Bytes of its spans in the file.
+        at: Unix seconds at which the row was written.
+        size: Bytes of the spans in the file.
     """
 
     attempt_id: str
@@ -69,7 +69,7 @@ class SpooledCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpoolContent:
-    """The calls in a file: their number by attempt, their bytes, and the Unix seconds of the oldest."""
+    """Sums over the calls in a file: the number per attempt, the bytes, and the oldest one's time in Unix seconds."""
 
     attempts: dict[str, int]
     size: int = 0
@@ -86,12 +86,12 @@ class SpoolFile:
 
     Args:
         path: The file; created if it is missing.
-        store_id: Identity of the store that its calls belong to.
+        store_id: Identity of the store that the calls belong to.
         store_url: Address of the store, without credentials, for people who find the file.
 
     Raises:
-        SpoolBusyError: Another process has it open.
-        ConfigError: It belongs to another store, or to another release, or cannot be written.
+        SpoolBusyError: Another process has the file open.
+        ConfigError: The file belongs to another store or a newer release, or cannot be written.
     """
 
     def __init__(self, path: Path, *, store_id: str, store_url: str) -> None:
@@ -113,19 +113,19 @@ class SpoolFile:
 
     @property
     def gateway_id(self) -> str:
-        """Identity of the gateway whose file this is; the same at every start."""
+        """Identity of the gateway that owns the file, the same at every start."""
         return self._about["gateway"]
 
     @property
     def store_id(self) -> str:
-        """Identity of the store that its calls belong to."""
+        """Identity of the store that the calls belong to."""
         return self._about["store"]
 
     def add(self, calls: Sequence[SpooledCall]) -> list[SpooledCall]:
-        """Write calls durably; returns them with their rows. A repeated call gets a row of its own.
+        """Write calls durably; returns them with the numbers of their rows. A repeated call gets another row.
 
         Raises:
-            StoreError: The disk is full, or the file cannot be written; nothing was.
+            StoreError: The disk is full, or the file cannot be written; no call was written.
         """
         now, added = time.time(), list[SpooledCall]()
         try:
@@ -144,7 +144,7 @@ class SpoolFile:
         return added
 
     def oldest(self, *, limit: int, max_bytes: int, without: Collection[str] = ()) -> list[SpooledCall]:
-        """Read the oldest calls, at least one and up to ``max_bytes``, but none of the attempts in ``without``."""
+        """Read the oldest calls of attempts not in ``without``, up to ``limit`` and ``max_bytes`` but at least one."""
         places = ", ".join("?" * len(without))
         where = f"WHERE attempt NOT IN ({places})" if without else ""
         query = f"SELECT seq, attempt, at, size, data FROM calls {where} ORDER BY seq LIMIT ?"
@@ -163,7 +163,7 @@ class SpoolFile:
         self._change("DELETE FROM calls WHERE seq = ?", [(seq,) for seq in seqs])
 
     def refuse(self, seqs: Iterable[int], reason: str) -> None:
-        """Set calls aside that the store will never take, with its reason."""
+        """Set aside calls that the store will never take, with the store's reason."""
         kept = list(seqs)
         self._change(_REFUSE, [(reason, seq) for seq in kept])
         self.remove(kept)
@@ -178,7 +178,7 @@ class SpoolFile:
         )
 
     def shrink(self) -> None:
-        """Give the disk's space back if the file is large; call it while no calls are in it."""
+        """Free disk space if the file is large; call this while it holds no calls."""
         (pages,), (page,) = (self._db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
         if pages * page > _LARGE_BYTES:
             with suppress(sqlite3.Error):  # a full disk; the space is used again
@@ -186,7 +186,7 @@ class SpoolFile:
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Close the file and let others have it; removes it if nothing is in it."""
+        """Close the file so that others can open it; deletes it if it holds no calls."""
         is_unused = not self._db.execute("SELECT 1 FROM calls UNION ALL SELECT 1 FROM refused LIMIT 1").fetchone()
         self._db.close()
         if is_unused:
@@ -234,13 +234,15 @@ class SpoolFile:
 
 
 def open_spools(folder: Path, *, store_id: str, store_url: str, without: Collection[Path] = ()) -> list[SpoolFile]:
-    """Open the files of a store that no other process holds; the first is the gateway's own, the others are drained.
+    """Open a store's spool files that no other process holds: the gateway's own first, then those to drain.
+
+    If there are none, a new file is created.
 
     Args:
-        without: Files that belong to other processes of the same gateway, even while these do not run.
+        without: Files that belong to other processes of the same gateway, even while those do not run.
 
     Raises:
-        ConfigError: The folder cannot be used, or holds as many busy spools as there may be.
+        ConfigError: The folder cannot be used, or all 64 spools in it are busy.
     """
     found = list[SpoolFile]()
     free = list[Path]()
@@ -265,12 +267,12 @@ def open_spools(folder: Path, *, store_id: str, store_url: str, without: Collect
 
 @dataclass(frozen=True, kw_only=True)
 class SpoolReport:
-    """A spool that was found in a folder.
+    """A spool file found in a folder.
 
     Attributes:
         store_url: The store that its calls belong to.
-        is_busy: A gateway has it open; nothing else is known of it then.
-        refused: Number of calls that the store did not take, which are kept for people to look at.
+        is_busy: A gateway has the file open; then only ``path`` is known.
+        refused: The number of calls that the store refused; they stay in the file for people to look at.
     """
 
     path: Path
@@ -283,7 +285,7 @@ class SpoolReport:
 
 
 def spools_in(folder: Path) -> list[SpoolReport]:
-    """Describe every spool in a folder, of whatever store; changes nothing."""
+    """Describe every spool in a folder, whichever store it belongs to; changes nothing."""
     return [_report(path) for path in sorted(folder.glob(f"*{_SUFFIX}"))] if folder.is_dir() else []
 
 
@@ -321,16 +323,17 @@ OFF = "off"
 
 
 def default_folder() -> Path:
-    """Return the folder for spools below the folder of this user's state."""
+    """Return the folder for spools in this user's state folder."""
     return state_dir() / "spool"
 
 
 def folder_of(choice: str, store: Store) -> Path | None:
-    """Return the folder for the spool of a gateway; ``None`` to go without.
+    """Return the folder for a gateway's spool; ``None`` to run without one.
 
     Args:
-        choice: A folder, ``off``, or ``""`` for a folder of this user's state where the store is not in this process:
-            a SQLite file or memory here takes a call as fast as a spool does, and is not gone while this process runs.
+        choice: A folder, ``off``, or ``""`` for the default: the user's state folder if the store is in another
+            process, else no spool, because a SQLite file or the memory takes a call as fast as a spool does, and cannot
+            become unreachable while this process runs.
     """
     if choice == OFF or (not choice and isinstance(store, MemoryStore | SQLiteStore)):
         return None
@@ -338,7 +341,7 @@ def folder_of(choice: str, store: Store) -> Path | None:
 
 
 async def store_identity(store: Store) -> str:
-    """Return the identity that lies in a store, made on the first call; equal for all who use the store."""
+    """Return the identity that a store holds, created on the first call; all users of the store get the same one."""
     while True:
         if known := (await store.load_state(STORE_ID_KEY)).get(STORE_ID_KEY):
             return known.decode()
@@ -349,7 +352,7 @@ async def store_identity(store: Store) -> str:
 
 
 async def spools_for(store: Store, choice: str, *, shown: str, without: Collection[Path] = ()) -> list[SpoolFile]:
-    """Open the spools of a store that no other process uses, the gateway's own first; none where it goes without.
+    """Open the spools of a store that no other process uses, the gateway's own first; empty if it runs without one.
 
     Args:
         choice: See :func:`folder_of`.
@@ -358,7 +361,7 @@ async def spools_for(store: Store, choice: str, *, shown: str, without: Collecti
 
     Raises:
         ConfigError: The folder cannot be used.
-        StoreError: The store does not answer, and its identity is not known.
+        StoreError: The store does not answer, so its identity is unknown.
     """
     folder = folder_of(choice, store)
     if folder is None:
@@ -368,7 +371,7 @@ async def spools_for(store: Store, choice: str, *, shown: str, without: Collecti
 
 
 def left_text(calls: int, path: Path | None) -> str:
-    """Return the last words of a gateway whose store did not take all calls."""
+    """Return the final message of a gateway whose store did not take all calls."""
     return (
         f"{calls} calls stay in the spool {path}, because the store does not answer; the next gateway that starts on "
         "this machine with the same store and spool brings them there"

@@ -1,4 +1,4 @@
-"""Makes recorded calls storable: values that no store can keep are replaced, and the call says which."""
+"""Makes recorded calls storable: values that no store can hold are replaced, and the call's ``error`` names them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from agl.schemas import Span, encode
 
 _FREE = frozenset({"request", "response", "attributes"})
-"""Fields that hold any JSON, where a number may become text."""
+"""Fields that hold arbitrary JSON, where a number may become text."""
 
 _MAX = 2**63 - 1
 _MAX_DEPTH = 200
@@ -18,10 +18,11 @@ _MAX_PATH = 80
 
 
 def storable(span: Span) -> Span:
-    """Return the span, or a copy whose unfit values are replaced if a store cannot keep it.
+    """Return the span, or a copy with replaced values if a store cannot hold it.
 
-    Integers beyond 64 bits become text in JSON and the nearest possible number elsewhere. Half characters become
-    escapes, and JSON below 200 levels a remark. The call's ``error`` names the replaced values, so it does not train.
+    Integers beyond 64 bits become text in JSON, and the nearest 64-bit integer elsewhere. Lone surrogates become
+    escapes, and JSON below 200 levels becomes a remark. The call's ``error`` names the replaced values, so the call
+    does not train.
     """
     try:
         encode(span)
@@ -44,20 +45,20 @@ def _marked(span: Span, text: str) -> Span:
 
 
 class _Fitter:
-    """Copies values as a store can keep them, and notes the paths of those that it replaces."""
+    """Copies values in the form that a store can hold, and records the paths of the values that it replaces."""
 
     def __init__(self) -> None:
         self._paths: list[str] = []
 
     @property
     def named(self) -> str:
-        """The first replaced values by their paths, and the number of further ones."""
+        """The paths of the first five replaced values, and the number of others."""
         shown = [path if len(path) <= _MAX_PATH else f"{path[:_MAX_PATH]}..." for path in self._paths[:_MAX_NAMED]]
         more = len(self._paths) - len(shown)
         return ", ".join(shown) + (f" and {more} more" if more else "")
 
     def fit(self, value: Any, path: str, *, depth: int = 0, is_free: bool = False) -> Any:
-        """Return the value as a store can keep it."""
+        """Return the value in the form that a store can hold."""
         if isinstance(value, msgspec.Struct):
             value = _fields(value)
         if isinstance(value, str):
@@ -88,11 +89,11 @@ class _Fitter:
 
 
 def _whole(text: str) -> str:
-    """Return the text with half characters as escapes."""
+    """Return the text with lone surrogates as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _bounded(number: int, *, is_free: bool) -> int | str:
-    """Return a number of 64 bits: itself, or its text or the nearest one."""
+    """Return the number if it fits into 64 bits, else its text (in free JSON) or the nearest 64-bit integer."""
     nearest = max(-_MAX - 1, min(number, _MAX))
     return str(number) if is_free and nearest != number else nearest

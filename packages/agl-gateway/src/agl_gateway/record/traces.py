@@ -1,10 +1,10 @@
-"""Takes OTLP/HTTP traces at ``POST /v1/traces``, so that any OpenTelemetry exporter can add spans to an attempt.
+"""Receives OTLP/HTTP traces at ``POST /v1/traces``, so that any OpenTelemetry exporter can add spans to an attempt.
 
-The body is protobuf, with gzip and a limit on its decompressed size.
+The body is protobuf, optionally compressed, with a limit on its decompressed size.
 
-Spans that come with an attempt's own token are changed before they are stored: rewards get the source ``agent``, model
-calls lose the name of the policy, and what only a runner records is removed. So an agent can forge neither training
-data nor what rewards rely on.
+Spans that arrive with an attempt's own token are changed before they are stored: rewards get the source ``agent``,
+model calls lose the name of the policy, and attributes that only a runner records are removed. So an agent can forge
+neither training data nor the data that rewards rely on.
 """
 
 import base64
@@ -46,11 +46,11 @@ _STATUSES: dict[int, SpanStatus] = {1: "ok", 2: "error"}
 
 @dataclass(kw_only=True)
 class IngestResult:
-    """The spans of an export request.
+    """The accepted and rejected spans of an export request.
 
     Attributes:
-        spans: Spans that belong to an attempt.
-        rejected: Number of the other spans.
+        spans: The accepted spans; each belongs to an attempt.
+        rejected: The number of rejected spans.
         reason: The reason for the first rejection.
     """
 
@@ -59,7 +59,7 @@ class IngestResult:
     reason: str = ""
 
     def reject(self, reason: str, count: int = 1) -> None:
-        """Count rejected spans; the first reason stays."""
+        """Count rejected spans; the first reason is kept."""
         self.rejected += count
         self.reason = self.reason or reason
 
@@ -130,7 +130,7 @@ def _events(events: Sequence[OtlpSpan.Event]) -> Iterable[SpanEvent]:
 
 
 def _reward(attributes: dict[str, Json]) -> Reward | None:
-    """Return the reward that an evaluation of the GenAI conventions gives; ``None`` without a score."""
+    """Return the reward of a span that follows the GenAI conventions for evaluations; ``None`` if it has no score."""
     score = attributes.get(semconv.EVALUATION_SCORE)
     if not isinstance(score, int | float):
         return None
@@ -168,7 +168,7 @@ def _value(value: AnyValue) -> Json:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TracesApi:
-    """Takes spans from OpenTelemetry exporters."""
+    """Receives spans from OpenTelemetry exporters."""
 
     store: Store
     admission: Admission
@@ -177,7 +177,7 @@ class TracesApi:
     quotas: Quotas
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Take one export request; the answer counts rejected spans, if there are any."""
+        """Store one export request; the answer gives the number of rejected spans, if any."""
         claim = self.admission.caller(request, "attempt", "admin", what="exporting traces")
         if request.content_type != PROTOBUF:
             raise Problem(
@@ -205,7 +205,7 @@ class TracesApi:
             found.spans = allowed
 
     async def _append(self, found: IngestResult) -> None:
-        """Write attempt by attempt, so that an unknown attempt loses only its own spans."""
+        """Write the spans attempt by attempt, so that an unknown attempt loses only its own spans."""
         for attempt_id in dict.fromkeys(span.attempt_id for span in found.spans):
             own = [span for span in found.spans if span.attempt_id == attempt_id]
             try:
@@ -240,7 +240,10 @@ def spans_of_agent(claim: AttemptToken, spans: Sequence[Span]) -> list[Span]:
 
 
 def as_said_by_agent(span: Span) -> Span:
-    """Return a span without what an agent cannot know of its own attempt."""
+    """Return a span without the data that an agent must not set: policy, runner attributes, sequence, lateness.
+
+    The source of a reward becomes ``agent``.
+    """
     replace = msgspec.structs.replace
     reward = replace(span.reward, source="agent") if span.reward else None
     call = replace(span.call, policy="") if span.call else None

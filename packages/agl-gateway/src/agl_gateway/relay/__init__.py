@@ -1,1 +1,1 @@
-"""Relays model calls to the servers of the policies and the answers back."""
+"""Relays model calls to the policies' servers, and the answers back to the agents."""

@@ -1,7 +1,8 @@
-"""Reads request bodies within limits: on their size, on their time, on the bytes held at once, on their JSON values.
+"""Reads request bodies within limits: on size, on time, on the bytes held at once, and on the number of JSON values.
 
-The server itself inflates nothing, so a body costs no more than its own bytes before its sender is known. Bodies are
-inflated piece by piece in threads, so that a small one that grows without end is refused before it fills the memory.
+The HTTP server decompresses nothing, so a body costs no more than its own bytes before its sender is verified. Bodies
+are decompressed piece by piece in threads, so that a small body that grows without end is refused before it fills the
+memory.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ _RETRY_AFTER_S = 5
 
 
 class ByteBudget:
-    """Bytes to hold, granted in the order of the requests. Used in one event loop only.
+    """A budget of bytes, granted in the order of the requests. Used in one event loop only.
 
     Args:
         limit: Bytes that may be held at once.
@@ -34,10 +35,10 @@ class ByteBudget:
         self.held = 0
 
     async def take(self, size: int) -> int:
-        """Wait until ``size`` bytes may be held, or the whole budget if that is less; returns the number.
+        """Wait until ``size`` bytes are free, or the whole budget if that is less; returns the number of bytes taken.
 
         Raises:
-            Problem: 503 with ``Retry-After`` when the time is over.
+            Problem: 503 with ``Retry-After`` if the bytes are not free in time.
         """
         size = min(size, self._limit)
         if not self._waiting and self.held + size <= self._limit:
@@ -63,7 +64,7 @@ class ByteBudget:
         return size
 
     def give(self, size: int) -> None:
-        """Give bytes back, for those who wait."""
+        """Return bytes to the budget, and grant them to waiting requests."""
         self.held -= size
         while self._waiting and self.held + self._waiting[0][0] <= self._limit:
             wanted, granted = self._waiting.popleft()
@@ -89,17 +90,16 @@ _STEP, _PIECE = 64 * 1024, 256 * 1024
 _GZIP, _ZLIB, _RAW = 31, 15, -15
 
 _ZSTD_STEP = 1024
-"""Bytes of a zstd stream that are read at once; they become 32 MiB at most."""
+"""Bytes of a zstd stream that are read at once; they decompress to 32 MiB at most."""
 
 _ZSTD_WINDOW = 8 * 1024 * 1024
-"""The largest window, which is memory: what RFC 8878 asks readers of web content to support, and senders to keep to."""
+"""The largest window, which takes as much memory: the size that RFC 8878 asks decoders of web content to support."""
 
 
 def largest(size: int, encoding: str) -> int:
-    """Return the most bytes that a body of ``size`` can become.
+    """Return the most bytes that a compressed body of ``size`` bytes can decompress to.
 
-    No stream of deflate becomes more than 1,032 times as long. A block of zstd has 128 KiB at most, and takes 4 bytes
-    at least.
+    Deflate expands at most 1,032 times. A zstd block decompresses to 128 KiB at most, and takes at least 4 bytes.
     """
     return size * (32 * 1024 if encoding == "zstd" else 1032)
 
@@ -108,8 +108,8 @@ def inflate(body: bytes, encoding: str, limit: int) -> bytes:
     """Return the decompressed body.
 
     Raises:
-        Problem: 413 when it exceeds ``limit`` bytes, of which no more is inflated; 400 when it cannot be read, or is
-            more or less than one stream.
+        Problem: 413 as soon as the decompressed bytes exceed ``limit``; 400 if the body cannot be read, or is not
+            exactly one stream.
     """
     pieces, left = list[bytes](), limit
     view = memoryview(body)
@@ -130,14 +130,14 @@ def inflate(body: bytes, encoding: str, limit: int) -> bytes:
 
 
 def too_large(limit: int) -> Problem:
-    """Return the answer to a body of more than ``limit`` bytes."""
+    """Return the 413 for a body of more than ``limit`` bytes."""
     return Problem(
         413, f"the request's body is larger than {limit} bytes; send it in smaller parts", code="request_too_large"
     )
 
 
 def plain_bytes(body: bytes, encoding: str) -> bytes:
-    """Return the decompressed ``body`` of an answer; unchanged if that fails or exceeds 64 MiB."""
+    """Return the decompressed ``body`` of an answer, cut at 64 MiB; the body itself if decompression fails."""
     if encoding not in ("gzip", "deflate"):
         return body
     inflater = zlib.decompressobj(wbits=47 if encoding == "gzip" else 15)
@@ -154,7 +154,7 @@ def _wbits(body: bytes, encoding: str) -> int:
 
 
 def _deflate(body: memoryview, wbits: int) -> Iterator[bytes]:
-    """Inflate in small pieces, so that no thread waits long; raises ``zlib.error`` unless all is one stream."""
+    """Decompress in small pieces, so that no thread waits long; raises ``zlib.error`` unless it is just one stream."""
     inflater = zlib.decompressobj(wbits)
     for start in range(0, len(body), _STEP):
         sent: bytes | memoryview = body[start : start + _STEP]
@@ -167,7 +167,7 @@ def _deflate(body: memoryview, wbits: int) -> Iterator[bytes]:
 
 
 def _zstd(body: memoryview) -> Iterator[bytes]:
-    """Inflate in small pieces; raises ``ZstdError`` unless all is one frame."""
+    """Decompress in small pieces; raises ``ZstdError`` unless the body is exactly one frame."""
     inflater = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
     for start in range(0, len(body), _ZSTD_STEP):
         if inflater.eof:
@@ -179,17 +179,17 @@ def _zstd(body: memoryview) -> Iterator[bytes]:
 
 MAX_CONTAINERS = 200_000
 MAX_VALUES = 4_000_000
-"""More than prompts of token ids have; a parser makes an object of each, and keeps the thread meanwhile."""
+"""More values than prompts of token ids have. A parser creates an object for each, and blocks its thread meanwhile."""
 
 PIECE = 1 << 18
-"""Bytes looked at between two turns of the event loop."""
+"""Bytes that are checked between two turns of the event loop."""
 
 
 async def check_values(body: bytes) -> None:
-    """Look at a JSON body before it is parsed, piece by piece, so that other requests are answered meanwhile.
+    """Check a JSON body before it is parsed, piece by piece, so that other requests are answered meanwhile.
 
     Raises:
-        Problem: 413 when it has more than 200,000 lists and objects, or more than 4,000,000 values.
+        Problem: 413 if it has more than 200,000 lists and objects, or more than 4,000,000 values.
     """
     if len(body) <= MAX_CONTAINERS:
         return
@@ -211,7 +211,7 @@ async def check_values(body: bytes) -> None:
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:
-    """Cut a body into pieces, none of them between a backslash and the character that it escapes."""
+    """Cut a body into pieces, never between a backslash and the character that it escapes."""
     start = 0
     while start < len(body):
         piece = body[start : start + PIECE]
@@ -222,7 +222,7 @@ def _pieces(body: bytes) -> Iterator[bytes]:
 
 
 _INFLATING = 2
-"""Bodies that are inflated at once; each may take as much memory as the limit of its endpoint."""
+"""Bodies that are decompressed at once; each may take as much memory as the limit of its endpoint."""
 
 _LARGE = 1024 * 1024
 _MIN_RATE = 64 * 1024
@@ -230,12 +230,13 @@ _MIN_RATE = 64 * 1024
 
 
 class BodyReader:
-    """Reads the bodies of one gateway's requests, after their sender was verified. Close it to end its threads.
+    """Reads the bodies of one gateway's requests, after their senders were verified. Close it to end its threads.
 
     Args:
-        patience_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
-        budget: Bytes for all bodies above 1 MiB, and for those whose size is unknown, until :meth:`release`.
-        max_body: Largest body of a model call or a call of the store, in bytes.
+        patience_s: Seconds that a body may take to arrive, plus one for every 64 KiB.
+        budget: Bytes for all bodies that exceed 1 MiB or have no known size; a body holds its bytes until
+            :meth:`release`.
+        max_body: Largest body of a model call or a store call, in bytes.
     """
 
     def __init__(self, *, patience_s: float, budget: ByteBudget, max_body: int) -> None:
@@ -246,18 +247,18 @@ class BodyReader:
         self._inflating = ThreadPoolExecutor(_INFLATING, thread_name_prefix="agl-inflate")
 
     async def read_call(self, request: web.BaseRequest) -> bytes:
-        """Return the JSON body of a model call; raises what :meth:`read` and :func:`check_values` raise."""
+        """Return the JSON body of a model call; raises the errors of :meth:`read` and :func:`check_values`."""
         body = await self.read(request, limit=self.max_body)
         await check_values(body)
         return body
 
     async def read(self, request: web.BaseRequest, *, limit: int) -> bytes:
-        """Return the decompressed body of ``request``; bodies are inflated in threads, two at a time.
+        """Return the decompressed body of ``request``; bodies are decompressed in threads, two at a time.
 
         Raises:
-            Problem: 413 when the body exceeds ``limit`` bytes, compressed or not, the rest of which is neither read nor
-                inflated; 408 when it arrives too slowly; 415 for an encoding other than gzip, deflate and zstd, or for
-                several; 400 when it cannot be read; 503 when large bodies wait too long for each other.
+            Problem: 413 if the body exceeds ``limit`` bytes, compressed or not (the rest is not read); 408 if it
+                arrives too slowly; 415 for an encoding other than gzip, deflate and zstd, or for several; 400 if it
+                cannot be read; 503 if it waits too long for the bytes of other large bodies.
         """
         encoding = _encoding_of(request)
         expected = _expected_size(request, encoding, limit)
@@ -271,11 +272,11 @@ class BodyReader:
         return body
 
     def release(self, request: web.BaseRequest) -> None:
-        """Give the bytes of a request's body back, once it is answered."""
+        """Return the bytes of an answered request's body to the budget."""
         self._hold(request, 0)
 
     def _hold(self, request: web.BaseRequest, size: int) -> None:
-        """Hold only the bytes that a body really has, and give the others back."""
+        """Hold only the bytes that a body really has, and return the rest to the budget."""
         taken = self._taken.pop(id(request), 0)
         held = min(size, taken) if size > _LARGE else 0
         if held:
@@ -283,7 +284,7 @@ class BodyReader:
         self._budget.give(taken - held)
 
     def close(self) -> None:
-        """End the threads; bodies that wait for one are not inflated."""
+        """End the threads; bodies that wait for a thread are not decompressed."""
         self._inflating.shutdown(wait=False, cancel_futures=True)
 
     async def _read(self, content: StreamReader, limit: int) -> bytes:
@@ -304,7 +305,7 @@ class BodyReader:
         return b"".join(parts)
 
     async def _arrived(self, content: StreamReader, started: float, size: int) -> bytes:
-        """Return the next bytes of a body of which ``size`` have arrived; ``b""`` at its end."""
+        """Return the next bytes of a body after ``size`` bytes have arrived; ``b""`` at its end."""
         if content.is_eof():
             return await content.readany()
         left_s = started + self._patience_s + size / _MIN_RATE - time.monotonic()
@@ -322,7 +323,7 @@ class BodyReader:
 
 
 def _expected_size(request: web.BaseRequest, encoding: str, limit: int) -> int:
-    """Return the most bytes that a body may have, read and inflated; raises a 413 for one that is too long."""
+    """Return the most bytes that a body may have, decompressed or not; raises the 413 for a longer one."""
     sent = request.content_length
     if sent is None:
         return limit if request.can_read_body else 0

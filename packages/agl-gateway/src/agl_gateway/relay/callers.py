@@ -1,10 +1,10 @@
-"""Recognises coding agents by what they send anyway: who calls, in which session, and whether the call is a helper's.
+"""Recognises coding agents by their usual headers and bodies: the agent, its session, and helper calls.
 
-Claude Code, Codex, OpenCode, Qwen Code, Gemini CLI and Copilot CLI name themselves in ``user-agent`` or a header of
-their own, and most of them their session and their sub-agents. Besides the turns of its task such a program asks for
+Claude Code, Codex, OpenCode, Qwen Code, Gemini CLI and Copilot CLI name themselves in ``user-agent`` or in a header of
+their own; most also name their session and their sub-agents. Besides the turns of its task, such a program asks for
 titles, summaries and memories. These helper calls get the role :data:`agl.semconv.HELPER`, and do not train.
 
-:class:`Owners` finds whose a call is: an attempt's by its token, else a conversation's.
+:class:`Owners` finds the owner of a call: the attempt of its token, else a conversation.
 """
 
 import re
@@ -35,15 +35,15 @@ _MAX_SESSION = 200
 _MAX_METADATA = 16_384
 _MAX_OPENING = 4_000
 _MAX_ARGUMENTS = 256 * 1024
-"""Bytes of a request above which its opening is not read: helper calls are short, and reading costs time."""
+"""Bytes of a request above which its opening is not read: helper calls are short, and reading takes time."""
 
 _SMALL = 1024
-"""Tokens up to which an answer to a coding agent without tools is a helper's, whatever came before it."""
+"""Output limit in tokens up to which a call without tools by a coding agent counts as a helper call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """A coding agent: its name, the header that shows it, and those that hold its session and its sub-agent's mark."""
+    """A coding agent: its name, the header that identifies it, and the headers with its session and its sub-agent."""
 
     name: str
     shown_by: str
@@ -89,7 +89,7 @@ _SUMMARIZING = re.compile(
     r"context summari[sz]ation|summari[sz](?:es?|ing) (?:a|the|this|our) conversation|compact the conversation",
     re.IGNORECASE,
 )
-"""The opening of a call that makes a conversation shorter, which some programs make without tools or earlier turns."""
+"""The opening of a call that shortens a conversation; some programs send it without tools or earlier turns."""
 
 _CODEX_METADATA = "x-codex-turn-metadata"
 _CODEX_ROOT = "/root"
@@ -102,9 +102,9 @@ class HelperRules:
     """Finds helper calls: those of known coding agents, and those that the gateway's settings describe.
 
     Attributes:
-        is_on: Whether helper calls of known coding agents are marked.
-        match: Regular expression; a call without an answer in its prompt is a helper's where the expression is found
-            in the first 4,000 characters of its opening. ``""`` for none.
+        is_on: True to mark helper calls of known coding agents.
+        match: Regular expression. A call whose prompt holds no answer of the model counts as a helper call if the
+            expression matches in the first 4,000 characters of its opening. ``""`` matches nothing.
 
     Raises:
         ConfigError: ``match`` is not a regular expression.
@@ -123,7 +123,7 @@ class HelperRules:
             ) from error
 
     def origin_of(self, headers: Mapping[str, str], asked: Request, *, has_tracer: bool = False) -> Origin:
-        """Return the origin of a call; with ``has_tracer`` only its session and the role that a header gives."""
+        """Return the origin of a call; with ``has_tracer`` only its session and the role from its header."""
         program = _program_of(headers)
         found = _UNKNOWN if program is None else _described(program, headers)
         role = clean(headers.get(ROLE_HEADER, ""), _MAX_NAME)
@@ -158,14 +158,14 @@ class HelperRules:
 
 
 def session_of(headers: Mapping[str, str]) -> str:
-    """Return the id of a known coding agent's session, with its name in front; ``""`` without one."""
+    """Return the session id of a known coding agent, prefixed with the agent's name; ``""`` if it has none."""
     program = _program_of(headers)
     session = "" if program is None else _described(program, headers).session
     return f"{program.name}:{session}" if program is not None and session else ""
 
 
 def clean(text: str, limit: int) -> str:
-    """Return text that a stranger sent, cut to ``limit`` characters and without those that do not print."""
+    """Return text from an untrusted sender, without unprintable characters and cut to ``limit`` characters."""
     return "".join(letter for letter in text[: 4 * limit] if letter.isprintable()).strip()[:limit]
 
 
@@ -184,7 +184,7 @@ def _described(program: _Program, headers: Mapping[str, str]) -> Origin:
 
 
 def _codex(headers: Mapping[str, str], session: str) -> Origin:
-    """Return what Codex says about a turn in JSON: ``agent_name`` is a path from ``/root`` to the sub-agent."""
+    """Return the origin in Codex's JSON header; ``agent_name`` is a path from ``/root`` to the sub-agent."""
     given = headers.get(_CODEX_METADATA, "")
     about = object_of(given.encode("utf-8", "replace")) if len(given) <= _MAX_METADATA else {}
     path = clean(text_in(about.get("agent_name")), _MAX_NAME)
@@ -212,14 +212,14 @@ def _limit_of(asked: Request) -> int:
 
 
 def _has_answer(asked: Request) -> bool:
-    """Return true if the prompt holds an answer of the model, as every prompt but the first of a conversation does."""
+    """Return true if the prompt holds an answer of the model; only a conversation's first prompt holds none."""
     listed = asked.get("input" if asked.dialect == "responses" else "messages")
     items = cast("list[object]", listed) if isinstance(listed, list) else []
     return any(as_object(item).get("role") == "assistant" for item in items)
 
 
 def _text_of(value: object) -> str:
-    """Return the first characters of all text in a JSON value."""
+    """Return the first characters of all strings in a JSON value."""
     found, size, waiting = list[str](), 0, [value]
     while waiting and size < _MAX_OPENING:
         item = waiting.pop()
@@ -238,10 +238,10 @@ class Owner:
     """The attempt or the conversation that a call belongs to.
 
     Attributes:
-        headers: Headers of the answer that name a conversation's rollout, or the reason why it is not recorded.
-        is_conversation: Its calls are in the store before their answers end, because no end of an attempt waits for
-            them later.
-        is_recorded: False for a conversation outside the share to record.
+        headers: Headers of the answer: the conversation's rollout, or the reason why it is not recorded.
+        is_conversation: True for a conversation. Its calls are stored before their answers end, because no end of an
+            attempt waits for them later.
+        is_recorded: False for a conversation outside the recorded share.
     """
 
     rollout_id: str
@@ -252,7 +252,7 @@ class Owner:
 
 
 def trace_of(headers: Mapping[str, str]) -> tuple[str, str]:
-    """Return trace id and span id of a W3C ``traceparent`` header; both empty without a valid one."""
+    """Return the trace id and span id of a W3C ``traceparent`` header; both are ``""`` if it is missing or invalid."""
     parts = headers.get("traceparent", "").split("-")
     is_valid = len(parts) >= 4 and _is_hex(parts[1], 32) and _is_hex(parts[2], 16)
     return (parts[1], parts[2]) if is_valid else ("", "")
@@ -277,7 +277,7 @@ def context_of(
     request_ids: RequestIds,
     helpers: HelperRules,
 ) -> CallContext:
-    """Build the context of a request from its headers, and from its body where these show a coding agent."""
+    """Build the context of a request from its headers and, for a coding agent, from its body."""
     request_id, retries = request_ids.of(attempt_id, headers, asked.body)
     trace_id, trace_parent = trace_of(headers)
     framework_span_id = span_id_of(headers)
@@ -301,8 +301,9 @@ class Owners:
     """Finds the owners of calls. Used in one event loop only.
 
     Attributes:
-        conversations: Records calls without an attempt's token; ``None`` where these are refused.
-        helper_calls: Number of calls that coding agents made besides the turns of their tasks.
+        conversations: Records calls without an attempt's token; ``None`` to refuse such calls.
+        traffic: Decides which conversations are recorded; ``None`` to record all.
+        helper_calls: The number of helper calls of coding agents.
     """
 
     facts: AttemptFacts
@@ -313,10 +314,10 @@ class Owners:
 
     @asynccontextmanager
     async def owner_of(self, request: web.BaseRequest, asked: Request, claim: AttemptToken) -> AsyncGenerator[Owner]:
-        """Yield the owner of a call with this token; a conversation does not become idle meanwhile.
+        """Yield the owner of a call with this token; its conversation does not become idle inside the block.
 
         Raises:
-            Problem: 400 for a call of a conversation that names none.
+            Problem: 400 for a call that should belong to a conversation but names none.
         """
         if claim.scope == "attempt" or self.conversations is None:
             yield Owner(rollout_id=claim.rollout_id, attempt_id=claim.attempt_id)
@@ -338,7 +339,7 @@ class Owners:
             )
 
     async def context_of(self, request: web.BaseRequest, asked: Request, owner: Owner) -> CallContext:
-        """Return what a call's headers say of it; asks other processes for the first try of a repeated request."""
+        """Return the context of a call; asks other processes for the id of a repeated request."""
         requests = self.facts.requests
         if (key := requests.retry_of(owner.attempt_id, request.headers, asked.body)) is not None:
             await self.facts.find_request(key)
@@ -354,6 +355,6 @@ class Owners:
         return context
 
     def forget(self, owner: Owner) -> None:
-        """Drop a conversation from the cache; its next call reads it from the store."""
+        """Drop a conversation from the cache; its next call reads the conversation from the store."""
         if self.conversations is not None:
             self.conversations.forget(owner.rollout_id)

@@ -1,6 +1,6 @@
-"""Dispatches requests by path, on connections that are closed when the headers of a request take too long to arrive.
+"""Dispatches requests by path; closes connections on which a request's headers take too long to arrive.
 
-A table and prefixes serve for the paths: a router's regular expressions cost more than a call.
+Paths are looked up in a table and by prefix, because a router's regular expressions cost more than a call.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class Dispatcher:
     """Dispatches every request of the gateway to its handler.
 
     Args:
-        routes: Further routes, from ``"METHOD /path"`` to handler; a path that ends in ``/*`` is a prefix.
+        routes: Handlers of further routes, by ``"METHOD /path"``; a path that ends in ``/*`` is a prefix.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Dispatcher:
 
     @property
     def routes(self) -> tuple[str, ...]:
-        """The names of all routes, ``METHOD /path``; ``*`` stands for the rest of a path, or for a model's name."""
+        """The names of all routes as ``METHOD /path``; ``*`` stands for the rest of a path, or for a model's name."""
         calls = [f"POST /v1{endpoint}" for endpoint in (*MODEL_ENDPOINTS, *SIDE_CALLS)]
         by_google = [f"POST {GOOGLE_BASE}/*:{method}" for method in GOOGLE_METHODS]
         listed = ["GET /v1/models", f"GET {GOOGLE_BASE}"]
         return (*calls, *by_google, *listed, *self._routes, *(f"{prefix}*" for prefix in self._prefixes))
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request; ends the connection where the body was not read or is too large."""
+        """Answer one request; closes the connection if the body was not read to its end or is too large."""
         try:
             reply = await self._answer(request)
         finally:
@@ -71,7 +71,7 @@ class Dispatcher:
         return reply
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request; problems take the format that the client's library reads."""
+        """Answer one request; errors take the format that the client's library expects."""
         path = request.path
         try:
             if path.startswith("/v1/"):
@@ -147,7 +147,7 @@ class Dispatcher:
 
 
 def _dialect_at(path: str) -> ClientApi | None:
-    """Return the API whose errors a client reads at ``path``."""
+    """Return the API whose error format the clients of ``path`` expect."""
     if "/v1beta/" in path or google_endpoint(path[path.rfind("/models/") :]) is not None:
         return "google"
     for endpoint, dialect in SIDE_CALLS.items():
@@ -187,11 +187,14 @@ def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
 
 
 _GRACE_S = 0.5
-"""Between the deadline and the end of a connection: an event loop that was busy reads here what had arrived in time."""
+"""Seconds between the deadline and the close of a connection, so that a busy event loop reads data that was in time."""
 
 
 class Connection(web.RequestHandler):
-    """One connection. Its deadline runs from the first byte of a request, or from the start, until a handler has it."""
+    """One connection with a deadline for headers.
+
+    The deadline runs from the connection's start or a later request's first byte until a handler gets the request.
+    """
 
     __slots__ = ("_deadline", "_headers_s", "_is_answering")
 
@@ -202,18 +205,18 @@ class Connection(web.RequestHandler):
         self._is_answering = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for the first request."""
+        """Start the deadline of the first request."""
         super().connection_made(transport)
         self._start_deadline()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; those of a further request start its deadline."""
+        """Receive bytes; the first bytes of a later request start its deadline."""
         super().data_received(data)
         if self._deadline is None and not self._is_answering:
             self._start_deadline()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Forget the deadline."""
+        """Cancel the deadline."""
         self._stop_deadline()
         super().connection_lost(exc)
 
@@ -227,7 +230,7 @@ class Connection(web.RequestHandler):
             self._is_answering = False
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log an error; one of the client, such as bytes that are not HTTP, does not fill the log."""
+        """Log an error; a client's error, such as bytes that are not HTTP, is logged at debug level only."""
         is_of_client = isinstance(kw.get("exc_info"), HttpProcessingError)
         (self.logger.debug if is_of_client else self.logger.exception)(*args, **kw)
 
@@ -250,7 +253,7 @@ class ConnectionServer(web.Server):
     Args:
         handle: Answers requests.
         headers_s: Seconds that the headers of a request may take.
-        settings: The rest, as :class:`aiohttp.web.Server` takes it for its connections.
+        settings: Other settings of the connections, as for :class:`aiohttp.web.Server`.
     """
 
     def __init__(
@@ -262,7 +265,7 @@ class ConnectionServer(web.Server):
         super().__init__(self._answer, handler_cancellation=True)
 
     def __call__(self) -> Connection:
-        """Make the connection for a client that connects."""
+        """Create a connection for a new client."""
         return Connection(self, headers_s=self._headers_s, **self._settings)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -1,6 +1,7 @@
-"""Relays a client's request to the backend and the answer back, byte for byte, then hands both to the recorder.
+"""Relays a client's request to the backend and the answer back, byte for byte, then passes both to the recorder.
 
-:meth:`Relay.answer` shows a call's way: read, find its owner, choose the policy, translate, send, pass on and record.
+:meth:`Relay.answer` shows the stages of a call: read, find its owner, choose the policy, translate, send, pass on and
+record.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from agl_gateway.wire.translation import Outgoing, Translation
 from agl_run.access import AttemptToken
 
 DROPPED_HEADER = "x-agl-dropped"
-"""Response header that names what a translated request asked for in vain."""
+"""Response header that names the parts of a request that its translation dropped."""
 
 _MAX_DROPPED = 200
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
@@ -47,9 +48,10 @@ class Relay:
     async def answer(
         self, request: web.BaseRequest, endpoint: str, claim: AttemptToken, *, translation: Translation | None = None
     ) -> web.StreamResponse:
-        """Answer one model call whose token was verified, at one of the dialects' endpoints.
+        """Answer one model call with a verified token, at an endpoint of one of the dialects.
 
-        A ``translation`` makes the call one of that endpoint: its policy's server gets that call, and it is recorded.
+        With a ``translation`` the call becomes one of ``endpoint``: the policy's server gets the translated call, and
+        the translated call is recorded.
         """
         await self.recorder.admit()
         outgoing = await self._read(request, endpoint, translation)
@@ -57,7 +59,7 @@ class Relay:
             return await self.relayed(request, outgoing, owner)
 
     async def relayed(self, request: web.BaseRequest, outgoing: Outgoing, owner: Owner) -> web.StreamResponse:
-        """Answer a call that was read, for the owner that it is recorded for."""
+        """Answer a call whose body was read, and record it for ``owner``."""
         context = await self.owners.context_of(request, outgoing.request, owner)
         record = CallRecord(context=context, outgoing=outgoing)
         try:
@@ -83,7 +85,7 @@ class Relay:
             raise
 
     async def _read(self, request: web.BaseRequest, endpoint: str, translation: Translation | None) -> Outgoing:
-        """Read a request, with the thoughts that were sealed in earlier answers of the policy."""
+        """Read a request, and restore the thoughts that earlier answers of the policy carry in sealed form."""
         dialect = dialect_of(endpoint)
         assert dialect is not None  # noqa: S101  # the dispatcher knows the dialects' endpoints
         asked = Request(dialect, await self.bodies.read_call(request))
@@ -95,7 +97,7 @@ class Relay:
         return Outgoing(request=whole, endpoint=endpoint, translation=thoughts_of(asked))
 
     async def _choose(self, record: CallRecord, owner: Owner) -> CallRoute:
-        """Choose the policy by the model's name, and the version of the rollout's arm where a split placed it."""
+        """Choose the policy by the model's name, and the version by the rollout's arm if it is part of a split."""
         asked = record.outgoing.request
         if not asked.is_object:
             raise Problem(
@@ -109,7 +111,7 @@ class Relay:
         return await self.arms.route(target, owner.rollout_id)
 
     async def _translate(self, record: CallRecord, asked: Outgoing, *, to_chat: bool = False) -> None:
-        """Make a call a chat completion where its policy needs that, and sample it as its rollout needs."""
+        """Translate a call to a chat completion if its policy needs one, and apply the rollout's sampling rules."""
         upstream = record.upstream
         if to_chat or self.sender.apis.is_translated(upstream, asked.request.dialect):
             asked = record.outgoing = self.sender.apis.translated(asked, upstream)
@@ -117,7 +119,7 @@ class Relay:
         record.outgoing = replace(asked, request=sent, notes=notes)
 
     async def _send(self, request: web.BaseRequest, record: CallRecord, asked: Outgoing) -> tuple[Answer, str]:
-        """Ask the policy as the client asks; by a chat completion where its server has nothing else."""
+        """Send a call in the client's API, or as a chat completion if the policy's server lacks that API."""
         try:
             return await self._ask(request, record)
         except NotSpokenError:
@@ -143,7 +145,7 @@ class Relay:
     async def _pass_on(
         self, request: web.BaseRequest, answer: Answer, record: CallRecord, owner: Owner
     ) -> web.StreamResponse:
-        """Pass an answer on and record it; it ends for the client once it may not get lost."""
+        """Pass an answer on and record it; the answer ends for the client only once the record is safe."""
         headers = reply_headers(answer.response.headers)
         headers.update(_own_headers(record, owner))
         if answer.is_stream:
@@ -202,14 +204,14 @@ class Relay:
         error: str = "",
         is_complete: bool = True,
     ) -> int:
-        """Queue the call for the store, once: a cancelled stream gets here twice. Returns its number, else 0."""
+        """Queue the call for the store, once, although a cancelled stream comes here twice; returns its number or 0."""
         if record.exchange is not None or not owner.is_recorded:
             return 0
         record.end(body, status=status, first_byte=first_byte, error=error, is_complete=is_complete)
         return self.recorder.put(record)
 
     async def _wait_stored(self, number: int, owner: Owner) -> None:
-        """Wait until a call is durable where the gateway has a spool, and until it is stored in a conversation."""
+        """Wait until a call is durable, if the gateway has a spool; a conversation's call waits until written."""
         if not owner.is_conversation:
             await self._wait_durable(number)
             return
@@ -226,7 +228,7 @@ class Relay:
 
 
 def _own_headers(record: CallRecord, owner: Owner) -> dict[str, str]:
-    """Return the headers that the gateway adds to the backend's."""
+    """Return the headers that the gateway adds to the backend's headers."""
     dropped = ", ".join(record.outgoing.dropped)
     header = {DROPPED_HEADER: clean(dropped.encode("ascii", "replace").decode(), _MAX_DROPPED)} if dropped else {}
     return {**header, **owner.headers}

@@ -1,10 +1,10 @@
-"""Chooses the backend of each request: the policy by the model's name, and one of the policy's servers.
+"""Chooses the backend of each request: the policy by the model's name, then one of the policy's servers.
 
-All calls of a rollout go to one server, because that one has the rollout's prompt prefixes cached. The choice is
-rendezvous hashing (Thaler and Ravishankar 1998): servers rank by a hash of rollout and address. So a server that
-leaves or returns moves only its own rollouts, and all gateways choose alike without talking to each other. A server
-that has far more calls under way than the others passes calls on to the rollout's next one, as in consistent hashing
-with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350). Each gateway counts its own calls only.
+All calls of a rollout go to one server, which then has the rollout's prompt prefixes cached. The choice is rendezvous
+hashing (Thaler and Ravishankar 1998): servers rank by a hash of rollout and address. So a server that leaves or returns
+moves only its own rollouts, and all gateways choose alike without communication. A server with far more calls in flight
+than the others passes calls on to the rollout's next server, as in consistent hashing with bounded loads (Mirrokni,
+Thorup and Zadimoghaddam, arXiv 1608.01350). Each gateway counts only its own calls.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ _REST_S = 5.0
 """Seconds for which a failed server ranks last."""
 
 _SLACK = 1.25
-"""Share of the mean number of calls under way up to which a server keeps its rollouts."""
+"""A server keeps its rollouts while its calls in flight stay below this multiple of the mean."""
 
 _FEW = 4
-"""Calls under way up to which a server keeps its rollouts however idle the others are."""
+"""A server with fewer calls in flight than this keeps its rollouts, however idle the others are."""
 
 
 class Replicas:
     """The servers of one policy, at least one. Used in one event loop only.
 
     Attributes:
-        rerouted: Number of calls that another server took over.
+        rerouted: The number of calls that another server took over.
     """
 
     def __init__(self, base_urls: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,7 +51,10 @@ class Replicas:
         return len(self._base_urls)
 
     def ranked(self, rollout_id: str) -> list[str]:
-        """Return the base URLs in the order to try: the rollout's own first, busy and recently failed ones last."""
+        """Return the base URLs in the order to try: the rollout's own first, recently failed servers last.
+
+        Busy servers come before the failed ones.
+        """
         if len(self._base_urls) == 1:
             return [*self._base_urls]
         bound = max(_FEW, math.ceil(_SLACK * (self._under_way.total() + 1) / len(self._base_urls)))
@@ -67,15 +70,15 @@ class Replicas:
         )
 
     def begun(self, url: str) -> None:
-        """Count a call to ``url`` as under way at its server, until :meth:`ended`."""
+        """Count a call to ``url`` as in flight at its server, until :meth:`ended`."""
         self._under_way[self._base_of(url)] += 1
 
     def ended(self, url: str) -> None:
-        """Record the end of a call that began."""
+        """Record the end of a call that :meth:`begun` counted."""
         self._under_way[self._base_of(url)] -= 1
 
     def failed(self, url: str) -> None:
-        """Record that the server of ``url`` did not answer and another one is asked; it ranks last for a while."""
+        """Record that the server of ``url`` did not answer, so that another was asked; it ranks last for 5 seconds."""
         self._failed_at[self._base_of(url)] = self._clock()
         self.rerouted += 1
 
@@ -99,7 +102,7 @@ class Gate:
 
     @asynccontextmanager
     async def passed(self) -> AsyncGenerator[str]:
-        """Hold a call until the gate is open; yields the version that serves then."""
+        """Wait until the gate is open; yields the model version that serves then, and counts the call as in flight."""
         version = await self.enter()
         try:
             yield version
@@ -107,7 +110,7 @@ class Gate:
             self.leave()
 
     async def enter(self) -> str:
-        """Wait until the gate is open; returns the version that serves then. Pair with :meth:`leave`."""
+        """Wait until the gate is open; returns the model version that serves then. Pair with :meth:`leave`."""
         if not self._open.is_set():
             self.held += 1
             try:
@@ -121,13 +124,13 @@ class Gate:
         return self.model_version
 
     def leave(self) -> None:
-        """Record the end of a call that entered."""
+        """Record the end of a call that :meth:`enter` let in."""
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()
 
     async def pause(self, *, drain_s: float) -> bool:
-        """Hold new calls; wait up to ``drain_s`` seconds for those in flight. Returns true if all ended."""
+        """Hold new calls and wait up to ``drain_s`` seconds for calls in flight; returns true if all of them ended."""
         self._open.clear()
         try:
             async with asyncio.timeout(drain_s):
@@ -137,7 +140,7 @@ class Gate:
         return True
 
     def resume(self, *, model_version: str = "", model: str = "") -> None:
-        """Open the gate. A non-empty version or model replaces the one that calls carry and request."""
+        """Open the gate. A non-empty version or model replaces the version or model of the calls."""
         self.model_version = model_version or self.model_version
         self.model = model or self.model
         self._open.set()
@@ -145,7 +148,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class UpstreamTarget:
-    """An upstream with its servers, the gate of its calls, and its key, which is sent to the backend only."""
+    """An upstream with its servers, the gate of its calls, and its API key, which is sent to the backend only."""
 
     upstream: Upstream
     replicas: Replicas
@@ -153,7 +156,7 @@ class UpstreamTarget:
     key: str = field(default="", repr=False)
 
     def urls(self, rollout_id: str, endpoint: str, query: str) -> list[str]:
-        """Return the URLs of ``endpoint``, such as ``/chat/completions``: the rollout's own server first."""
+        """Return the URLs of ``endpoint``, such as ``/chat/completions``, starting with the rollout's own server."""
         tail = f"{endpoint}{'?' + query if query else ''}"
         return [base_url + tail for base_url in self.replicas.ranked(rollout_id)]
 
@@ -179,7 +182,7 @@ class Router:
             self.targets[upstream.name] = _target(upstream, known)
 
     def choose(self, model: str, *, dialect: Dialect = "chat", names: Sequence[str] = ()) -> UpstreamTarget:
-        """Return the target of a call, by :func:`agl.tracing.upstreams_for`.
+        """Return the target of a call, chosen by :func:`agl.tracing.upstreams_for`.
 
         Args:
             model: The model that the request names.
@@ -204,11 +207,11 @@ class Router:
 
     @property
     def gates(self) -> dict[str, Gate]:
-        """The gates of the policies by their names."""
+        """The policies' gates, by policy name."""
         return {name: target.gate for name, target in self.targets.items()}
 
     def models(self) -> list[str]:
-        """Return the model names that a request may use, aliases included, in order."""
+        """Return the model names that a request may use, aliases included, in the order of the upstreams."""
         names: list[str] = []
         for target in self.targets.values():
             upstream = target.upstream
@@ -217,7 +220,7 @@ class Router:
 
 
 def _ambiguous(found: Sequence[Upstream], model: str, names: Sequence[str]) -> Problem:
-    """Return the problem that names the policies a call may be for, and how to tell them apart."""
+    """Return the problem for a call that several policies match; it names them, and says how to select one."""
     if upstreams_for(found, names=names):
         patterns = " and ".join(f"{upstream.name!r} (agents = {upstream.agents!r})" for upstream in found)
         text = f"the policies {patterns} both take calls made by {list(names)}; let one pattern match each agent"

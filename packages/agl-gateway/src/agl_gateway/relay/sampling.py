@@ -1,14 +1,14 @@
-"""Samples the calls of a policy in training as its rollout needs: from the full distribution, greedily, with a seed.
+"""Adjusts the sampling of a policy in training to the rollout: full distribution, greedy decoding, or a seed.
 
 Top-p, top-k, penalties, greedy decoding and the like draw tokens from another distribution than the one that training
-computes, which biases the gradient. Only rollouts that train are concerned: validation samples as the agent asks.
-A greedy rollout, whose reward others are compared with, gets the likeliest tokens instead.
+computes, which biases the gradient. This concerns only rollouts that train: validation samples as the agent asks. A
+greedy rollout, whose reward is the baseline of others, gets the likeliest tokens instead.
 
-A server that draws for all its requests from one stream gives each call other numbers whenever calls meet in another
-order. The seed of a call here follows from its rollout's seed, the number of its attempt, and its position: how many
-calls with the same opening the attempt made before it. Agents of one rollout that call at the same time have openings
-of their own, mostly; where they do not, their order counts. The seed goes to the policy's server in a header, so that
-the request stays what the agent sent. The embedded server of ``agl-algo-torch`` reads it where the request has no
+A server that draws random numbers for all requests from one stream gives a call different numbers whenever calls arrive
+in another order. So the gateway seeds each call from the rollout's seed, the attempt's number and the call's position:
+how many calls with the same opening the attempt made before. Agents of one rollout that call at the same time mostly
+have different openings; if they do not, their order matters. The seed goes to the policy's server in a header, so that
+the request stays as the agent sent it. The embedded server of ``agl-algo-torch`` reads the header if the request has no
 ``seed``; other servers ignore it.
 """
 
@@ -33,14 +33,14 @@ from agl_run import greedy_policies
 SEED_HEADER = "x-agl-seed"
 
 _LONGEST = 1024 * 1024
-"""Bytes of a request from which its opening is not looked at: that would take the event loop for too long."""
+"""Bytes of a request from which its opening is not read, because that would block the event loop for too long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rollout:
-    """The mode by which a rollout's calls are sampled, its seed, and the policies that it asks greedily.
+    """The sampling mode of a rollout, its seed, and the policies that decode it greedily.
 
-    They are ``""``, ``None`` and none for a rollout that has none or is not in the store.
+    The defaults stand for a rollout without these settings, and for one that is not in the store.
     """
 
     mode: str = ""
@@ -53,7 +53,7 @@ class SamplingRules:
     """Applies :attr:`agl.contracts.Upstream.sampling` to the calls of rollouts, and seeds them.
 
     Attributes:
-        position: Returns the position of an attempt's next call among those with an opening, from 1.
+        position: Returns the position of an attempt's next call among the calls with the same opening, from 1.
     """
 
     store: Store
@@ -62,10 +62,10 @@ class SamplingRules:
     _known: Recent[str, _Rollout] = field(default_factory=lambda: Recent(10_000), init=False)
 
     async def apply(self, asked: Request, upstream: Upstream, rollout_id: str) -> tuple[Request, Mapping[str, Json]]:
-        """Return the request to send, and the attributes of the call's span that name what the agent asked for.
+        """Return the request to send, and span attributes that record the sampling parameters that the agent set.
 
         Raises:
-            Problem: 400 where the upstream refuses such calls.
+            Problem: 400 if the upstream refuses such parameters during training.
         """
         if upstream.is_trained and upstream.name in (await self._rollout(rollout_id)).greedy:
             whole, _ = sampled(asked, "override")  # penalties would make other tokens the likeliest
@@ -87,7 +87,7 @@ class SamplingRules:
         return sent, notes
 
     async def seed(self, asked: Request, upstream: Upstream, *, rollout_id: str, attempt_id: str) -> Mapping[str, str]:
-        """Return the header with the seed of the attempt's next call; empty for a call that has none."""
+        """Return the header with the seed of the attempt's next call; empty if the rollout has no seed."""
         seed = (await self._rollout(rollout_id)).seed if upstream.is_trained else None
         if seed is None:
             return {}
@@ -99,7 +99,7 @@ class SamplingRules:
         return {SEED_HEADER: str(int.from_bytes(drawn.digest()))}
 
     async def _rollout(self, rollout_id: str) -> _Rollout:
-        """Return what a rollout says of its calls, which never changes; nothing while the store does not answer."""
+        """Return the sampling settings of a rollout, which never change; the defaults if the store does not answer."""
         if rollout_id not in self._known:
             query = RolloutQuery(ids=(rollout_id,))
             try:

@@ -1,20 +1,19 @@
-"""Asks the servers of policies, by one aiohttp session, and passes streamed answers on as they arrive.
+"""Sends requests to the policies' servers through one aiohttp session, and passes streamed answers on as they arrive.
 
-:class:`ClientApis` decides which calls of messages and responses reach their policy as chat completions. A policy that
-is trained needs the ids of its tokens, which most servers give for chat completions alone: vLLM has none in messages,
-and no log-probabilities of tool calls in responses, and the servers of this project speak neither API. A server that
-gives them in these APIs too is named in the gateway's settings. Servers of other policies are asked as the client asks,
-unless they do not have the API.
+:class:`ClientApis` decides which calls in the messages and responses APIs reach their policy as chat completions. A
+policy in training needs the ids of its tokens, which most servers return for chat completions only: vLLM returns none
+in messages and no log-probabilities of tool calls in responses, and the servers of this project have neither API. The
+gateway's setting ``native_apis`` names the APIs in which a server returns them too. Other policies' servers are called
+in the client's API, unless they lack it.
 
-:class:`StreamEnd` finds the last event of a stream, after which clients stop to read. Only lines of server-sent events
-count, never the text within one: an answer may well be about such events.
+:class:`StreamEnd` finds the last event of a stream, after which clients stop reading. Only lines of server-sent events
+count, never the text in an event, because an answer may well discuss such events.
 
 ==================  ==================================================================================
-API                 its last event
+API                 last event
 ==================  ==================================================================================
-chat, completions   ``data: [DONE]``
-responses           of the type ``response.completed``, ``response.incomplete`` or ``response.failed``
-messages            of the type ``message_stop``
+chat, completions   ``data: [DONE]`` responses           of the type ``response.completed``, ``response.incomplete`` or
+``response.failed`` messages            of the type ``message_stop``
 ==================  ==================================================================================
 
 Google's clients get translations of chat completions.
@@ -59,15 +58,15 @@ _NOT_RELAYED = frozenset(
     )
 )
 _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
-"""Problems of a server that has not answered; another server may be asked, because sampling has no side effects."""
+"""Errors of a server that has not answered; another server may be asked, because sampling has no side effects."""
 
 _CONNECT_TRIES = 3
 _CONNECT_S = 10.0
 _KEEPALIVE_S = 4.0
-"""Below the 5 seconds after which uvicorn, and so vLLM, closes an idle connection."""
+"""Less than the 5 seconds after which uvicorn, and so vLLM, closes an idle connection."""
 _CONNECT_PAUSE_S = 0.1
 _IN_PARTS = 1024 * 1024
-"""Bytes from which a body is sent in parts, so that other requests have their turn between them."""
+"""Bytes from which a body is sent in parts, so that the event loop serves other requests in between."""
 
 _NOT_FOUND = 404
 
@@ -85,7 +84,7 @@ def make_session(*, timeout_s: float) -> aiohttp.ClientSession:
 
 
 def request_headers(headers: Mapping[str, str], target: UpstreamTarget, dialect: Dialect | None) -> dict[str, str]:
-    """Return the headers for the backend: the client's harmless ones and the provider's key."""
+    """Return the headers for the backend: the client's headers in ``_FORWARDED``, and the policy's API key."""
     sent = {name: value for name in _FORWARDED if (value := headers.get(name)) is not None}
     sent["accept-encoding"] = "identity"
     if target.key:
@@ -106,7 +105,7 @@ class Answer:
 
     Attributes:
         body: The whole body; empty for a stream.
-        first_byte: When its head arrived, by :func:`time.perf_counter`.
+        first_byte: The time of :func:`time.perf_counter` at which the headers arrived.
     """
 
     response: aiohttp.ClientResponse
@@ -115,17 +114,17 @@ class Answer:
 
     @property
     def is_stream(self) -> bool:
-        """Return true if it is streamed as events."""
+        """Return true if the answer is a stream of events."""
         return self.response.content_type == "text/event-stream"
 
     @property
     def encoding(self) -> str:
-        """The encoding of its body; ``""`` for none."""
+        """The content encoding of the body; ``""`` for none."""
         return self.response.headers.get("content-encoding", "")
 
 
 ABSENT = (404, 405, 501)
-"""Answers of servers that do not have an endpoint."""
+"""Statuses of servers that do not have an endpoint."""
 
 FIRST_ERROR = 400
 _MAX_WARNED = 1000
@@ -135,14 +134,14 @@ _TRANSLATED: dict[Dialect, type[Translation]] = {"messages": MessagesTranslation
 
 
 class NotSpokenError(Exception):
-    """The policy's server does not have the API of a call, which sampled nothing."""
+    """Raised if the policy's server does not have the API of a call; nothing was sampled."""
 
 
 class ClientApis:
-    """The rule for one gateway. Used in one event loop only.
+    """Decides for one gateway which calls become chat completions. Used in one event loop only.
 
     Args:
-        native: APIs in which the servers of policies in training give the ids of all tokens.
+        native: APIs in which the servers of policies in training return the ids of all tokens.
 
     Raises:
         ConfigError: An API in ``native`` is neither ``messages`` nor ``responses``.
@@ -158,15 +157,15 @@ class ClientApis:
         self._warned: set[tuple[str, str]] = set()
 
     def is_translated(self, upstream: Upstream, dialect: Dialect) -> bool:
-        """Return true if calls of this API go to the policy's server as chat completions."""
+        """Return true if calls in this API go to the policy's server as chat completions."""
         is_absent = (upstream.name, dialect) in self._absent
         return dialect in _TRANSLATED and (is_absent or (upstream.is_trained and dialect not in self._native))
 
     def translated(self, call: Outgoing, upstream: Upstream) -> Outgoing:
-        """Return a call as a chat completion; logs once per policy what is dropped for it.
+        """Translate a call to a chat completion; logs each dropped tool once per policy.
 
         Raises:
-            Problem: 400 for a call that no chat completion can express.
+            Problem: 400 for a call that cannot be expressed as a chat completion.
         """
         translated = call.translated(_TRANSLATED[call.request.dialect]())
         for name in translated.dropped:
@@ -182,12 +181,12 @@ class ClientApis:
         return translated
 
     def check(self, dialect: Dialect, status: int) -> None:
-        """Raise :class:`NotSpokenError` if the status of an answer says that the server lacks this API."""
+        """Raise :class:`NotSpokenError` if the status of an answer shows that the server lacks this API."""
         if status in ABSENT and dialect in _TRANSLATED:
             raise NotSpokenError
 
     def learn(self, upstream: Upstream, dialect: Dialect, status: int) -> None:
-        """Remember that a server lacks an API, once it has answered a chat completion instead."""
+        """Remember that a server lacks an API, if ``status``, that of the chat completion sent instead, is good."""
         if status < FIRST_ERROR:
             self._absent.add((upstream.name, dialect))
 
@@ -201,12 +200,12 @@ class Sender:
     _hinted: set[str] = field(default_factory=set[str], init=False)
 
     async def ask(self, url: str, body: bytes, headers: Mapping[str, str], *, connect_tries: int = 1) -> Answer:
-        """Send a request; returns its answer, read as a whole unless it is a stream, which the caller closes.
+        """Send a request; returns the answer, read to its end unless it is a stream, which the caller closes.
 
-        A failed connection is tried again, because nothing was sent; other failures are not.
+        A failed connection is retried, because nothing was sent; other failures are not.
 
         Raises:
-            Problem: 502 if the backend cannot be reached or hangs up, 504 if it is silent too long.
+            Problem: 502 if the backend cannot be reached or closes the connection, 504 if it is silent for too long.
         """
         response = await self._opened(url, body, headers, connect_tries)
         answer = Answer(response=response, body=b"", first_byte=perf_counter())
@@ -223,9 +222,9 @@ class Sender:
     async def ask_policy(
         self, target: UpstreamTarget, urls: list[str], body: bytes, headers: Mapping[str, str], *, dialect: Dialect
     ) -> tuple[Answer, str]:
-        """Ask the rollout's own server, then the policy's others until one answers.
+        """Ask the rollout's own server, then the policy's other servers until one answers.
 
-        Returns the answer and the URL that gave it, whose server counts as busy until :meth:`Replicas.ended`.
+        Returns the answer and its URL; the URL's server counts as busy until :meth:`Replicas.ended`.
 
         Raises:
             NotSpokenError: The server does not have the API, and may be asked for a chat completion.
@@ -263,7 +262,7 @@ class Sender:
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _hint_at_missing_path(self, upstream: Upstream, url: str) -> None:
-        """Say once per policy that an address without a path, at which a server has nothing, may lack ``/v1``."""
+        """Warn once per policy after a 404 that an address without a path may lack ``/v1``."""
         if urlsplit(upstream.base_url).path.strip("/") or upstream.name in self._hinted:
             return
         self._hinted.add(upstream.name)
@@ -276,7 +275,7 @@ class Sender:
 
 
 def _problem_of(error: Exception, url: str) -> Problem:
-    """Return a failure of the backend as a problem for the client."""
+    """Turn a failure of the backend into a problem for the client."""
     where = url.split("?", 1)[0]
     if isinstance(error, aiohttp.ClientConnectorError):
         text = f"cannot be reached ({error}); check that it runs, and the policy's URL"
@@ -289,7 +288,7 @@ def _problem_of(error: Exception, url: str) -> Problem:
 
 
 _END_OF_BODY_S = 1.0
-"""Seconds in which the body of a stream ends after its last event."""
+"""Seconds that the body of a stream may take to end after its last event."""
 
 _DONE = b"[DONE]"
 _LAST_TYPES = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
@@ -304,11 +303,12 @@ _EVENT: msgspec.json.Decoder[_Event] = msgspec.json.Decoder(_Event)
 
 
 class StreamEnd:
-    """Reads a stream whose bytes arrive in any pieces; costs a search for each mark where none is found.
+    """Finds the end of a stream whose bytes arrive in arbitrary pieces; a piece without a mark costs only a search per
+    mark.
 
     Attributes:
-        has_begun: A line that only the last event has is here; a client that reads line by line may stop there.
-        is_here: The last event is here as a whole.
+        has_begun: True once a line of the last event has arrived; a client that reads line by line may stop there.
+        is_here: True once the whole last event has arrived.
     """
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ class StreamEnd:
         self._open: list[bytes] = []
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next bytes."""
+        """Read the next bytes of the stream."""
         ended = chunk.rfind(b"\n") + 1
         if not ended:
             self._open.append(chunk)
@@ -344,7 +344,7 @@ def _is_marked(text: bytes) -> bool:
 
 
 def _type_of(data: bytes) -> bytes:
-    """Return the type of an event with a mark anywhere in its JSON; ``b""`` for any other."""
+    """Return the type of an event whose JSON holds a mark; ``b""`` for any other event."""
     if not _is_marked(data):
         return b""
     try:
@@ -358,11 +358,11 @@ class Pump:
     """Passes a body on as it arrives.
 
     Attributes:
-        translation: Translates the body for the client; ``None`` where the client speaks the backend's API.
-        holds_end: Keep the last event back, for the caller to send once the call is durable: clients take it for the
-            end, and an answer whose end they have seen must not get lost.
-        chunks: The backend's bytes.
-        held: The client's bytes that were kept back.
+        translation: Translates the body for the client; ``None`` if the client uses the backend's API.
+        holds_end: Hold back the last event, which the caller sends once the call is durable. Clients take this event
+            for the end, and an answer whose end was seen must not get lost.
+        chunks: The bytes from the backend.
+        held: The bytes held back from the client.
     """
 
     response: aiohttp.ClientResponse
@@ -374,9 +374,9 @@ class Pump:
     _end: StreamEnd = field(default_factory=StreamEnd, init=False)
 
     async def run(self) -> str:
-        """Return the error that cut the body short, ``""`` if it is complete.
+        """Pass the body on to its end; returns the error that cut it short, or ``""`` if it is complete.
 
-        Raises :class:`ConnectionError` when the client is gone.
+        Raises :class:`ConnectionError` if the client is gone.
         """
         body = self.response.content
         while True:

@@ -1,10 +1,10 @@
-"""Answers what clients ask besides model calls: counts of tokens, and a shorter form of a conversation.
+"""Answers the clients' requests that are not model calls: token counts, and compaction of a conversation.
 
-The policy's own server answers where it can, and nothing is recorded. Where it cannot count, the gateway estimates:
-coding agents ask before every turn how much room is left, and stop or fill their log with errors where nobody answers.
-Where it cannot make a conversation shorter, the policy is asked for a summary, by a call that is recorded with its
-token ids like any other. The answer is what OpenAI's ``/responses/compact`` gives: the user's messages, and an item
-that holds the summary, which the next request brings back.
+The policy's own server answers if it can, and nothing is recorded. If it cannot count tokens, the gateway estimates:
+coding agents ask before every turn how much room is left, and without an answer they stop or fill their log with
+errors. If it cannot compact a conversation, the gateway asks the policy for a summary, in a call that is recorded with
+its token ids like any other. The answer has the form of OpenAI's ``/responses/compact``: the user's messages, and an
+item with the summary, which the client sends back in its next request.
 """
 
 import time
@@ -34,10 +34,10 @@ SIDE_CALLS: dict[str, Dialect] = {
     "/responses/input_tokens": "responses",
     COMPACT: "responses",
 }
-"""Endpoints that belong to a model API besides its calls, with the API that they belong to."""
+"""Endpoints of a model API that are not model calls, with their API."""
 
 ESTIMATED_HEADER = "x-agl-estimated"
-"""Response header of a count that the gateway estimated."""
+"""Response header that marks a token count as the gateway's estimate."""
 
 _COUNTED = (
     *("system", "instructions", "messages", "input", "tools"),
@@ -47,21 +47,22 @@ _BYTES_PER_TOKEN = 4
 _IMAGES = ("image", "input_image", "image_url")
 _INLINE = frozenset({"inlineData", "inline_data"})
 _IMAGE_TOKENS = 1600
-"""Tokens of an image, about what Anthropic counts for the largest that it does not scale down."""
+"""Tokens of an image, about as Anthropic counts for the largest image that it does not scale down."""
 
 
 @dataclass(frozen=True, eq=False)
 class SideCalls:
-    """Answers the endpoints of :data:`SIDE_CALLS` with a relay's policies and servers. Used in one event loop only."""
+    """Answers the endpoints of :data:`SIDE_CALLS` through a relay's policies and servers. Used in one event loop."""
 
     relay: Relay
 
     async def answer(self, request: web.BaseRequest, endpoint: str, claim: AttemptToken) -> web.StreamResponse:
-        """Answer one request whose token was verified; in a conversation no summary is written.
+        """Answer one request with a verified token; only an attempt's compaction can fall back on a summary by the
+        policy.
 
         Raises:
             Problem: 400 for a body that is not a JSON object, 404 for an unknown model, 413 for thoughts longer than
-                any model's context, 502 or 504 where a server that alone could answer does not.
+                any model's context, 502 or 504 if only the server could answer and it does not.
         """
         asked = restored(await self._read(request, SIDE_CALLS[endpoint]))
         target = self.relay.router.choose(asked.model, dialect=asked.dialect)
@@ -79,7 +80,7 @@ class SideCalls:
         return _estimated(asked) if is_count else await self._summary(request, asked, claim)
 
     async def count_google(self, request: web.BaseRequest) -> web.Response:
-        """Answer Google's ``countTokens`` with an estimate; the caller has verified its token.
+        """Answer Google's ``countTokens`` with an estimate; the caller has verified the token.
 
         Raises:
             Problem: 400 for a body that is not a JSON object.
@@ -88,7 +89,7 @@ class SideCalls:
         return web.json_response({"totalTokens": estimate(asked)}, headers={ESTIMATED_HEADER: "true"})
 
     async def _summary(self, request: web.BaseRequest, asked: Request, claim: AttemptToken) -> web.StreamResponse:
-        """Answer an attempt's request for a compaction with a summary by the policy, as a call of the attempt."""
+        """Answer an attempt's request for a compaction with the policy's summary, recorded as a call of the attempt."""
         await self.relay.recorder.admit()
         outgoing = Outgoing(request=asked, endpoint=CHAT).translated(CompactionTranslation())
         return await self.relay.relayed(
@@ -121,13 +122,13 @@ def _estimated(asked: Request) -> web.Response:
 
 
 def estimate(asked: Request) -> int:
-    """Return about how many tokens a request has: a token for every four bytes of its text, and 1,600 for an image."""
+    """Estimate the number of tokens in a request: one per four bytes of text, and 1,600 per image."""
     sizes = [_size(asked.get(key)) for key in _COUNTED]
     return max(1, -(-sum(sizes) // _BYTES_PER_TOKEN))
 
 
 def _size(value: object) -> int:
-    """Return the bytes of a JSON value, with those of an image in it as if it were text."""
+    """Return the size of a JSON value in bytes; an image counts as many bytes as text of its tokens would have."""
     size, waiting = 0, [value]
     while waiting:
         item = waiting.pop()
@@ -163,7 +164,7 @@ class CompactionTranslation(ResponsesTranslation):
     def asked(self, request: Request) -> Request:
         """Return the conversation with one more message, which asks for its summary.
 
-        The tools stay, because they belong to the prompt's beginning, which servers keep ready.
+        The tools stay, because they are part of the prompt's prefix, which servers cache.
         """
         given = request.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else objects_in(given)
@@ -177,7 +178,7 @@ class CompactionTranslation(ResponsesTranslation):
         return Request("chat", msgspec.json.encode({**body, "messages": messages}))
 
     def answer(self, body: bytes) -> bytes:
-        """Return the user's messages and the summary; raises a 502 :class:`Problem` without one."""
+        """Return the user's messages and the summary; raises a 502 :class:`Problem` if there is no summary."""
         given = object_of(body)
         choice = first_choice(given)
         pieces = pieces_of(as_object(choice.get("message")))

@@ -1,1 +1,1 @@
-"""Shows operators how the gateway fares: health, metrics, and the description of its API."""
+"""Reports the gateway's state to operators: health, metrics, and the description of its API."""

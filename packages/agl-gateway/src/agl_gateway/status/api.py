@@ -1,8 +1,8 @@
-"""Serves ``/`` and ``/healthz`` to all, and ``/metrics`` and ``/openapi.json`` to operators and generators.
+"""Serves ``/`` and ``/healthz`` to everyone, and ``/metrics`` and ``/openapi.json`` to operators and tools.
 
-The last two need no token where the request's host is known to be this gateway. A page in a browser can give its own
-host name this machine's address (DNS rebinding) and would otherwise read both. It cannot do so with an address in place
-of a name, and it has no token.
+The last two need no token if the request's ``Host`` is a known name of this gateway. Otherwise a page in a browser
+could read both, by giving its own host name this machine's address (DNS rebinding). It can do so neither with an
+address in place of a name nor for requests with a token, because it has none.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from agl_gateway.store_api.feed import QueueLength
 from agl_gateway.wire.problems import Problem
 
 Family = tuple[str, str, str, Mapping[str, float] | float]
-"""A metric: its name, type and help, and one number, or numbers by policy."""
+"""A metric: its name, type and help, and a single number or numbers by label."""
 
 
 OWN_METRICS = "/peers/metrics"
-"""The path at which a process gives its own metrics to its siblings."""
+"""The path on which a process serves its own metrics to its siblings."""
 
 _HEALTH_LIMIT_S = 5.0
 
@@ -40,8 +40,8 @@ class StatusAccess:
     """Checks requests for the gateway's status.
 
     Args:
-        is_protected: Whether every request needs the admin token.
-        hosts: Host names under which the gateway is known, besides ``localhost``, this machine's and all addresses.
+        is_protected: True if every request needs the admin token.
+        hosts: Host names of the gateway, in addition to ``localhost``, this machine's name and all addresses.
     """
 
     def __init__(self, identities: Identities, *, is_protected: bool, hosts: Collection[str]) -> None:
@@ -86,24 +86,24 @@ class StatusApi:
     siblings: Siblings
 
     async def root(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer clients that look whether anything is here before they call a model."""
+        """Answer clients that check that a server is here before they call a model."""
         del request
         return web.json_response({"service": "agl gateway"})
 
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer with metrics in Prometheus' text format, with a label for each process where there are several."""
+        """Answer with metrics in Prometheus' text format; several processes get a label each."""
         self.access.check(request)
         queued = _gauge("agl_rollouts_queued", "Rollouts that wait for a runner.", len(self.queue))
         text = render([queued, *self._families()]) if self.siblings.group is None else await self._of_all(queued)
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def own_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer another process of this gateway with this one's metrics; raises a 403 :class:`Problem` for others."""
+        """Answer a sibling process with this process's metrics; raises a 403 :class:`Problem` for other callers."""
         self.admission.caller(request, "admin", what=f"{OWN_METRICS}, which is for the processes of this gateway,")
         return web.json_response(self._families())
 
     async def _of_all(self, queued: Family) -> str:
-        """Render the metrics of all processes; those of one that does not answer are missing, and it counts as down."""
+        """Render the metrics of all processes; a process that does not answer counts as down."""
         group = self.siblings.group
         assert group is not None  # noqa: S101  # the caller looks
         found: dict[int, list[Family]] = await self.siblings.ask_all(OWN_METRICS, {})
@@ -147,7 +147,7 @@ class StatusApi:
         ]
 
     async def health(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer 200 if the store answers, or the spool takes the calls meanwhile; else 503 with the error."""
+        """Answer 200 if the store answers or the spool takes calls meanwhile; else 503 with the store's error."""
         del request
         processes = self._processes()
         try:
@@ -161,7 +161,7 @@ class StatusApi:
         return web.json_response({"status": "ok", **processes})
 
     def _processes(self) -> dict[str, str]:
-        """Return how many of several processes serve; one that was killed is back in a moment."""
+        """Return how many of several processes serve; a killed process is restarted soon."""
         group = self.siblings.group
         if group is None:
             return {}
@@ -192,7 +192,7 @@ def _counter(name: str, text: str, values: Mapping[str, float] | float) -> Famil
 
 
 def _each(gates: Mapping[str, Gate], name: str) -> dict[str, float]:
-    """Return a number of every gate."""
+    """Return one attribute of every gate, by policy."""
     return {policy: getattr(gate, name) for policy, gate in gates.items()}
 
 
@@ -201,7 +201,7 @@ def render(families: Iterable[Family], *, label: str = "policy") -> str:
 
     Args:
         families: The metrics.
-        label: The label of numbers in a mapping.
+        label: The label for the keys of a metric with several numbers.
     """
     out: list[str] = []
     for name, kind, text, values in families:
@@ -210,7 +210,7 @@ def render(families: Iterable[Family], *, label: str = "policy") -> str:
 
 
 def labelled(processes: Mapping[int, Sequence[Family]]) -> str:
-    """Render the metrics of several processes, each metric once, with the label ``process`` at every number."""
+    """Render the metrics of several processes: each metric once, and each number with the label ``process``."""
     families: dict[str, list[str]] = {}
     for number, found in sorted(processes.items()):
         for name, kind, text, values in found:

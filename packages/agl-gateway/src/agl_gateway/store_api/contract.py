@@ -1,7 +1,7 @@
 """The store contract as HTTP messages, derived from :class:`agl.contracts.Store`.
 
-Each method becomes ``POST /store/<method>`` with its parameters as one object. Client, server and the OpenAPI document
-all read this table, so none of them can disagree with the contract.
+Each method becomes ``POST /store/<method>`` with its parameters as one object. The client, the server and the OpenAPI
+document all read this table, so they cannot disagree with the contract.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from agl.contracts import Store
 from agl.errors import NotFoundError, StoreError
 
 MAX_WAIT_S = 25.0
-"""Longest wait within one request, short enough that no proxy cuts the connection; clients then ask again."""
+"""The longest wait within one request, short enough that no proxy cuts the connection; clients then send another."""
 
 _STATUS = {"NotFoundError": 404, "ConflictError": 409, "FencedError": 409, "TokenError": 401, "StoreError": 503}
 
@@ -25,11 +25,11 @@ class Method:
     """One method of the contract.
 
     Attributes:
-        params: Struct type of its parameters.
-        result: The type that it returns.
+        params: Struct type of the parameters.
+        result: Type of the result.
         positional: Names of the parameters that are passed by position.
-        is_waiting: Whether it has ``wait_s``.
-        is_repeatable: Whether sending it twice is harmless.
+        is_waiting: True if the method has the parameter ``wait_s``.
+        is_repeatable: True if a repeated request is harmless.
     """
 
     name: str
@@ -71,7 +71,7 @@ METHODS: dict[str, Method] = {
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error on the wire: the exception's type and message, and the kind and key of an unknown id."""
+    """An error on the wire: the exception's type and message and, for an unknown id, its kind and key."""
 
     type: str
     message: str
@@ -80,7 +80,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def fault_of(error: errors.AglError) -> Fault:
-    """Return ``error`` as data."""
+    """Return ``error`` as a :class:`Fault`."""
     found = error if isinstance(error, NotFoundError) else None
     return Fault(
         type=type(error).__name__,
@@ -91,7 +91,7 @@ def fault_of(error: errors.AglError) -> Fault:
 
 
 def status_of(error: errors.AglError) -> int:
-    """Return the HTTP status of ``error``."""
+    """Return the HTTP status for ``error``."""
     return _STATUS.get(type(error).__name__, 400)
 
 

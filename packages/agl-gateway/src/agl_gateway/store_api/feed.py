@@ -1,4 +1,4 @@
-"""Follows the store's change feed once for all parts of the gateway."""
+"""Follows the store's change feed once, for all parts of the gateway."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ class Feed:
     on_gap: Callable[[], None]
 
     async def follow(self, cursor: int) -> None:
-        """Follow the feed from ``cursor`` until this is cancelled."""
+        """Follow the feed from ``cursor`` until the task is cancelled."""
         has_warned = False
         while True:
             try:
@@ -51,7 +51,7 @@ class Feed:
 
 
 class QueueLength:
-    """The number of queued rollouts, kept current by the change feed."""
+    """The number of queued rollouts, kept up to date by the change feed."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

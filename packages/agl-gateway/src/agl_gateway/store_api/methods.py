@@ -1,7 +1,8 @@
 """The store over HTTP: ``POST /store/<method>``, msgpack or JSON, for runners and trainers on other machines.
 
-An admin token allows everything, a worker's the work of its experiment (see :mod:`agl_gateway.store_api.worker_reach`).
-An attempt's token allows only to append spans to its own attempt (see :mod:`agl_gateway.record.traces`).
+An admin token allows every method. A worker's token allows the work of its experiment (see
+:mod:`agl_gateway.store_api.worker_reach`). An attempt's token only allows appending spans to its own attempt (see
+:mod:`agl_gateway.record.traces`).
 """
 
 from collections.abc import Awaitable, Callable
@@ -45,8 +46,8 @@ class StoreApi:
     Attributes:
         settle: Waits until the answered calls of an attempt are in the store. It is called before the attempt is
             finished or its spans are read, because a remote worker cannot call the gateway itself.
-        reach: Narrows the calls of workers' tokens to their experiment.
-        splitter: Places queued rollouts in the arms of a split, if one is served.
+        reach: Restricts the calls of workers' tokens to their experiment.
+        splitter: Assigns queued rollouts to the arms of a split, if one is served.
     """
 
     store: Store
@@ -65,7 +66,7 @@ class StoreApi:
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one method call."""
+        """Answer one call of a store method."""
         content_type = JSON if request.content_type == JSON else MSGPACK
         codec = self._codecs[content_type]
         try:
@@ -105,7 +106,7 @@ class StoreApi:
         return codec.encode(result)
 
     async def _done(self, method: Method, params: dict[str, Any]) -> Any:
-        """Call the method of the store."""
+        """Settle the attempts that the call is about, then call the store's method."""
         for attempt_id in _attempts_to_settle(method.name, params):
             await self.settle(attempt_id)
         positional = [params.pop(item) for item in method.positional]
@@ -114,7 +115,7 @@ class StoreApi:
         return await called(*positional, **params)
 
     async def _deed(self, name: str, params: dict[str, Any]) -> Deed | None:
-        """Return the privileged action that a call is; rewards for attempts that run are everyday work."""
+        """Return the privileged action that a call performs, if any; rewards of running attempts are not privileged."""
         if name == "append_spans":
             rewarded = {span.attempt_id: span.rollout_id for span in params["spans"] if span.reward is not None}
             late = [each for each, rollout in rewarded.items() if not await self.attempts.runs(rollout, each)]
@@ -137,7 +138,7 @@ class StoreApi:
 
 
 def _check_scope(claim: AttemptToken, name: str) -> None:
-    """Raise a 403 :class:`Problem` for a method that no token of this scope may call."""
+    """Raise a 403 :class:`Problem` if tokens of this scope may not call the method."""
     allowed = {"admin": METHODS, "worker": WORKER_METHODS, "attempt": ("append_spans",)}
     if name in allowed.get(claim.scope, ()):
         return

@@ -1,8 +1,7 @@
-"""Narrows a worker's token at the store API to the everyday work of a worker, within one experiment.
+"""Restricts a worker's token at the store API to the everyday work of a worker, within one experiment.
 
-Methods that are not named here are refused, and so is whatever belongs to another experiment: its rollouts and attempts
-are as unknown as those that do not exist. A version of a resource is its experiment's while it is live there, or pinned
-by a rollout that runs.
+Methods that are not listed here are refused. Rollouts and attempts of other experiments appear not to exist. A version
+of a resource belongs to the experiment while it is live there, or pinned by a running rollout.
 """
 
 from collections.abc import Sequence
@@ -23,10 +22,10 @@ WORKER_METHODS = (
     *("announce", "append_spans", "attempts", "claim", "count_rollouts", "experiments", "finish", "presences"),
     *("recordings", "renew", "resource", "rollouts", "spans", "withdraw"),
 )
-"""The methods of the store that a worker's token may call, each for its own experiment."""
+"""The store methods that a worker's token may call, each for its own experiment only."""
 
 _OWNER = ""
-"""The member that stands for the process that runs an experiment."""
+"""The member under which the process that runs an experiment announces itself."""
 
 _REMEMBERED = 20_000
 _PAGE = 1000
@@ -37,6 +36,7 @@ class WorkerReach:
 
     Args:
         tokens: Signs the tokens of claimed attempts.
+        attempts: Knows which attempts still run.
     """
 
     def __init__(self, store: Store, *, tokens: AttemptTokens, attempts: RunningAttempts) -> None:
@@ -47,11 +47,11 @@ class WorkerReach:
         self._versions: Recent[tuple[str, str, str], None] = Recent(_REMEMBERED)
 
     async def narrowed(self, claim: AttemptToken, name: str, params: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters of a call, with a query narrowed to the token's experiment.
+        """Check a call, and return its parameters with any query restricted to the token's experiment.
 
         Raises:
-            Problem: 403 for a method or an experiment that the token is not for.
-            NotFoundError: A rollout, attempt or version is not its experiment's.
+            Problem: 403 for a method or an experiment that the token does not allow.
+            NotFoundError: A rollout, attempt or version does not belong to the token's experiment.
             FencedError: A reward is for an attempt that has ended.
         """
         if name not in WORKER_METHODS:
@@ -78,7 +78,7 @@ class WorkerReach:
         return params
 
     async def require(self, claim: AttemptToken, rollout_ids: Sequence[str]) -> None:
-        """Raise :class:`NotFoundError` unless all of these rollouts are of the token's experiment."""
+        """Raise :class:`NotFoundError` unless all these rollouts belong to the token's experiment."""
         known = {each: self._experiments.get(each) for each in rollout_ids}
         known.update(await self._read([each for each, experiment in known.items() if experiment is None]))
         for rollout_id, experiment in known.items():
@@ -86,12 +86,12 @@ class WorkerReach:
                 raise NotFoundError("rollout", rollout_id, f"{_this(claim)} reaches no others; an admin token does")
 
     async def experiment_of(self, rollout_ids: Sequence[str]) -> str:
-        """Return the experiment that these rollouts have in common; ``""`` without one."""
+        """Return the experiment that all these rollouts belong to; ``""`` if they differ or do not exist."""
         found = set((await self._read(list(rollout_ids))).values())
         return found.pop() if len(found) == 1 else ""
 
     def issued(self, claim: AttemptToken, claims: Sequence[Claim]) -> list[Claim]:
-        """Return what was claimed in the token's experiment, each with the token of its attempt."""
+        """Return the claims of the token's experiment, each with the token of its attempt."""
         own = [each for each in claims if each.rollout.experiment == claim.experiment]
         for each in own:
             self._experiments[each.rollout.rollout_id] = claim.experiment
@@ -104,13 +104,13 @@ class WorkerReach:
         ]
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Drop rollouts that were made again, under another experiment."""
+        """Drop cached rollouts that were created again under another experiment."""
         for change in changes:
             if change.kind == "rollout" and self._experiments.get(change.key, change.experiment) != change.experiment:
                 del self._experiments[change.key]
 
     def forget(self) -> None:
-        """Drop all rollouts; the next calls look them up again."""
+        """Drop all cached rollouts; the next calls read them from the store again."""
         self._experiments.clear()
 
     async def _narrowed_query(self, claim: AttemptToken, name: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class WorkerReach:
         return {**params, "query": msgspec.structs.replace(query, experiment=claim.experiment)}
 
     async def _read(self, rollout_ids: Sequence[str]) -> dict[str, str]:
-        """Return the experiments of rollouts, without those that do not exist."""
+        """Return the experiment of each rollout; rollouts that do not exist are left out."""
         found: dict[str, str] = {}
         for start in range(0, len(rollout_ids), _PAGE):
             part = tuple(rollout_ids[start : start + _PAGE])
@@ -167,7 +167,7 @@ class WorkerReach:
         return False
 
     async def _require_rewards(self, claim: AttemptToken, spans: Sequence[Span]) -> None:
-        """Refuse rewards for attempts that have ended, unless the store has them already."""
+        """Refuse rewards for attempts that have ended, unless the store already has them."""
         rewarded = {span.attempt_id: span.rollout_id for span in spans if span.reward is not None}
         for attempt_id, rollout_id in rewarded.items():
             if await self._attempts.runs(rollout_id, attempt_id):
@@ -195,7 +195,7 @@ def _require_member(claim: AttemptToken, name: str, members: Sequence[str]) -> N
 
 
 def _rollouts_of(claim: AttemptToken, name: str, params: dict[str, Any]) -> list[str]:
-    """Return the ids of the rollouts that a call is about."""
+    """Return the ids of the rollouts that a call refers to."""
     match name:
         case "renew":
             return [rollout_id_of(each) for each in params["attempt_ids"]]

@@ -1,9 +1,10 @@
 """Endpoints for workers on other machines: the gateway's id, and a wait for an attempt's calls.
 
-``GET /identity`` and ``POST /settle`` both answer with the gateway's id and the id of its start. The id is new at every
-start too, unless the gateway has a spool, which loses no answered call: those of ``agl serve`` on one store then have
-one id, and any may answer in place of another. A worker that sees the id change during an attempt knows that calls may
-be missing; one that sees another start, of any process, knows that calls may have been cut off.
+``GET /identity`` and ``POST /settle`` both answer with the gateway's id and the id of its newest start. Without a spool
+the gateway's id changes at every start too. With one, no answered call is lost, so the id lasts; all ``agl serve``
+gateways with spools on one store share it, and each may answer in place of another. A worker that sees the id change
+during an attempt knows that calls may be missing. If only the start changes, of any process, calls may have been cut
+off.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from agl_run.access import AttemptToken
 
 _VERSION = version("agl-gateway")
 _SETTLE_S = 5.0
-"""Seconds after which a caller has to ask again, so that it knows that the gateway lives."""
+"""Seconds after which a caller has to ask again; so it knows that the gateway is running."""
 
 
 class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,7 @@ class WorkersApi:
 
     Attributes:
         gateway_id: The gateway's id.
-        reach: Knows the attempts of a worker's token.
+        reach: Checks that an attempt belongs to a worker's token.
     """
 
     admission: Admission
@@ -55,10 +56,11 @@ class WorkersApi:
         return await self._answer()
 
     async def settle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer once every answered call of the attempt is in the store, or with 202 while the store is behind.
+        """Answer once every answered call of the attempt is in the store, or with 202 if that takes longer than 5
+        seconds.
 
         Raises:
-            Problem: 403 for a token that the attempt does not belong to, 409 if the store refused some of the calls.
+            Problem: 403 if the token does not cover the attempt, 409 if the store refused some of the calls.
         """
         claim = self.admission.caller(request, "attempt", "admin", "worker", what="waiting for an attempt's calls")
         asked = await self.admission.read(request, SettleRequest, form='{"attempt_id": "..."}')
@@ -79,7 +81,7 @@ class WorkersApi:
     async def _require(self, claim: AttemptToken, attempt_id: str) -> None:
         """Raise a 403 :class:`Problem` unless the token may wait for the attempt.
 
-        While the store does not answer, a worker's token is enough, because the answer tells nothing.
+        While the store does not answer, a worker's token is enough, because the answer reveals nothing.
         """
         if claim.scope == "attempt" and claim.attempt_id != attempt_id:
             raise Problem(403, f"the token is not that of attempt {attempt_id!r}; use its own, or an admin token")

@@ -1,1 +1,1 @@
-"""Records and divides served traffic: conversations, their sampling, and the arms of a split."""
+"""Records served traffic and divides it: conversations, the choice of those to record, and the arms of a split."""

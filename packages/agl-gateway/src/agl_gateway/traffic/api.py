@@ -1,6 +1,6 @@
-"""Serves the endpoints of served traffic: the end of a conversation, a split's report, and a resource by arm.
+"""The endpoints for served traffic: the end of a conversation, a split's report, and a resource by arm.
 
-They are ``POST /conversations/end``, ``GET /split`` and ``GET /split/resources/NAME``.
+Their paths are ``POST /conversations/end``, ``GET /split`` and ``GET /split/resources/NAME``.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ RESOURCES = "/split/resources/"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ConversationsApi:
-    """Ends conversations, for the client's token and the admin token."""
+    """Ends conversations, for client tokens and the admin token."""
 
     admission: Admission
     conversations: Conversations
     traffic: KeptTraffic | None = None
 
     async def end(self, request: web.BaseRequest) -> web.StreamResponse:
-        """End the conversation that the header names; idempotent. The answer's headers name its rollout.
+        """End the conversation named in the header; idempotent. The answer's headers name its rollout.
 
-        One that is not recorded has nothing to end.
+        For a conversation that is not recorded, the answer says so, and nothing ends.
         """
         claim = self.admission.caller(request, "client", "admin", what="ending a conversation")
         conversation = conversation_id(request.headers)
@@ -64,7 +64,7 @@ class SplitApi:
     conversations: Conversations
 
     async def report(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer with the report of ``agl resources split`` as JSON; it reads every placed rollout, which is slow."""
+        """Answer with the report of ``agl resources split`` as JSON; slow, as it reads every rollout of the split."""
         self.admission.caller(request, "admin", what="the report of the split")
         report = await split_report(self.store, list(self.split.shares))
         answer = {"shares": self.split.shares, **msgspec.structs.asdict(report)}

@@ -1,8 +1,8 @@
 """Routes the calls of a split's rollouts to the backend that serves the version of their arm.
 
-The pinned versions are in the store, so all gateways route alike and a restart changes nothing. A cache of them
-follows the change feed. Addresses and keys come from the command line alone: a resource in the store names a version
-or a model, never an address.
+The pinned versions are in the store, so all gateways route alike and a restart changes nothing. A cache of the pins
+follows the change feed. Addresses and keys come only from the command line: a resource in the store names a version or
+a model, and can only select among the configured addresses.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class CallRoute:
 
     Attributes:
         model: The model to request from the backend; ``""`` leaves the choice to the upstream.
-        version: The policy's version; ``""`` if the split does not choose it.
-        arm: The label of the rollout's arm; ``""`` if it is in none.
+        version: The policy's version; ``""`` if the rollout pins none.
+        arm: The label of the rollout's arm; ``""`` if it has none.
     """
 
     target: UpstreamTarget
@@ -38,7 +38,7 @@ class CallRoute:
 
 @dataclass(frozen=True, kw_only=True)
 class _RolloutPins:
-    """A rollout's arm, its pinned versions, and the names of the resources whose version the split chose."""
+    """A rollout's arm, its pinned versions, and the names of the resources that differ between the arms."""
 
     arm: str
     resources: dict[str, str]
@@ -49,10 +49,10 @@ _UNPLACED = _RolloutPins(arm="", resources={}, chosen=frozenset())
 
 
 def with_distinct_names(upstreams: Sequence[Upstream]) -> list[Upstream]:
-    """Return the upstreams under distinct names: further ones of a policy are renamed to ``NAME@VERSION``.
+    """Return the upstreams under distinct names: a policy's second and later upstreams become ``NAME@VERSION``.
 
     Raises:
-        ConfigError: Two upstreams of one name do not state two versions.
+        ConfigError: Upstreams share a name without distinct versions.
     """
     found: dict[str, Upstream] = {}
     versions: dict[str, set[str]] = {}
@@ -75,7 +75,7 @@ def policy_of(upstream: Upstream) -> str:
 
 
 class ArmRoutes:
-    """Routes the calls of rollouts that a split placed; other calls keep the target that their model's name gives."""
+    """Routes calls of rollouts in a split to their arm's version; other calls keep the target of their model's name."""
 
     def __init__(self, store: Store, router: Router, *, outage: Outage) -> None:
         self._store = store
@@ -88,8 +88,8 @@ class ArmRoutes:
         """Return the destination of a call whose model's name leads to ``target``.
 
         Raises:
-            Problem: 503 when no upstream serves the version that the split chose, and where the store does not
-                answer, several do, and the rollout's arm is not known.
+            Problem: 503 if no upstream serves the version that the split chose, or if the store does not answer, the
+                rollout's arm is unknown, and several upstreams serve the policy.
         """
         name = policy_of(target.upstream)
         pinned = await self._pins(rollout_id)
@@ -120,9 +120,9 @@ class ArmRoutes:
             self._pinned.pop(change.key, None)
 
     def forget(self, rollout_id: str = "") -> None:
-        """Drop a rollout from the cache, or all of them without an id, unless the store does not answer.
+        """Drop a rollout from the cache, or all rollouts if no id is given and the store answers.
 
-        What an outage hides is the end of rollouts, and never another arm.
+        During an outage the cache may miss the end of a rollout, but never a change of its arm.
         """
         if rollout_id:
             self._pinned.pop(rollout_id, None)
@@ -130,7 +130,7 @@ class ArmRoutes:
             self._pinned.clear()
 
     async def check(self, pins: Pins) -> None:
-        """Raise :class:`ConfigError` if no upstream serves one of the model versions in the arms."""
+        """Raise :class:`ConfigError` unless upstreams serve every model version that differs between the arms."""
         for name in differing(pins):
             for version in dict.fromkeys(own[name] for own in pins.values()):
                 is_model = isinstance(await self._resource(name, version), LLM | Weights)
@@ -138,7 +138,7 @@ class ArmRoutes:
                     raise ConfigError(_unserved_message(name, version))
 
     async def _find_upstream(self, name: str, version: str) -> tuple[UpstreamTarget, str] | None:
-        """Find the upstream that states a version, else the backend that an LLM names; with the model to request."""
+        """Find the upstream that states a version, else its LLM's backend; returns it and the model to request."""
         own = [target for target in self._targets if policy_of(target.upstream) == name]
         for target in own:
             if target.upstream.model_version == version:
@@ -158,7 +158,7 @@ class ArmRoutes:
         return self._resources[key]
 
     async def _pins(self, rollout_id: str) -> _RolloutPins | None:
-        """Return the rollout's pins; ``None`` where the store does not answer and they are not known."""
+        """Return the rollout's pins; ``None`` if they are not cached and the store does not answer."""
         known = self._pinned.get(rollout_id) or await self._read(rollout_id)
         if known is not None and rollout_id not in self._pinned:
             self._pinned[rollout_id] = known

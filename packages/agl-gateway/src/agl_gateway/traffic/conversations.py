@@ -1,14 +1,15 @@
 """Records model calls without a rollout: each conversation becomes a rollout, with versions, a record and a reward.
 
-The rollout's id is derived from the conversation's, so all gateways find the same rollout; the first one to queue it
-decides its versions. The attempt runs until a client ends the conversation, or until ``idle_s`` seconds pass without a
-call. Then it has succeeded, since a user who leaves is not a failure. Later calls are answered and marked late.
+The rollout's id is derived from the conversation's id, so all gateways find the same rollout; the first gateway that
+queues it decides its versions. The attempt runs until a client ends the conversation, or until ``idle_s`` seconds pass
+without a call. Then it has succeeded, since a user who leaves is not a failure. Later calls are answered and marked
+late.
 
-The attempt's lease holds the time of the last activity: ``LEASE_S`` before it expires. Each renewal moves it, and it is
-long enough to outlast any downtime of the gateways. So every gateway can tell which conversations are over, and a
-restart changes nothing.
+The attempt's lease also records the time of the last activity, which is ``LEASE_S`` before the lease expires. Each
+renewal moves it. The lease is long enough to outlast any downtime of the gateways. So every gateway can tell which
+conversations are over, and a restart changes nothing.
 
-A call names its conversation in one of these ways, the first that it has:
+A call names its conversation in one of these ways, of which the first present one counts:
 
 1. the header ``x-agl-conversation-id``;
 2. ``metadata.conversation_id`` in the body;
@@ -49,19 +50,19 @@ LEASE_S = 366 * 86_400.0
 """Seconds of a lease, the same in every gateway."""
 
 CHECKS = 4
-"""Renewals of a lease, and sweeps for idle conversations, per ``idle_s``."""
+"""Lease renewals, and also sweeps for idle conversations, per ``idle_s``."""
 
 _PAGE = 1000
 _REMEMBERED = 10_000
 _LAPSES = 100
-"""Leases of a conversation that may lapse after all; a new attempt begins each time."""
+"""Leases that a conversation may lose, despite their length; each time a new attempt begins."""
 
 Enqueue = Callable[[Sequence[Rollout]], Awaitable[list[Rollout]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """The rollout, attempt and arm of a conversation."""
+    """The rollout, attempt and arm of a conversation; ``is_over`` is true once the rollout is finished."""
 
     rollout_id: str
     attempt_id: str
@@ -76,15 +77,15 @@ class Conversation:
 
 @dataclass(eq=False, kw_only=True)
 class Conversations:
-    """Finds or creates the rollout of a conversation, and ends it. It only caches what the store holds.
+    """Finds or creates the rollout of a conversation, and ends it. Its only state is a cache of the store.
 
     Attributes:
         enqueue: Queues a rollout and pins its versions.
         settle: Waits until the calls of an attempt are in the store.
         idle_s: Seconds without a call after which a conversation is over.
         clock: Returns Unix seconds, like the store's clock.
-        outage: While it is on, known conversations go on, and no other can begin.
-        traffic: Says of new conversations what becomes of them.
+        outage: During an outage, known conversations continue, and no other can begin.
+        traffic: Decides whether a new conversation is recorded; ``None`` to record all.
     """
 
     store: Store
@@ -101,16 +102,16 @@ class Conversations:
         self._in_flight: Counter[str] = Counter()
 
     async def left_out_by(self, conversation: str, traffic: KeptTraffic) -> str:
-        """Return the setting for which a conversation is not recorded; ``""`` for one that is.
+        """Return the setting that excludes a conversation from recording; ``""`` if the conversation is recorded.
 
-        One of which some calls are recorded is recorded to its end, whatever the limit per minute.
+        A conversation with recorded calls is recorded to its end, whatever the limit per minute.
         """
         rollout_id = rollout_id_of(conversation)
         reason = traffic.left_out_by(rollout_id, is_known=rollout_id in self._known)
         return "" if reason and await self._is_recorded(rollout_id) else reason
 
     async def open(self, conversation: str) -> Conversation:
-        """Return a conversation, with the arm that its first call was placed in; create it if it is new."""
+        """Return a conversation with the arm of its first call; a new conversation is created."""
         rollout_id = rollout_id_of(conversation)
         while True:
             known = self._known.get(rollout_id)
@@ -122,7 +123,7 @@ class Conversations:
 
     @asynccontextmanager
     async def hold_open(self, conversation: str) -> AsyncGenerator[Conversation]:
-        """Open a conversation for a call; it does not become idle while the context lasts."""
+        """Open a conversation for a call; it does not become idle inside the block."""
         rollout_id = rollout_id_of(conversation)
         self._in_flight[rollout_id] += 1
         try:
@@ -150,7 +151,7 @@ class Conversations:
     async def end_idle(self) -> int:
         """End the conversations that had no call for ``idle_s`` seconds; returns their number.
 
-        Those with a call in flight here are renewed, so that no other gateway takes them for idle.
+        Conversations with a call in flight here are renewed, so that no other gateway takes them for idle.
         """
         await self._renew_in_flight()
         query = RolloutQuery(experiment=CONVERSATIONS, status=("running",), limit=_PAGE)
@@ -164,7 +165,7 @@ class Conversations:
         return count
 
     async def end_idle_ones(self) -> None:
-        """End idle conversations periodically, until this is cancelled."""
+        """End idle conversations periodically, until the task is cancelled."""
         while True:
             await asyncio.sleep(self.idle_s / CHECKS)
             try:
@@ -179,7 +180,7 @@ class Conversations:
                 self._known.pop(change.key, None)
 
     def forget(self, rollout_id: str = "") -> None:
-        """Drop a rollout from the cache, or all of them without an id."""
+        """Drop a rollout from the cache, or all rollouts if no id is given and the store answers."""
         if rollout_id:
             self._known.pop(rollout_id, None)
             self._renewed.pop(rollout_id, None)
@@ -218,11 +219,11 @@ class Conversations:
         return (await self.store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
 
     async def _claim(self) -> None:
-        """Start the attempts of all queued conversations, also those that a killed gateway left behind."""
+        """Start the attempts of all queued conversations, including those that a killed gateway left queued."""
         await self.store.claim(worker="gateway", limit=_PAGE, lease_s=LEASE_S, experiment=CONVERSATIONS)
 
     async def _renew(self, known: Conversation) -> bool:
-        """Renew the lease unless that happened recently; returns false if the attempt has ended or was removed."""
+        """Renew the lease, at most once per ``idle_s / CHECKS``; returns false if the attempt has ended or is gone."""
         now = self.clock()
         if known.is_over or now - self._renewed.get(known.rollout_id, -math.inf) < self.idle_s / CHECKS:
             return True
@@ -247,7 +248,7 @@ class Conversations:
                 await self._renew(known)
 
     async def _idle_attempt(self, rollout: Rollout) -> str:
-        """Return the id of the attempt if the conversation is idle; ``""`` otherwise."""
+        """Return the id of the attempt if the conversation is idle, else ``""``."""
         rollout_id, now = rollout.rollout_id, self.clock()
         if self._in_flight[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self.idle_s:
             return ""
@@ -285,13 +286,13 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 def conversation_of(headers: Mapping[str, str], call: Request, *, session: str = "") -> str:
-    """Return the id of a call's conversation, by the rule in the module's docstring.
+    """Return the id of a call's conversation, by the rules in the module's docstring.
 
     Args:
         session: The coding agent's session; ``""`` for other clients.
 
     Raises:
-        Problem: 400 if the call has neither an id nor an opening, or the id is too long.
+        Problem: 400 if the call has neither an id nor an opening, or the id is invalid.
     """
     if given := conversation_id(headers, call.get("metadata")):
         return given
@@ -312,7 +313,7 @@ def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
     """Return the id that the client sent in a header or in the body's ``metadata``; ``""`` if it sent none.
 
     Raises:
-        Problem: 400 if it is too long, or not text in UTF-8.
+        Problem: 400 if the id is too long, or not UTF-8 text.
     """
     found = as_object(metadata).get(_FIELD)
     given = headers.get(HEADER, "") or (found if isinstance(found, str) else "")
@@ -326,7 +327,7 @@ def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
 
 
 def opening_of(call: Request) -> list[Any] | None:
-    """Return the system prompt and the messages up to the user's first; ``None`` without one."""
+    """Return the system prompt and the messages up to the user's first; ``None`` if there is no user message."""
     is_response = call.dialect == "responses"
     if call.dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):
         return None
@@ -341,7 +342,7 @@ def opening_of(call: Request) -> list[Any] | None:
 
 
 def _without_billing(system: Any) -> Any:
-    """Return the system prompt without the block in which Claude Code counts its use."""
+    """Return the system prompt without the blocks that hold Claude Code's billing line."""
     if not isinstance(system, list):
         return system
     return [block for block in _items(system) if not str(as_object(block).get("text", "")).startswith(_BILLING)]

@@ -1,8 +1,9 @@
-"""Keeps a share of the conversations that a gateway relays, for production traffic that is too much to record whole.
+"""Records only a share of the conversations that a gateway relays, for production traffic too large to record whole.
 
-A conversation is recorded or left out as a whole. By :attr:`Share.base_rate` its id alone decides, so every gateway of
-a store decides alike, after a restart too. With :attr:`Share.reward_threshold` the others are recorded as well, and
-removed some time after their end unless their reward has reached it. Rollouts of experiments are never left out.
+A conversation is recorded or left out as a whole. With :attr:`Share.base_rate` alone, the conversation's id decides, so
+all gateways of a store decide alike, also after a restart. With :attr:`Share.reward_threshold`, all other conversations
+are recorded too, and removed some time after their end unless their reward has reached the threshold. Rollouts of
+experiments are never left out.
 """
 
 import asyncio
@@ -22,24 +23,24 @@ from agl_inspect.terminal.query import CONVERSATIONS, rewards_of
 _log = logging.getLogger(__name__)
 
 MARK = "kept_by_reward"
-"""The key in a rollout's metadata that says its reward decides."""
+"""The key in a rollout's metadata that marks a conversation to be kept only if its reward reaches the threshold."""
 
 NOT_RECORDED = "x-agl-not-recorded"
-"""The header of an answer that is not recorded, with the setting that left it out."""
+"""The header of an answer that is not recorded; its value is the setting that excludes it."""
 
 _MINUTE_S = 60.0
 _REMEMBERED = 10_000
 _PAGE = 500
 _SWEEPS = 4
-"""Looks for conversations to remove per ``reward_wait_s``."""
+"""Sweeps for conversations to remove, per ``reward_wait_s``."""
 
 
 class KeptTraffic:
-    """Decides of each conversation whether it is recorded. Used in one event loop only.
+    """Decides for each conversation if it is recorded. Used in one event loop only.
 
     Attributes:
-        calls: Calls that were relayed and not recorded.
-        removed: Conversations that were removed because their reward did not reach the threshold.
+        calls: The number of calls that were relayed but not recorded.
+        removed: The number of conversations that were removed because their reward did not reach the threshold.
     """
 
     def __init__(self, share: Share, *, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,15 +53,15 @@ class KeptTraffic:
         self.removed = 0
 
     def marks(self, rollout_id: str) -> dict[str, bool]:
-        """Return what a new conversation's metadata says of it."""
+        """Return the metadata of a new conversation: the mark :data:`MARK` if it is outside the base rate's share."""
         return {} if self.share.holds(rollout_id) else {MARK: True}
 
     def left_out_by(self, rollout_id: str, *, is_known: bool = False) -> str:
-        """Return the setting for which a conversation is not recorded; ``""`` for one that is.
+        """Return the setting that excludes a conversation from recording; ``""`` if the conversation is recorded.
 
         Args:
-            rollout_id: Its rollout.
-            is_known: Whether calls of it are recorded already; then further ones are too.
+            rollout_id: The conversation's rollout.
+            is_known: True if earlier calls of the conversation are recorded; then later calls are recorded too.
         """
         if is_known:
             return ""
@@ -78,7 +79,7 @@ class KeptTraffic:
         return ""
 
     def count(self, *, is_recorded: bool) -> None:
-        """Count a call of a conversation."""
+        """Count a call of a conversation as recorded or not recorded."""
         if not is_recorded:
             self.calls += 1
         elif self.share.max_spans_per_minute:
@@ -88,7 +89,7 @@ class KeptTraffic:
 class RewardSweep:
     """Removes the conversations whose reward has not reached the threshold in time.
 
-    What it does depends on the store alone, so several gateways may do it, and one that was killed goes on.
+    It acts on the store's content alone, so several gateways may sweep, and a restarted gateway continues.
     """
 
     def __init__(self, store: Store, traffic: KeptTraffic, *, clock: Callable[[], float] = time.time) -> None:
@@ -98,9 +99,9 @@ class RewardSweep:
         self._last: Rollout | None = None
 
     async def remove(self) -> int:
-        """Remove what is due; returns the number of conversations.
+        """Remove the conversations that are due; returns their number.
 
-        Nothing is removed while an algorithm that runs, or can be resumed, learns from conversations.
+        Nothing is removed while an algorithm that runs or can be resumed learns from conversations.
         """
         if CONVERSATIONS in await needed_experiments(self._store, [CONVERSATIONS]):
             return 0
@@ -134,7 +135,7 @@ class RewardSweep:
         return len(await delete_finished(self._store, low))
 
     async def run(self) -> None:
-        """Remove periodically what is due, until this is cancelled."""
+        """Remove the conversations that are due, periodically, until the task is cancelled."""
         while True:
             try:
                 await self.remove()

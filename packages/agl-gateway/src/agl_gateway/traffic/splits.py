@@ -1,14 +1,14 @@
 """Splits served traffic into arms, each with the resource versions that its label names.
 
-``production=0.9,candidate=0.1`` gives a tenth of all rollouts to the arm ``candidate``. The arm is a hash of the id of
-the rollout or its conversation, so all gateways decide alike without shared state. The first label is the baseline
-that the others are compared with. Versions are pinned when the rollout is queued and recorded with its arm; a label
-that moves later does not affect it.
+``production=0.9,candidate=0.1`` gives a tenth of all rollouts to the arm ``candidate``. The arm follows from a hash of
+the id of the conversation, or of the rollout if it is not a conversation, so all gateways decide alike without shared
+state. The first label is the baseline of the comparison. Versions are pinned when the rollout is queued, and recorded
+with its arm; a label that moves later does not affect it.
 
-:func:`split_report` compares the rewards of the arms, as evidence for a promotion. It counts finished rollouts, and
-conversations from their first call on, that a split placed while the labels named the versions that they name now, so
-all arms served the same traffic at the same time. A failed rollout counts 0; one without a reward is left out, and the
-number of those is reported.
+:func:`split_report` compares the rewards of the arms, as evidence for a promotion. It counts rollouts that a split
+assigned while the labels named the same versions as now, so all arms served the same traffic at the same time.
+Conversations count from their first call on, other rollouts once they are finished. A failed rollout counts 0. A
+rollout without a reward is left out, and the report gives the number of such rollouts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,13 +25,13 @@ from agl_inspect.statistics import Comparison, compare, interval
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
 
 KEY = "split"
-"""The key of the placement in a rollout's metadata."""
+"""The key of the :class:`Placement` in a rollout's metadata."""
 
 CONVERSATION = "conversation"
 """The key of the conversation's id in a rollout's metadata."""
 
 Pins = dict[str, dict[str, str]]
-"""Versions by label and resource."""
+"""Versions by label, then by resource."""
 
 _EXAMPLE = "write --split production=0.9,candidate=0.1"
 
@@ -43,14 +43,13 @@ class Split(Record, frozen=True, kw_only=True):
 
     @property
     def baseline(self) -> str:
-        """The first label, which the others are compared with."""
+        """The first label, with which the others are compared."""
         return next(iter(self.shares))
 
     def arm_of(self, key: str) -> str:
-        """Return the label that ``key`` belongs to, the same in every process and at any time.
+        """Return the arm of ``key``; every process gives the same answer at any time.
 
-        The labels divide the interval from 0 to 1 in their order. So with two labels, no key leaves the one whose
-        share grows.
+        The labels divide the interval from 0 to 1 in their order. So with two labels, a share that grows loses no keys.
         """
         point = int.from_bytes(blake2b(f"agl-split/{key}".encode(), digest_size=8).digest()) / 2**64
         edge = 0.0
@@ -63,12 +62,12 @@ class Split(Record, frozen=True, kw_only=True):
 
 
 class Placement(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The placement of a rollout in a split, as its metadata record it.
+    """The arm of a rollout in a split, as the rollout's metadata record it.
 
     Attributes:
         arm: The label whose versions the rollout is pinned to.
-        shares: The split's shares at that time.
-        versions: Versions by label and resource, of the resources in which the arms differed.
+        shares: The split's shares when the rollout was queued.
+        versions: Versions by label and resource, for the resources in which the arms differed.
     """
 
     arm: str
@@ -108,7 +107,7 @@ def _share(text: str, label: str, number: str) -> float:
 async def pins_of(store: Store, labels: Sequence[str]) -> Pins:
     """Return the versions of every arm, by label and resource.
 
-    They cover the resources that have the first label. Where a resource lacks an arm's label, the arm gets the version
+    Only resources with the first label are included. If such a resource lacks an arm's label, the arm gets the version
     that the first label names.
     """
     baseline = labels[0]
@@ -126,7 +125,7 @@ async def _versions_by_label(store: Store) -> Pins:
 
 
 async def check_labels(store: Store, labels: Iterable[str]) -> None:
-    """Raise :class:`ConfigError` if a label names no version, or a labelled resource lacks the first label."""
+    """Raise :class:`ConfigError` if a label names no version, or if a labelled resource lacks the first label."""
     wanted = list(labels)
     pointing = await _versions_by_label(store)
     for label in wanted:
@@ -153,7 +152,7 @@ def differing(pins: Pins) -> list[str]:
 def place_rollout(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
     """Return the rollout with its arm's versions pinned and its placement in the metadata.
 
-    A rollout that is placed already, or that pins a resource in which the arms differ, is returned unchanged.
+    A rollout that already has an arm, or that pins a resource in which the arms differ, is returned unchanged.
     """
     names = differing(pins)
     if KEY in rollout.metadata or any(name in rollout.resources for name in names):
@@ -170,13 +169,13 @@ def place_rollout(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
 
 
 def arm_of(rollout: Rollout) -> str:
-    """Return the label of a rollout's arm; ``""`` if it was not placed."""
+    """Return the label of a rollout's arm; ``""`` if no split assigned one."""
     placement = placement_of(rollout)
     return "" if placement is None else placement.arm
 
 
 def placement_of(rollout: Rollout) -> Placement | None:
-    """Return the rollout's placement; ``None`` if it was not placed."""
+    """Return the rollout's placement; ``None`` if no split assigned an arm."""
     found = rollout.metadata.get(KEY)
     try:
         return None if found is None else msgspec.convert(found, Placement)
@@ -198,7 +197,7 @@ class Splitter:
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Queue rollouts with the versions of their arms; returns them as stored.
 
-        A rollout that is known already keeps its first arm and versions, even if labels or shares have changed.
+        A rollout that the store already has keeps its first arm and versions, even if labels or shares have changed.
         """
         pins = await self.pins()
         try:
@@ -226,9 +225,9 @@ class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         label: The label whose versions the arm serves.
         versions: Versions of the resources in which the arms differ.
-        rollouts: Number of rollouts that count.
-        failed: Number of those that failed.
-        unrewarded: Number of those that succeeded without a reward.
+        rollouts: The number of rollouts that count.
+        failed: The number of counted rollouts that failed.
+        unrewarded: The number of counted rollouts that did not fail but have no reward.
         mean: Mean reward; ``None`` without any reward.
         low: Lower end of the mean's interval; ``None`` for fewer than two rewards.
         high: Upper end of the mean's interval; ``None`` for fewer than two rewards.
@@ -245,16 +244,16 @@ class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def rewarded(self) -> int:
-        """Number of rollouts in the mean."""
+        """The number of rollouts in the mean."""
         return self.rollouts - self.unrewarded
 
 
 class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """All arms, the baseline first, and the comparison of every other arm with it.
+    """The rewards of all arms, the baseline first, and the comparison of each other arm with the baseline.
 
     Attributes:
         differing: Resources in which the arms differ; if empty, there is nothing to compare.
-        against: Comparisons with the baseline by label; ``None`` while an arm has fewer than two rewards.
+        against: The comparison with the baseline, by label; ``None`` while an arm has fewer than two rewards.
         confidence: Confidence of all intervals.
     """
 
@@ -266,14 +265,14 @@ class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @dataclass(kw_only=True)
 class Sample:
-    """The counted rewards of one arm, in order of rollout id; other attributes as in :class:`ArmReport`."""
+    """The counted rewards of one arm, in the order in which they are read; for the counts see :class:`ArmReport`."""
 
     rewards: list[float] = field(default_factory=list[float])
     failed: int = 0
     unrewarded: int = 0
 
     def add(self, rollout: Rollout, reward: float | None) -> None:
-        """Count a rollout; a failed one has the reward 0 unless it got another."""
+        """Count a rollout; a failed rollout without a reward counts as 0."""
         self.failed += rollout.status == "failed"
         if reward is not None or rollout.status == "failed":
             self.rewards.append(reward or 0.0)
@@ -282,7 +281,7 @@ class Sample:
 
 
 async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
-    """Return the rewards between these versions by label. Reads the spans of every rollout that the split placed."""
+    """Return the rewards of each label's arm under these versions; reads the spans of every rollout in the split."""
     names, found = differing(pins), {label: Sample() for label in pins}
     query = RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)
     if not names:
@@ -326,7 +325,7 @@ def _report(label: str, versions: dict[str, str], sample: Sample, confidence: fl
 
 
 def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
-    """Return the rollout's arm; ``None`` if it was placed between other versions or not at all."""
+    """Return the rollout's arm; ``None`` if no split assigned one, or one between other versions."""
     placement = placement_of(rollout)
     if placement is None or placement.arm not in pins or not pins.keys() <= placement.versions.keys():
         return None

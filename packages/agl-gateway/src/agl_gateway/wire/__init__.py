@@ -1,1 +1,1 @@
-"""Speaks the clients' APIs: translates their calls into chat completions where a policy's server needs it."""
+"""Translates calls in the clients' APIs into chat completions, where a policy's server needs that."""

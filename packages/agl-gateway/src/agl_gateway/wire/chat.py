@@ -1,7 +1,7 @@
-"""Builds requests of chat completions and reads their answers, for the APIs that are translated into them.
+"""Builds requests for chat completions and reads their answers, for the APIs that are translated into them.
 
-An answer is cut into pieces in their order: thoughts, texts and tool calls. A tool call comes once it is whole, at the
-end of the answer, because servers may send the parts of several in any order. Of several choices the first is read.
+An answer is cut into pieces in their order: thoughts, texts and tool calls. A tool call is emitted whole, at the end of
+the answer, because servers may interleave the parts of several calls. If there are several choices, the first is read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ _EMPTY_SCHEMA: dict[str, Json] = {"type": "object", "properties": {}}
 
 
 def fields_of(asked: Request) -> dict[str, Any]:
-    """Return the fields of a request; raises a 400 :class:`Problem` for a body that is not a JSON object."""
+    """Return the fields of a request; raises a 400 :class:`Problem` if the body is not a JSON object."""
     given = asked.to_dict()
     if given is None:
         raise Problem(
@@ -33,34 +33,34 @@ def fields_of(asked: Request) -> dict[str, Any]:
 
 
 def chat_completion(body: dict[str, Json], *, is_streamed: bool) -> Request:
-    """Return the request; a streamed answer ends with its usage, which other APIs always report."""
+    """Return the request for a chat completion; a streamed one asks for usage, which other APIs always report."""
     if is_streamed:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     return Request("chat", msgspec.json.encode(body))
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Return a part of a message that is text."""
+    """Return a text part of a message."""
     return {"type": "text", "text": text}
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """Return an image by its address, which may be one of ``data:``."""
+    """Return an image part; ``url`` may be a ``data:`` URL."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def file_part(url: str) -> dict[str, Any]:
-    """Return a file by its address of ``data:``."""
+    """Return a file part; ``url`` is a ``data:`` URL."""
     return {"type": "file", "file": {"file_data": url}}
 
 
 def audio_part(data: str, kind: str) -> dict[str, Any]:
-    """Return audio in base64, of a format such as ``wav``."""
+    """Return an audio part: base64 data in a format such as ``wav``."""
     return {"type": "input_audio", "input_audio": {"data": data, "format": kind}}
 
 
 def user_message(parts: Sequence[dict[str, Any]], *, between: str = "\n") -> Iterable[ChatMessage]:
-    """Return a user's message, as one text where all parts are; none without parts."""
+    """Return a user's message, as one string if all parts are text; empty without parts."""
     if parts and all(part["type"] == "text" for part in parts):
         return [{"role": "user", "content": between.join(part["text"] for part in parts)}]
     return [{"role": "user", "content": [*parts]}] if parts else []
@@ -75,12 +75,12 @@ def assistant_message(*, text: str, reasoning: str, calls: Sequence[Json]) -> Ch
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> Json:
-    """Return a tool call of an earlier answer; ``arguments`` is its JSON text."""
+    """Return a tool call of an earlier answer; ``arguments`` is JSON text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool_messages(call_id: str, parts: Sequence[dict[str, Any]]) -> tuple[ChatMessage, list[dict[str, Any]]]:
-    """Return a tool's result, which can only be text, and its other parts, for the user's message that follows it."""
+    """Return the message with a tool's text result, and the other parts, which go into the user message after it."""
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
     rest = [part for part in parts if part["type"] != "text"]
     return {"role": "tool", "tool_call_id": call_id, "content": text}, rest
@@ -93,18 +93,18 @@ def function_tool(name: Json, *, description: Json = None, parameters: Json = No
 
 
 def function_choice(name: Json) -> Json:
-    """Return the choice of one tool."""
+    """Return the value of ``tool_choice`` that requires one tool."""
     return {"type": "function", "function": {"name": name}}
 
 
 def answer_format(schema: Json, *, name: Json = None) -> Json:
-    """Return the format of an answer that follows a JSON Schema, or any JSON object without one."""
+    """Return an answer format that follows a JSON Schema; without a schema, any JSON object."""
     named = {"type": "json_schema", "json_schema": {"name": name or "answer", "schema": schema}}
     return named if schema else {"type": "json_object"}
 
 
 def unsupported(found: str, advice: str) -> Problem:
-    """Return the refusal of what no chat completion can ask for."""
+    """Return the 400 for a request that a chat completion cannot express."""
     return Problem(400, f"the policy's server has nothing for {found}; {advice}", code="unsupported")
 
 
@@ -117,8 +117,9 @@ class Piece:
     """A piece of an answer.
 
     Attributes:
-        text: The text so far; of a call, the JSON text of its arguments.
-        id: The call's id; ``name`` that of the function.
+        text: The text so far; for a call, the JSON text of its arguments.
+        id: The id of a call.
+        name: The name of a call's function.
     """
 
     kind: Kind
@@ -128,24 +129,24 @@ class Piece:
 
 
 Change: TypeAlias = tuple[Step, Piece, str]
-"""A step in the life of a piece (opened, grown, closed), with the text by which it has grown."""
+"""A step of a piece (opened, grown, closed), the piece, and the text that was added."""
 
 
 class Pieces:
-    """Builds the pieces of one choice from its message, or from its deltas."""
+    """Builds the pieces of one choice from its message or its deltas."""
 
     def __init__(self) -> None:
         self._open: Piece | None = None
         self._calls = StreamedCalls()
 
     def add(self, delta: dict[str, Any]) -> Iterator[Change]:
-        """Yield the changes by a message or a delta of one."""
+        """Yield the changes that a message or a delta causes."""
         yield from self._grow("thought", text_in(delta.get("reasoning_content")) or text_in(delta.get("reasoning")))
         yield from self._grow("text", text_in(delta.get("content")) or text_in(delta.get("refusal")))
         self._calls.add(delta.get("tool_calls"))
 
     def end(self) -> Iterator[Change]:
-        """Yield the end of the open piece, and the calls."""
+        """Close the open piece and emit the tool calls; yields these changes."""
         yield from self._close()
         for given in self._calls.whole():
             function = given["function"]
@@ -179,17 +180,17 @@ def pieces_of(message: dict[str, Any]) -> list[Piece]:
 
 
 def usage_of(given: dict[str, Any]) -> Usage:
-    """Return the usage in an answer or a chunk, zeros where there is none."""
+    """Return the usage in an answer or a chunk; zeros if it has none."""
     return Usage.read(given.get("usage"))
 
 
 def first_choice(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the first choice in an answer or a chunk; an empty one without any."""
+    """Return the first choice in an answer or a chunk; an empty object if there is none."""
     return next((one for one in objects_in(given.get("choices")) if not one.get("index")), dict[str, Any]())
 
 
 def error_in(given: dict[str, Any], body: bytes = b"") -> tuple[str, str]:
-    """Return the message of a server's error, whatever its form, and its code; the start of ``body`` without one."""
+    """Return the message and code of a server's error in any format; without a message, the start of ``body``."""
     error = given.get("error")
     found = as_object(error).get("message") or error or given.get("message") or given.get("detail")
     text = str(found or body[:2000].decode("utf-8", "replace"))
@@ -203,9 +204,9 @@ class ChatEvents:
 
     Attributes:
         head: The fields of the first chunk.
-        usage: The usage, once it has come.
-        reason: Why the answer ended; ``""`` before its end.
-        stop: The stop sequence that ended it, where the server names it.
+        usage: The usage; zeros until it arrives.
+        reason: The finish reason; ``""`` before the end.
+        stop: The stop sequence that ended the answer, if the server names it.
     """
 
     def __init__(self) -> None:
@@ -217,7 +218,7 @@ class ChatEvents:
         self.stop = ""
 
     def chunks(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the chunks that ended with these bytes."""
+        """Yield the chunks that these bytes complete."""
         for event in self._events.feed(data):
             chunk = data_of(event)
             if not chunk:
@@ -228,7 +229,7 @@ class ChatEvents:
             yield chunk
 
     def changes(self, chunk: dict[str, Any]) -> Iterator[Change]:
-        """Yield the changes by a chunk."""
+        """Yield the changes that a chunk causes."""
         choice = first_choice(chunk)
         yield from self._pieces.add(as_object(choice.get("delta")))
         self.stop = text_in(choice.get("stop_reason")) or self.stop

@@ -1,10 +1,10 @@
-"""Translates calls of Google's ``generateContent`` to chat completions, which the servers of policies understand.
+"""Translates calls of Google's ``generateContent`` to chat completions, which the policies' servers understand.
 
 Tool calls keep their ids and the exact text of their arguments, which answers seal in ``thoughtSignature``, so that the
-next prompt continues the tokens of the last one. Like Google's API, this takes one object in place of a list of one.
-Requests for something that no policy's server does are refused: Google's own tools, cached contents, files by their
-address other than images, and answers in other formats than text and JSON. ``safetySettings``, ``labels``,
-``thinkingConfig`` and ``responseLogprobs`` have no effect.
+next prompt continues the tokens of the last one. As in Google's API, a single object may stand in place of a list.
+Requests for features that no policy's server has are refused: Google's own tools, cached contents, files by URL other
+than images, and answers in formats other than text and JSON. ``safetySettings``, ``labels``, ``thinkingConfig`` and
+``responseLogprobs`` have no effect.
 """
 
 import re
@@ -49,16 +49,16 @@ _NUMBERS = {
     "candidateCount": "n",
 }
 _INNER = ("items", "anyOf", "prefixItems", "additionalProperties")
-"""Fields of a schema that hold schemas."""
+"""Fields of a schema whose values are schemas."""
 
 _MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto"}
 
 
 def chat_request(asked: Request, *, model: str, is_streamed: bool) -> Request:
-    """Return a chat completion's request.
+    """Return the request as a chat completion.
 
     Raises:
-        Problem: 400 for a body that is not a JSON object, or asks for something that no policy's server has.
+        Problem: 400 if the body is not a JSON object, or asks for a feature that no policy's server has.
     """
     given = _camel_object(fields_of(asked))
     if given.get("cachedContent"):
@@ -85,7 +85,7 @@ def messages_of(given: dict[str, Any]) -> list[dict[str, Json]]:
 
 
 class _Calls:
-    """Names tool calls that came without an id, and finds the call that a result belongs to."""
+    """Gives ids to tool calls that came without one, and finds the call that a result belongs to."""
 
     def __init__(self) -> None:
         self._open: list[tuple[str, str]] = []
@@ -134,7 +134,7 @@ def _parsed(text: str) -> Any:
 
 
 def _user(parts: list[dict[str, Any]], calls: _Calls) -> Iterator[dict[str, Json]]:
-    """Yield the results of functions, then the user's words with the media of the results before them."""
+    """Yield the function results, then one user message with the media of the results and the user's own parts."""
     media: list[dict[str, Any]] = []
     for part in parts:
         if result := as_object(part.get("functionResponse")):
@@ -145,7 +145,7 @@ def _user(parts: list[dict[str, Any]], calls: _Calls) -> Iterator[dict[str, Json
 
 
 def _result(response: Any) -> str:
-    """Return a tool's result as text: the text itself where the client wrapped nothing else."""
+    """Return a tool's result as text: the plain text if the client wrapped only that, else its JSON."""
     fields = as_object(response)
     only = next(iter(fields.values())) if len(fields) == 1 and fields.keys() <= {"output", "result"} else None
     return only if isinstance(only, str) else msgspec.json.encode(response).decode()
@@ -194,7 +194,7 @@ def _function(declared: dict[str, Any]) -> Json:
 
 
 def _schema(schema: Any) -> Any:
-    """Return a schema of Google's as JSON Schema, whose types are in lower case."""
+    """Return a Google schema as JSON Schema, with types in lower case."""
     if isinstance(schema, list):
         return [_schema(item) for item in objects_in(cast("list[Any]", schema))]
     fields = as_object(schema)
@@ -223,12 +223,12 @@ def _generation(config: dict[str, Any]) -> dict[str, Json]:
 
 
 def _whole(value: Any) -> Any:
-    """Return a number such as 20.0, which Google's clients write for ``topK``, as an integer."""
+    """Return a whole number such as 20.0, which Google's clients write for ``topK``, as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _listed(value: Any) -> list[dict[str, Any]]:
-    """Return the objects in a list, or the one that stands in its place."""
+    """Return the objects in a list; a single object counts as a list of one."""
     found = as_object(value)
     return [found] if found else objects_in(value)
 
@@ -243,7 +243,7 @@ def _camel(key: str) -> str:
 
 
 def _camel_object(value: Any) -> dict[str, Any]:
-    """Return an object with its names as the API writes them; it also reads those of Python."""
+    """Return an object with its keys in camel case, as the API writes them; the Python client sends snake case."""
     return {_camel(key): one for key, one in as_object(value).items()}
 
 
@@ -251,12 +251,12 @@ _REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS", "conte
 
 
 class GoogleTranslation:
-    """Translates a call of ``generateContent`` or ``streamGenerateContent`` to a chat completion, and back.
+    """Translates a call of ``generateContent`` or ``streamGenerateContent`` to a chat completion, and the answer back.
 
     Args:
         model: The model that the path names.
-        is_streamed: Whether the answer is streamed.
-        is_sse: Whether it is streamed as events (``alt=sse``) rather than as the elements of a JSON array.
+        is_streamed: True if the answer is streamed.
+        is_sse: True to stream events (``alt=sse``), false to stream the elements of a JSON array.
     """
 
     client_api: ClientApi = "google"
@@ -273,18 +273,18 @@ class GoogleTranslation:
         return chat_request(request, model=self._model, is_streamed=self._is_streamed)
 
     def answer(self, body: bytes) -> bytes:
-        """Return a chat completion as one answer with its candidates."""
+        """Return a chat completion's choices as the candidates of one answer."""
         given = object_of(body)
         candidates = [_answer_of(choice) for choice in objects_in(given.get("choices"))]
         return msgspec.json.encode({"candidates": candidates, **_about(given, self._model)})
 
     def failure(self, body: bytes, status: int) -> bytes:
-        """Return an error with the message of the policy's server."""
+        """Return an error in Google's format, with the message of the policy's server."""
         message, _ = error_in(object_of(body), body)
         return google_error(status, message)
 
     def stream(self) -> "GoogleStream":
-        """Return what translates the streamed answer."""
+        """Return a translator for the streamed answer."""
         return GoogleStream(self._model, is_sse=self._is_sse)
 
 
@@ -310,7 +310,7 @@ def _about(given: dict[str, Any], model: str) -> dict[str, Json]:
 
 
 class _Candidate:
-    """Builds the parts of one candidate from a message, or from its deltas."""
+    """Builds the parts of one candidate from a message or its deltas."""
 
     def __init__(self) -> None:
         self._pieces = Pieces()
@@ -326,7 +326,7 @@ class _Candidate:
                 yield {"text": text}
 
     def end(self) -> Iterator[dict[str, Json]]:
-        """Yield the calls, and a signature with the thoughts where no call can carry them."""
+        """Yield the calls, and a part with the sealed thoughts if no call carries them."""
         for step, call, _ in self._pieces.end():
             if step == "closed" and call.kind == "call":
                 sealed = {"arguments": call.text, **self._thoughts()}
@@ -343,9 +343,9 @@ class _Candidate:
 
 
 class GoogleStream:
-    """Translates the events of a chat completion; each becomes one answer with the parts that are new.
+    """Translates the events of a chat completion; each event becomes one answer with its new parts.
 
-    The end of a candidate waits for the usage, which comes after it, because clients expect both in the last answer.
+    The end of a candidate is held back until the usage arrives, because clients expect both in the last answer.
     """
 
     def __init__(self, model: str, *, is_sse: bool) -> None:
@@ -359,11 +359,11 @@ class GoogleStream:
         self._is_failed = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return the answers for the events that ended with these bytes."""
+        """Return the answers for the events that these bytes complete."""
         return b"".join(self._answer(data_of(event)) for event in self._events.feed(chunk))
 
     def end(self) -> bytes:
-        """Return the last answer, and the end of the array; an error where a candidate has no end."""
+        """Return the last answer and the end of the array, or an error if a candidate did not end."""
         last = b"" if self._is_failed else self._last_answer()
         return last if self._is_sse else last + b"]"
 
@@ -421,18 +421,18 @@ _ENDPOINT = re.compile(rf"/models/(.{{1,512}}):({_GENERATE}|{_STREAM}|{COUNT_TOK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoogleEndpoint:
-    """A method of Google's API with the model that its path names."""
+    """A method of Google's API, with the model in its path."""
 
     model: str
     method: str
 
     def translation(self, alt: str) -> GoogleTranslation:
-        """Return what translates a call; ``alt`` is the query's parameter of that name."""
+        """Return a translation for one call; ``alt`` is the query parameter of that name."""
         is_streamed = self.method == _STREAM
         return GoogleTranslation(model=self.model, is_streamed=is_streamed, is_sse=alt == "sse")
 
 
 def google_endpoint(endpoint: str) -> GoogleEndpoint | None:
-    """Return the method at a decoded endpoint such as ``/models/m:generateContent``; ``None`` for any other."""
+    """Return the method at a decoded endpoint such as ``/models/m:generateContent``; ``None`` for any other one."""
     found = _ENDPOINT.fullmatch(endpoint)
     return None if found is None else GoogleEndpoint(model=found[1], method=found[2])

@@ -1,9 +1,10 @@
-"""Translates calls of Anthropic's messages to chat completions, for policies whose servers give token ids only there.
+"""Translates calls of Anthropic's messages API to chat completions, the only API in which many servers return token
+ids.
 
-A last message of the assistant, which the model would have to continue, and remote tools are refused. Tools that run at
-Anthropic are dropped, because coding agents send them with every call; a request that insists on one is refused.
+A final assistant message, which the model would have to continue, and remote tools are refused. Tools that run at
+Anthropic are dropped, because coding agents send them with every call; a request that requires one is refused.
 ``thinking``, ``context_management``, ``effort``, ``cache_control`` and ``disable_parallel_tool_use`` have no effect.
-Thinking in answers is sealed in its signature (:mod:`agl_gateway.wire.thoughts`), so that the next request brings it
+Thinking in answers is sealed in its signature (:mod:`agl_gateway.wire.thoughts`), so that the next request carries it
 back.
 """
 
@@ -44,17 +45,17 @@ SAME = (
     *("temperature", "top_p", "top_k", "max_tokens", "seed", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "stop_token_ids", "ignore_eos", "logit_bias", "chat_template_kwargs"),
 )
-"""Fields that mean the same in chat completions; all but the first four are those of vLLM."""
+"""Fields with the same meaning in chat completions; all but the first four are vLLM's."""
 
 _REMOTE = ("mcp_servers", "container")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_of_messages(asked: Request) -> tuple[Request, tuple[str, ...]]:
-    """Return a request of messages as a chat completion, and the names of the tools that were dropped from it.
+    """Return a messages request as a chat completion, and the names of the tools that were dropped from it.
 
     Raises:
-        Problem: 400 for a body that is not a JSON object, or asks for something that no policy's server has.
+        Problem: 400 if the body is not a JSON object, or asks for a feature that no policy's server has.
     """
     given = fields_of(asked)
     foreign = next((key for key in _REMOTE if given.get(key)), "")
@@ -110,7 +111,7 @@ def _arguments(given: object) -> str:
 
 
 def _user(blocks: list[dict[str, Any]]) -> Iterator[ChatMessage]:
-    """Yield the results of tools, then the user's words with the images of the results before them."""
+    """Yield the tool results, then one user message with the images of the results and the user's own parts."""
     rest: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":
@@ -165,7 +166,7 @@ _PING = named_event({"type": "ping"})
 
 
 class MessagesTranslation:
-    """Translates a call of messages to a chat completion, and back."""
+    """Translates a call of the messages API to a chat completion, and the answer back."""
 
     client_api: ClientApi = "messages"
     content_type = "text/event-stream"
@@ -192,17 +193,17 @@ class MessagesTranslation:
         return msgspec.json.encode({**head, "content": content, **ending, "usage": _usage(usage_of(given))})
 
     def failure(self, body: bytes, status: int) -> bytes:
-        """Return an error with the message of the policy's server."""
+        """Return an error in Anthropic's format, with the message of the policy's server."""
         message, code = error_in(object_of(body), body)
         return failure_of(status, message, code)
 
     def stream(self) -> "MessagesStream":
-        """Return what translates the streamed answer."""
+        """Return a translator for the streamed answer."""
         return MessagesStream(self._model)
 
 
 def failure_of(status: int, message: str, code: str) -> bytes:
-    """Return an error; one about the context's length in words by which Claude Code knows it, and compacts."""
+    """Return an error; a context that is too long gets the wording on which Claude Code compacts."""
     if code == "context_length_exceeded":
         message = f"prompt is too long: {message}"
     return problem_body(Problem(status, message), "messages")
@@ -221,7 +222,7 @@ def _ending(reason: str, stop: str, *, has_calls: bool) -> dict[str, Json]:
 
 
 def _usage(usage: Usage) -> dict[str, Json]:
-    """Return the usage, whose input excludes what was cached."""
+    """Return the usage in Anthropic's form, whose input count excludes cached tokens."""
     return {
         "input_tokens": usage.prompt - usage.cached - usage.written,
         "cache_creation_input_tokens": usage.written,
@@ -231,7 +232,7 @@ def _usage(usage: Usage) -> dict[str, Json]:
 
 
 def _block(piece: Piece, text: str) -> dict[str, Json]:
-    """Return a block with ``text``; a tool's use, whose input is not text, with its arguments so far."""
+    """Return a content block with ``text``; for a tool call, ``text`` is the JSON of its arguments."""
     match piece.kind:
         case "thought":
             return {"type": "thinking", "thinking": text, "signature": ""}
@@ -249,8 +250,8 @@ def _whole(piece: Piece) -> dict[str, Json]:
 class MessagesStream:
     """Translates the events of a chat completion.
 
-    The end of the message waits for the usage, which comes after it. While a tool call is written, which is passed on
-    whole, pings keep clients patient.
+    The end of the message is held back until the usage arrives. A tool call is passed on whole; while it is being
+    written, pings keep the client waiting.
     """
 
     def __init__(self, model: str) -> None:
@@ -261,7 +262,7 @@ class MessagesStream:
         self._is_failed = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return the events for the bytes that have arrived."""
+        """Return the client's events for these bytes of the chat completion."""
         is_first = not self._chat.head
         found = list[bytes]()
         for one in self._chat.chunks(chunk):
@@ -275,7 +276,7 @@ class MessagesStream:
         return b"".join(found) if found or not chunk or not self._chat.head else _PING
 
     def end(self) -> bytes:
-        """Return the end of the message; an error where the answer has none."""
+        """Return the end of the message, or an error if the answer did not end."""
         if self._is_failed:
             return b""
         if not self._chat.reason:

@@ -1,4 +1,4 @@
-"""Errors in the shape that the client's library expects: OpenAI's, or Anthropic's and Google's for their endpoints."""
+"""Errors in the format that the client's library expects: OpenAI's, or Anthropic's and Google's for their endpoints."""
 
 import msgspec
 from aiohttp import web
@@ -34,7 +34,7 @@ _GOOGLE_STATUSES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""Google's words for HTTP statuses."""
+"""Google's names of HTTP statuses."""
 
 
 class Problem(Exception):  # noqa: N818  # a response that is raised, not a fault of the program
@@ -43,8 +43,8 @@ class Problem(Exception):  # noqa: N818  # a response that is raised, not a faul
     Attributes:
         status: HTTP status.
         code: OpenAI's ``code``, a fixed word for programs.
-        is_retryable: Whether clients should try again; sent as ``x-should-retry``.
-        retry_after_s: Seconds to wait before that; sent as ``retry-after`` unless 0.
+        is_retryable: True if clients should try again; sent as ``x-should-retry``.
+        retry_after_s: Seconds to wait before another try; sent as ``retry-after`` unless 0.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Problem(Exception):  # noqa: N818  # a response that is raised, not a faul
         self.retry_after_s = retry_after_s
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that tell clients whether and when to try again."""
+        """Return the headers that tell clients if and when to try again."""
         wait = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
         return {"x-should-retry": "true" if self.is_retryable else "false", **wait}
 
 
 def problem_body(problem: Problem, dialect: ClientApi | None) -> bytes:
-    """Return the JSON body of ``problem`` in the shape of ``dialect``."""
+    """Return the JSON body of ``problem`` in the format of ``dialect``."""
     if dialect == "google":
         return google_error(problem.status, str(problem))
     openai_kind, anthropic_kind = _KINDS.get(problem.status, ("api_error", "api_error"))
@@ -76,13 +76,13 @@ def problem_body(problem: Problem, dialect: ClientApi | None) -> bytes:
 
 
 def google_error(status: int, message: str) -> bytes:
-    """Return an error's JSON body as Google's clients read it."""
+    """Return the JSON body of an error in Google's format."""
     kind = _GOOGLE_STATUSES.get(status, "INVALID_ARGUMENT" if status < _SERVERS_FAULT else "INTERNAL")
     return msgspec.json.encode({"error": {"code": status, "message": message, "status": kind}})
 
 
 def problem_response(problem: Problem, dialect: ClientApi | None) -> web.Response:
-    """Return ``problem`` as a response."""
+    """Return ``problem`` as an HTTP response."""
     return web.Response(
         body=problem_body(problem, dialect),
         status=problem.status,

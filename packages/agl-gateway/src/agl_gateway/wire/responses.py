@@ -1,10 +1,11 @@
-"""Translates calls of OpenAI's responses to chat completions, for policies whose servers give token ids only there.
+"""Translates calls of OpenAI's responses API to chat completions, the only API in which many servers return token ids.
 
-The items that the model wrote in a row, its thoughts, texts and tool calls, are one message again. Tools in a namespace
-get its name in front of theirs, and a free-form tool becomes a function of one text. Requests that need a server's
-memory are refused. Tools that run at OpenAI are dropped, because coding agents send them with every call; a request
-that insists on one is refused. ``reasoning``, ``truncation``, ``verbosity`` and ``parallel_tool_calls`` have no effect.
-Thoughts in answers are sealed in ``encrypted_content`` (:mod:`agl_gateway.wire.thoughts`).
+Consecutive items that the model wrote (thoughts, texts and tool calls) become one message again. A tool in a namespace
+gets the namespace as a prefix of its name, and a free-form tool becomes a function with one string argument. Requests
+that need a server's memory are refused. Tools that run at OpenAI are dropped, because coding agents send them with
+every call; a request that requires one is refused. ``reasoning``, ``truncation``, ``verbosity`` and
+``parallel_tool_calls`` have no effect. Thoughts in answers are sealed in ``encrypted_content``
+(:mod:`agl_gateway.wire.thoughts`).
 """
 
 import time
@@ -45,7 +46,7 @@ from agl_gateway.wire.thoughts import restored, sealed_item
 from agl_gateway.wire.translation import ClientApi, as_object, named_event, object_of, objects_in, text_in
 
 INPUT = "input"
-"""The one argument of a function that stands for a free-form tool."""
+"""The only argument of a function that stands for a free-form tool."""
 
 _REMEMBERED = ("previous_response_id", "conversation", "prompt", "background")
 _REMOTE_ADVICE = "send the whole conversation as input, with store = false"
@@ -55,7 +56,7 @@ _CALLS = ("function_call", "custom_tool_call")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolName:
-    """The name of a tool in responses, and whether its input is free text."""
+    """A tool's name and namespace in the responses API, and whether its input is free text."""
 
     name: str
     namespace: str = ""
@@ -64,7 +65,7 @@ class ToolName:
 
 @dataclass(frozen=True, slots=True)
 class ReadResponses:
-    """A request as a chat completion, the tools by their names there, and the names of what was dropped."""
+    """A responses request as a chat completion, its tools by their chat names, and the names of dropped tools."""
 
     request: Request
     tools: dict[str, ToolName] = field(default_factory=dict[str, ToolName])
@@ -72,10 +73,10 @@ class ReadResponses:
 
 
 def chat_of_responses(asked: Request) -> ReadResponses:
-    """Return a request of responses as a chat completion.
+    """Return a responses request as a chat completion.
 
     Raises:
-        Problem: 400 for a body that is not a JSON object, or asks for something that no policy's server has.
+        Problem: 400 if the body is not a JSON object, or asks for a feature that no policy's server has.
     """
     given = fields_of(asked)
     foreign = next((key for key in _REMEMBERED if given.get(key)), "")
@@ -94,7 +95,7 @@ def chat_of_responses(asked: Request) -> ReadResponses:
 
 
 def chat_name(name: object, namespace: object) -> str:
-    """Return the name of a tool in a chat completion."""
+    """Return the name of a tool in a chat completion: the namespace, if any, then the name."""
     space = text_in(namespace)
     return f"{space}{'' if not space or space.endswith('__') else '__'}{text_in(name)}"
 
@@ -113,7 +114,7 @@ def messages_of(given: dict[str, Any]) -> list[ChatMessage]:
 
 
 class _Conversation:
-    """Puts the items of a conversation together to messages."""
+    """Combines the items of a conversation into messages."""
 
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
@@ -138,7 +139,7 @@ class _Conversation:
             raise unsupported("item_reference", _REMOTE_ADVICE)
 
     def add(self, *messages: ChatMessage) -> None:
-        """Add messages after everything that is open."""
+        """Add messages, after the answer and the tool results that are still being collected."""
         self._flush_answer()
         self._flush_results()
         self._messages += messages
@@ -215,7 +216,7 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Tools:
-    """Reads the tools of a request."""
+    """Reads the tools of a request; collects their names and those of dropped tools."""
 
     def __init__(self) -> None:
         self.names: dict[str, ToolName] = {}
@@ -244,7 +245,7 @@ class _Tools:
             self.dropped.append(text_in(kind))
 
     def _choice(self, choice: object) -> tuple[Json, list[str] | None]:
-        """Return the choice of a chat completion, and the names of the allowed tools where some are not."""
+        """Return the ``tool_choice`` of a chat completion, and the names of the allowed tools (``None`` for all)."""
         chosen = as_object(choice)
         match chosen.get("type"):
             case None:
@@ -266,7 +267,7 @@ Item = dict[str, Json]
 
 
 class ResponsesTranslation:
-    """Translates a call of responses to a chat completion, and back."""
+    """Translates a call of the responses API to a chat completion, and the answer back."""
 
     client_api: ClientApi = "responses"
     content_type = "text/event-stream"
@@ -293,12 +294,12 @@ class ResponsesTranslation:
         return msgspec.json.encode(self._writer.ended(given, items, reason=reason, usage=usage_of(given)))
 
     def failure(self, body: bytes, status: int) -> bytes:
-        """Return an error with the message of the policy's server."""
+        """Return an error in OpenAI's format, with the message of the policy's server."""
         message, code = error_in(object_of(body), body)
         return problem_body(Problem(status, message, code=code), "responses")
 
     def stream(self) -> "ResponsesStream":
-        """Return what translates the streamed answer."""
+        """Return a translator for the streamed answer."""
         return ResponsesStream(self._writer)
 
 
@@ -306,9 +307,9 @@ class _Writer:
     """Writes responses and their items.
 
     Args:
-        about: The fields that a response repeats of its request.
-        model: The model that was asked for.
-        tools: The names of tools in responses, by those in chat completions.
+        about: The request's fields that a response repeats.
+        model: The model that the request names.
+        tools: The tools' names in responses, by their names in chat completions.
     """
 
     def __init__(self, about: dict[str, Json], model: str, tools: dict[str, ToolName]) -> None:
@@ -317,7 +318,7 @@ class _Writer:
         self._tools = tools
 
     def response(self, given: dict[str, Any], *, status: str, output: list[Item]) -> dict[str, Any]:
-        """Return a response of this status."""
+        """Return a response with this status."""
         created = given.get("created")
         return {
             "id": self._id("resp", given),
@@ -336,13 +337,13 @@ class _Writer:
         }
 
     def ended(self, given: dict[str, Any], output: list[Item], *, reason: str, usage: Usage) -> dict[str, Any]:
-        """Return a response that is complete, or was cut for the reason that it then names."""
+        """Return a response that is complete, or incomplete for a reason that it names."""
         cut = _INCOMPLETE.get(reason, "")
         response = self.response(given, status="incomplete" if cut else "completed", output=output)
         return {**response, "incomplete_details": {"reason": cut} if cut else None, "usage": usage_of_response(usage)}
 
     def item(self, piece: Piece, index: int, given: dict[str, Any]) -> Item:
-        """Return a whole item."""
+        """Return a piece as a complete item of a response."""
         match piece.kind:
             case "thought":
                 content = [{"type": "reasoning_text", "text": piece.text}]
@@ -374,7 +375,7 @@ def _text_part(text: str) -> Item:
 
 
 def usage_of_response(usage: Usage) -> dict[str, Json]:
-    """Return the usage as a response has it."""
+    """Return the usage in the form of the responses API."""
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
@@ -385,7 +386,7 @@ def usage_of_response(usage: Usage) -> dict[str, Json]:
 
 
 class ResponsesStream:
-    """Translates the events of a chat completion; the end of the response waits for the usage, which comes after it."""
+    """Translates the events of a chat completion; the end of the response is held back until the usage arrives."""
 
     def __init__(self, writer: _Writer) -> None:
         self._writer = writer
@@ -396,7 +397,7 @@ class ResponsesStream:
         self._is_failed = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return the events for the bytes that have arrived."""
+        """Return the client's events for these bytes of the chat completion."""
         found = list[bytes]()
         for one in self._chat.chunks(chunk):
             if one.get("error"):
@@ -408,7 +409,7 @@ class ResponsesStream:
         return b"".join(found)
 
     def end(self) -> bytes:
-        """Return the end of the response; a failure where the answer has no end."""
+        """Return the end of the response, or a failure if the answer did not end."""
         if self._is_failed:
             return b""
         reason = self._chat.reason
@@ -418,7 +419,7 @@ class ResponsesStream:
         return self._event(f"response.{ended['status']}", response=ended)
 
     def _beginning(self, chunk: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the beginning of the response, unless it has begun."""
+        """Yield the first events of the response, unless they were sent before."""
         if self._count:
             return
         started = self._writer.response(chunk, status="in_progress", output=[])
@@ -481,7 +482,7 @@ def _content_part(kind: str, text: str) -> Item:
 
 
 def _begun(item: Item) -> Item:
-    """Return an item as it is before its content."""
+    """Return an item as it is sent when it opens, with empty content."""
     empty: Item = {"arguments": "", "input": "", "content": [], "status": "in_progress"}
     kept = {key: value for key, value in item.items() if key != "encrypted_content"}
     return {**kept, **{key: value for key, value in empty.items() if key in item}}

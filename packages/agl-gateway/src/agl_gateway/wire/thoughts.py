@@ -1,10 +1,10 @@
-"""Carries a model's thoughts through clients that bring back no more of them than a field that they cannot read.
+"""Carries a model's thoughts through clients that only send back a field which they cannot read.
 
-OpenAI's responses without a memory (``store: false``) hand back ``encrypted_content`` of a reasoning item, and drop its
-text; Anthropic's messages hand back ``signature`` of a thinking block, and may drop its text; Google's API has
-``thoughtSignature``. Servers of open models fill none of them, so the thoughts would be missing in the next prompt,
-which then continues nothing that was sampled. The gateway seals the thoughts in these fields and restores them before
-it sends the next request, so it has to remember nothing. Sealed values are compressed, not encrypted.
+OpenAI's responses without a memory (``store: false``) send back the ``encrypted_content`` of a reasoning item and drop
+its text. Anthropic's messages send back the ``signature`` of a thinking block, and may drop its text. Google's API has
+``thoughtSignature``. Servers of open models fill none of these fields, so the thoughts would be missing in the next
+prompt, which would then continue no sampled branch. The gateway seals the thoughts in these fields and restores them
+before it sends the next request, so it needs no memory. Sealed values are compressed, not encrypted.
 """
 
 import base64
@@ -29,30 +29,31 @@ from agl_gateway.wire.translation import (
 
 _MAGIC = b"agl-v1"
 MARK = base64.b64encode(_MAGIC)
-"""The first bytes of every sealed value; a body without them holds none."""
+"""The first bytes of every sealed value; a request body without them holds no sealed value."""
 
 _MAX = 8 * 1024 * 1024
-"""Bytes of plain JSON, more than the thoughts in any model's context."""
+"""The most bytes of plain JSON; more than the thoughts in any model's context."""
 
 _URL_SAFE = str.maketrans("-_", "+/")
 
 
 def seal(value: Any) -> str:
-    """Return a JSON value as base64, which :class:`Unsealer` reads."""
+    """Seal a JSON value as compressed base64 text, which :class:`Unsealer` reads."""
     return base64.b64encode(_MAGIC + zlib.compress(msgspec.json.encode(value))).decode()
 
 
 class Unsealer:
-    """Reads the sealed values of one request, which inflate to 8 MiB together at most."""
+    """Reads the sealed values of one request; together they may decompress to 8 MiB at most."""
 
     def __init__(self) -> None:
         self._left = _MAX
 
     def read(self, text: object) -> Any:
-        """Return the value in a text of :func:`seal`, in base64 of either alphabet; ``None`` for any other value.
+        """Return the value that :func:`seal` put into ``text`` (in either base64 alphabet); ``None`` if it is not
+        sealed text.
 
         Raises:
-            Problem: 413 when the request's values inflate to more.
+            Problem: 413 if the request's sealed values decompress to more than 8 MiB.
         """
         if not isinstance(text, str) or not text.startswith(MARK.decode()):
             return None
@@ -64,7 +65,7 @@ class Unsealer:
             return None
 
     def _inflated(self, packed: bytes) -> bytes | None:
-        """Return the plain bytes of a stream; ``None`` for one without an end."""
+        """Return the decompressed bytes of a stream; ``None`` if the stream is cut short."""
         inflater = zlib.decompressobj()
         plain = inflater.decompress(packed, self._left + 1)
         self._left -= len(plain)
@@ -82,7 +83,7 @@ _ITEM_EVENTS = ("response.output_item.added", "response.output_item.done")
 
 
 def thoughts_of(asked: Request) -> "SealedResponses | SealedMessages | None":
-    """Return what carries the thoughts of a call; ``None`` where its client asks for none."""
+    """Return a translation that carries the thoughts of a call; ``None`` if its client does not ask for thoughts."""
     if asked.dialect == "responses":
         include = asked.get("include")
         return SealedResponses() if isinstance(include, list) and _INCLUDE in include else None
@@ -93,10 +94,10 @@ def thoughts_of(asked: Request) -> "SealedResponses | SealedMessages | None":
 
 
 def restored(asked: Request) -> Request:
-    """Return the request with the thoughts that were sealed in earlier answers.
+    """Return the request with the thoughts that earlier answers carried in sealed form.
 
     Raises:
-        Problem: 413 when these are longer than any model's context.
+        Problem: 413 if the thoughts are longer than any model's context.
     """
     if MARK not in asked.body:
         return asked
@@ -124,7 +125,7 @@ def _restored_message(message: Any, unsealer: Unsealer) -> Any:
 
 
 class _Unchanged:
-    """A translation that leaves all but the thoughts as they are."""
+    """A translation that changes only the thoughts."""
 
     content_type = "text/event-stream"
     dropped: tuple[str, ...] = ()
@@ -134,13 +135,13 @@ class _Unchanged:
         return restored(request)
 
     def failure(self, body: bytes, status: int) -> bytes:
-        """Return an error as it is."""
+        """Return an error's body unchanged."""
         del status
         return body
 
 
 class SealedResponses(_Unchanged):
-    """Fills ``encrypted_content`` of reasoning items that have text and no such content."""
+    """Fills the ``encrypted_content`` of reasoning items that have text but no such content."""
 
     client_api: ClientApi = "responses"
 
@@ -150,12 +151,12 @@ class SealedResponses(_Unchanged):
         return msgspec.json.encode(_sealed_response(given)) if _has_thoughts(given.get("output")) else body
 
     def stream(self) -> "_SealedStream":
-        """Return what seals the items of a stream."""
+        """Return a translator that seals the items of a stream."""
         return _SealedStream(_responses_event)
 
 
 class SealedMessages(_Unchanged):
-    """Fills ``signature`` of thinking blocks that have none."""
+    """Fills the ``signature`` of thinking blocks that have none."""
 
     client_api: ClientApi = "messages"
 
@@ -169,7 +170,7 @@ class SealedMessages(_Unchanged):
         return msgspec.json.encode({**given, "content": signed})
 
     def stream(self) -> "_SealedStream":
-        """Return what signs the blocks of a stream."""
+        """Return a translator that signs the blocks of a stream."""
         return _SealedStream(_OpenBlocks().event)
 
 
@@ -182,14 +183,14 @@ def _sealed_response(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def sealed_item(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item of a response, with its thoughts in ``encrypted_content`` where it has any and no such content."""
+    """Return a response's item; if it has thoughts but no ``encrypted_content``, they are sealed in that field."""
     if item.get("type") != "reasoning" or item.get("encrypted_content") or not item.get("content"):
         return item
     return {**item, "encrypted_content": seal({"content": item["content"], "summary": item.get("summary") or []})}
 
 
 def signed_block(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a thinking block with its thoughts in ``signature``, unless it has one."""
+    """Return a thinking block with its thoughts sealed in ``signature``, unless it already has a signature."""
     return block if block.get("signature") else {**block, "signature": seal(block)}
 
 
@@ -207,7 +208,7 @@ def _responses_event(event: bytes) -> bytes:
 
 
 class _OpenBlocks:
-    """Collects the thinking blocks of a stream, and adds a signature before one ends without."""
+    """Collects the thinking blocks of a stream, and adds a signature before the end of a block that has none."""
 
     def __init__(self) -> None:
         self._blocks: dict[Any, dict[str, Any]] = {}
@@ -245,9 +246,9 @@ class _SealedStream:
         self._rewrite = rewrite
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return the events that have ended."""
+        """Return the rewritten events that these bytes complete."""
         return b"".join(self._rewrite(event) + b"\n\n" for event in self._events.feed(chunk))
 
     def end(self) -> bytes:
-        """Return what is left of a stream without a last blank line."""
+        """Return the rest of a stream that does not end with a blank line."""
         return self._events.rest()

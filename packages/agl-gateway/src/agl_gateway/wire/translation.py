@@ -1,6 +1,6 @@
-"""The contract by which a call reaches its policy in another form than its client sent, and the answer comes back.
+"""The contract of a translation: a call reaches its policy in another API than its client's, and the answer comes back.
 
-The relay sends, and the recorder keeps, what the policy's server reads and writes. The client alone sees the
+The relay sends, and the recorder stores, the request and answer of the policy's server. Only the client sees the
 translation.
 """
 
@@ -14,7 +14,7 @@ from agl.dialects import Request
 from agl.schemas import Dialect, Json
 
 ClientApi: TypeAlias = Dialect | Literal["google"]
-"""The API that a client speaks."""
+"""The API that a client uses."""
 
 CHAT = "/chat/completions"
 
@@ -23,11 +23,11 @@ class StreamTranslation(Protocol):
     """Translates one streamed answer as it arrives."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return what the client gets for the next bytes of the policy's server; ``b""`` while an event is open."""
+        """Return the client's bytes for the next bytes of the server; ``b""`` while an event is incomplete."""
         ...
 
     def end(self) -> bytes:
-        """Return the end of the client's stream, once that of the server is complete."""
+        """Return the end of the client's stream, once the server's stream is complete."""
         ...
 
 
@@ -36,8 +36,8 @@ class Translation(Protocol):
 
     Attributes:
         client_api: The client's API.
-        content_type: That of a streamed answer.
-        dropped: What the request asked for and the policy's server cannot do, once the request is translated.
+        content_type: The content type of a streamed answer.
+        dropped: The parts of the request that the policy's server cannot serve; set by :meth:`asked`.
     """
 
     client_api: ClientApi
@@ -45,30 +45,30 @@ class Translation(Protocol):
     dropped: tuple[str, ...]
 
     def asked(self, request: Request) -> Request:
-        """Return the request to send; raises a 400 :class:`Problem` for one that cannot be."""
+        """Return the request to send; raises a 400 :class:`Problem` if it cannot be translated."""
         ...
 
     def answer(self, body: bytes) -> bytes:
-        """Return a whole answer for the client; raises a :class:`Problem` where it has nothing."""
+        """Return a whole answer for the client; raises a :class:`Problem` if the server's answer is unusable."""
         ...
 
     def failure(self, body: bytes, status: int) -> bytes:
-        """Return the body of an error's answer for the client."""
+        """Return the body of an error answer for the client."""
         ...
 
     def stream(self) -> StreamTranslation:
-        """Return what translates the streamed answer."""
+        """Return a translator for the streamed answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """A call in the form in which its policy's server gets it.
+    """A call in the form that its policy's server gets.
 
     Attributes:
         endpoint: The server's endpoint, such as ``/chat/completions``.
-        translation: Translates the answer back; ``None`` where the client gets the server's own.
-        notes: Attributes that name the parameters of sampling that the agent asked for in training.
+        translation: Translates the answer back; ``None`` if the client gets the server's own answer.
+        notes: Span attributes that record the sampling parameters that the agent set in training.
     """
 
     request: Request
@@ -77,49 +77,49 @@ class Outgoing:
     notes: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     def translated(self, translation: Translation) -> "Outgoing":
-        """Return the call as a chat completion; raises a :class:`Problem` where that cannot be."""
+        """Return the call as a chat completion; raises a :class:`Problem` if that is impossible."""
         return Outgoing(request=translation.asked(self.request), endpoint=CHAT, translation=translation)
 
     @property
     def client_api(self) -> ClientApi:
-        """The API in which the client reads errors."""
+        """The API whose error format the client expects."""
         return self.request.dialect if self.translation is None else self.translation.client_api
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """What the client asked for in vain, because the policy's server cannot do it."""
+        """The parts of the client's request that were dropped, because the policy's server cannot serve them."""
         return () if self.translation is None else self.translation.dropped
 
 
 class EventSplitter:
-    """Splits a stream of server-sent events, whose bytes arrive in any pieces."""
+    """Splits a stream of server-sent events, whose bytes arrive in arbitrary pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield the events that have ended, without the blank line behind them."""
+        """Yield the events that these bytes complete, without the blank line after them."""
         *events, self._rest = (self._rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
         yield from events
 
     def rest(self) -> bytes:
-        """Return the bytes of an event that has not ended."""
+        """Return the bytes of an incomplete event."""
         return self._rest
 
 
 def data_of(event: bytes) -> dict[str, Any]:
-    """Return the JSON object of an event; an empty one for any other event."""
+    """Return the JSON object of an event; an empty one if its data is not an object."""
     data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
     return object_of(data)
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """Return an event of messages or responses, which bears the name of its type."""
+    """Return an event for messages or responses, named after its ``type``."""
     return b"event: %b\ndata: %b\n\n" % (str(data.get("type")).encode(), msgspec.json.encode(data))
 
 
 def object_of(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``data``; an empty one if it holds none."""
+    """Return the JSON object in ``data``; an empty one if ``data`` is not an object."""
     try:
         found = msgspec.json.decode(data) if data else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -128,12 +128,12 @@ def object_of(data: bytes) -> dict[str, Any]:
 
 
 def as_object(value: object) -> dict[str, Any]:
-    """Return ``value`` if it is an object, else an empty one."""
+    """Return ``value`` if it is an object, else an empty object."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def objects_in(value: object) -> list[dict[str, Any]]:
-    """Return the objects in ``value`` if it is an array, else none."""
+    """Return the non-empty items of an array, each as an object; an empty list if ``value`` is not an array."""
     return [as_object(item) for item in cast("list[object]", value) if item] if isinstance(value, list) else []
 
 

@@ -1,1 +1,1 @@
-"""Harbor's tasks: their folders, what their Dockerfiles give a sandbox, and the reward of their tests."""
+"""Support for Harbor tasks: reads their folders and Dockerfiles, lays out their sandboxes, and runs their tests."""

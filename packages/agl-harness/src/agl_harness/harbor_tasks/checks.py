@@ -20,14 +20,14 @@ from agl_harness.sandboxes.local import no_places
 from agl_harness.settings import HarnessSettings
 
 _BUILT_BY = ("harbor",)
-"""Backends that build a task's image."""
+"""The backends that build a task's container image."""
 
 
 def check_tasks(folders: Sequence[Path], *, settings: HarnessSettings) -> None:
-    """Check that tasks can be run in the sandbox that an experiment names.
+    """Check that tasks can run in the sandbox that an experiment's settings name.
 
     Raises:
-        ConfigError: One cannot, or asks for something that the sandbox lacks; says what to do.
+        ConfigError: A task cannot run, or needs something that the sandbox lacks.
     """
     if not folders:
         return
@@ -59,23 +59,23 @@ def _lacking(lacking: dict[Lack, list[tuple[Path, str]]], settings: HarnessSetti
 
 
 def read_tasks(name: str, folder: Path) -> list[Json]:
-    """Read the tasks of a folder of Harbor task folders, in the order of their names.
+    """Read Harbor tasks, sorted by path.
 
     Args:
         name: A task folder, a folder of them, or a pattern for them, such as ``tasks/add-*``.
-        folder: Base of a relative name.
+        folder: The folder to which a relative name refers.
 
     Returns:
-        Tasks with ``name``, ``prompt`` and, below ``folder``, ``workspace``.
+        Tasks as objects with ``name`` and ``prompt``; a task within ``folder`` also has ``workspace``.
 
     Raises:
-        DatasetError: No task is found, or one cannot be read.
+        DatasetError: No task is found, or a task cannot be read.
     """
     return [_task(path, folder) for path in task_folders(name, folder)]
 
 
 def task_folders(name: str, folder: Path) -> list[Path]:
-    """Return the task folders of a name, sorted; see :func:`read_tasks`.
+    """Return the task folders that a name matches, sorted; the arguments are those of :func:`read_tasks`.
 
     Raises:
         DatasetError: No task is found.

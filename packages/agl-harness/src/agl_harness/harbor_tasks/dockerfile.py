@@ -1,7 +1,7 @@
-"""Reads the parts of a Dockerfile that a local sandbox can follow: folders, variables, and files to copy.
+"""Reads the parts of a Dockerfile that a local sandbox can reproduce: folders, variables, and files to copy.
 
-The machine's own programs take the place of the image. A line that installs or downloads something is therefore a
-*lack*: a sandbox without images cannot follow it.
+A local sandbox uses the machine's own programs in place of the image. A line that installs or downloads something is
+therefore a *lack*: a sandbox without images cannot carry it out.
 """
 
 import json
@@ -20,16 +20,16 @@ _HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
 _SILENT = frozenset(
     {"LABEL", "EXPOSE", "CMD", "ENTRYPOINT", "SHELL", "STOPSIGNAL", "MAINTAINER", "HEALTHCHECK", "VOLUME", "ONBUILD"}
 )
-"""Instructions that change nothing about the files and variables that a command finds."""
+"""Instructions that change neither the files nor the variables of a command in the container."""
 
 
 class Copying(Record, frozen=True, kw_only=True):
-    """A file or folder that goes into the image.
+    """A file or folder that a Dockerfile copies into the image.
 
     Attributes:
-        source: Path relative to the build's folder; a pattern may stand in its last part.
-        target: Absolute path.
-        is_folder: True if ``target`` is the folder that a file goes into.
+        source: Path relative to the build folder; it may be a pattern.
+        target: Absolute path in the image.
+        is_folder: True if ``target`` is a folder into which a file is copied under its own name.
     """
 
     source: str
@@ -41,12 +41,12 @@ class Image(Record, frozen=True, kw_only=True):
     """The settings of the last stage of a Dockerfile.
 
     Attributes:
-        base: The image that it begins with.
-        workdir: Its working directory; ``""`` if it names none.
-        variables: Its variables.
-        copies: Files and folders of the build's folder.
-        lacks: Lines that install or download something, as they stand.
-        user: The user that commands run as; ``""`` if it names none.
+        base: The base image, from ``FROM``.
+        workdir: The working directory; ``""`` if the Dockerfile sets none.
+        variables: The environment variables, from ``ENV``.
+        copies: Files and folders copied from the build folder.
+        lacks: Lines that install or download something, unchanged.
+        user: The user that commands run as; ``""`` if the Dockerfile sets none.
     """
 
     base: str = ""
@@ -61,11 +61,11 @@ def read_dockerfile(text: str, *, name: str) -> Image:
     """Read a Dockerfile.
 
     Args:
-        text: Its content.
-        name: Its name in messages.
+        text: The content of the Dockerfile.
+        name: The file's name, for messages.
 
     Raises:
-        ConfigError: It does not begin with ``FROM``, or a line is not an instruction.
+        ConfigError: The first instruction is not ``FROM``, or a line is not a valid instruction.
     """
     stage = _Stage()
     started = False
@@ -98,7 +98,7 @@ class _Stage:
         self.arguments[key.strip()] = self._filled(value.strip().strip("\"'"))
 
     def follow(self, word: str, rest: str, line: str) -> None:
-        """Follow an instruction; raises :class:`ValueError` for one that does not exist or lacks something."""
+        """Apply an instruction to the image; raises :class:`ValueError` if it is unknown or incomplete."""
         if word == "WORKDIR":
             folder = _joined(self.image.workdir or "/", self._filled(rest.strip("\"'")))
             self.image = replace(self.image, workdir=folder)
@@ -140,7 +140,7 @@ class _Stage:
             self.image.lacks.append(line)
             return
         if word == "ADD" and any(re.search(r"\.(tar|tgz|tbz2?|txz)(\.\w+)?$", item) for item in sources):
-            self.image.lacks.append(line)  # which Docker would unpack
+            self.image.lacks.append(line)  # Docker would unpack the archive
             return
         is_folder = len(sources) > 1 or target.endswith("/") or PurePosixPath(target).name in ("", ".", "..")
         place = _joined(self.image.workdir or "/", target)
@@ -165,7 +165,7 @@ def _image_of(rest: str) -> str:
 
 
 def _joined(folder: str, path: str) -> str:
-    """Return an absolute path without ``.`` and ``..``, which never lead above the root."""
+    """Join a path to a folder; resolves ``.`` and ``..``, and never leads above the root."""
     parts: list[str] = []
     for part in PurePosixPath(folder, path).parts[1:]:
         if part == "..":
@@ -176,7 +176,7 @@ def _joined(folder: str, path: str) -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the instructions with the numbers of their first lines; continued lines are joined, documents left out."""
+    """Yield the instructions, each with its first line's number; joins continued lines, drops here-documents."""
     lines = enumerate(text.splitlines(), start=1)
     for number, raw in lines:
         line = raw.strip()
@@ -196,13 +196,13 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def ignored_names(text: str) -> tuple[str, ...]:
-    """Return the patterns of a ``.dockerignore``; ``!`` begins one that brings something back."""
+    """Return the patterns of a ``.dockerignore``; a pattern with the prefix ``!`` includes files again."""
     found = (line.strip() for line in text.splitlines())
     return tuple(line for line in found if line and not line.startswith("#"))
 
 
 def is_ignored(path: PurePosixPath, patterns: tuple[str, ...]) -> bool:
-    """Return true if the last pattern of a ``.dockerignore`` that a path matches leaves it out."""
+    """Return true if the ``.dockerignore`` patterns leave a path out; the last matching pattern decides."""
     result = False
     for pattern in patterns:
         wanted = pattern.removeprefix("!").strip("/")
@@ -213,17 +213,17 @@ def is_ignored(path: PurePosixPath, patterns: tuple[str, ...]) -> bool:
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
-    """Translate a pattern of Go's ``filepath.Match`` with ``**``."""
+    """Translate a ``.dockerignore`` pattern (Go's ``filepath.Match``, and ``**``) to a regular expression."""
     parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
     known: Mapping[str, str] = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.compile("".join(known.get(part) or re.escape(part) for part in parts))
 
 
 def sources_of(copying: Copying, folder: Path) -> list[Path]:
-    """Return the files and folders that a line copies, from the build's folder.
+    """Return the files and folders in the build folder that a copy instruction names.
 
     Raises:
-        ConfigError: The source does not exist, or lies outside of the folder.
+        ConfigError: The source does not exist, or is outside of the build folder.
     """
     relative = _joined("/", copying.source).lstrip("/")
     is_pattern = any(sign in relative for sign in "*?[")

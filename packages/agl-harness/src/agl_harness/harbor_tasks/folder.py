@@ -1,7 +1,8 @@
 """Reads Harbor's task folders: an instruction, the environment's files, hidden tests, and limits.
 
-https://harborframework.com/docs/task-format describes the format. Read here is a task of one step for Linux; what a
-sandbox without container images cannot give it is listed by :func:`lacks_of`, so that nothing is left out in silence.
+https://harborframework.com/docs/task-format describes the format. This module reads tasks with one step for Linux. If a
+task needs something that a sandbox without container images cannot provide, :func:`lacks_of` lists it, so that nothing
+is dropped silently.
 """
 
 import os
@@ -19,16 +20,16 @@ from agl_harness.harbor_tasks.dockerfile import Image, read_dockerfile
 from agl_harness.sandboxes.contract import bytes_of
 
 PREFIX = "harbor:"
-"""Begins the name of a task folder, in ``train``, ``val`` and ``workspace``."""
+"""The prefix that marks the name of a Harbor task folder in ``train``, ``val`` and ``workspace``."""
 
 CONFIG, INSTRUCTION, ENVIRONMENT, TESTS, SOLUTION = "task.toml", "instruction.md", "environment", "tests", "solution"
 TEST_SCRIPT, SOLUTION_SCRIPT = "test.sh", "solve.sh"
 
 MAX_TEXT = 1 << 20
-"""Bytes of an instruction, a ``task.toml`` or a Dockerfile at most."""
+"""Largest size of an instruction, a ``task.toml`` or a Dockerfile, in bytes."""
 
 Lack = Literal["build", "image", "services", "network", "gpus", "user", "mcp", "healthcheck", "collect", "variables"]
-"""Parts of a task that only a sandbox with images can give."""
+"""Needs of a task that only a sandbox with container images can meet."""
 
 _MEANINGS: dict[Lack, str] = {
     "build": "its Dockerfile installs or downloads something",
@@ -53,7 +54,7 @@ _SYSTEM = frozenset(
     )
 )
 
-"""Folders that cannot be a task's working directory here."""
+"""Folders of the machine that cannot be a task's working directory."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
@@ -97,7 +98,7 @@ class _Solution(Record, frozen=True, kw_only=True):
 
 
 class _Config(Record, frozen=True, kw_only=True):
-    """``task.toml``; other keys, which newer versions may have, are left alone."""
+    """The contents of ``task.toml``; unknown keys, which newer versions may have, are ignored."""
 
     agent: _Agent = _Agent()
     verifier: _Verifier = _Verifier()
@@ -111,20 +112,20 @@ class TaskFolder(Record, frozen=True, kw_only=True):
     """A task of Harbor.
 
     Attributes:
-        folder: Its folder.
-        workdir: The absolute path that its agent and its tests work in; ``""`` if nothing names one.
-        image: What its Dockerfile says.
-        agent_s: Seconds for the agent; ``None`` for no limit.
-        verifier_s: Seconds for the tests.
-        memory: Bytes of memory; 0 for no limit.
+        folder: The task's folder.
+        workdir: The absolute path in which the agent and the tests work; ``""`` if the task names none.
+        image: The settings in the task's Dockerfile.
+        agent_s: Time limit of the agent in seconds; ``None`` for no limit.
+        verifier_s: Time limit of the tests in seconds.
+        memory: Memory limit in bytes; 0 for no limit.
         cpus: Number of CPUs; 0 for no limit.
-        environment: Variables of agent and tests; ``${NAME}`` stands for one of this machine.
+        environment: Variables of agent and tests; a value ``${NAME}`` is taken from this machine's variables.
         verifier_environment: Further variables of the tests.
         solution_environment: Further variables of the solution.
-        is_separate: True if the tests run in a sandbox of their own, which gets the artifacts only.
-        artifacts: Absolute paths of what such a sandbox gets.
-        test_image: What the Dockerfile of the tests says, where they have one.
-        lacks: What it asks for that a sandbox without images does not give, with the line or key.
+        is_separate: True if the tests run in a separate sandbox, which gets only the artifacts.
+        artifacts: Absolute paths of the files and folders that a separate test sandbox gets.
+        test_image: The settings in the Dockerfile of separate tests; ``None`` if they have no Dockerfile.
+        lacks: Needs that a sandbox without container images cannot meet, each with the line or key that states it.
     """
 
     folder: Path
@@ -147,7 +148,8 @@ def load_task(folder: Path) -> TaskFolder:
     """Read a task folder.
 
     Raises:
-        ConfigError: The folder holds no task, its kind cannot be run, or a link leads out of it.
+        ConfigError: The folder is not a task, the task has several steps or another system than Linux, or a link
+            leads out of the folder.
     """
     config = _config(folder)
     if config.steps:
@@ -185,7 +187,7 @@ def load_task(folder: Path) -> TaskFolder:
 
 
 def instruction_of(folder: Path) -> str:
-    """Return a task's instruction, without the lines at its beginning that mark it for searches in training data."""
+    """Return a task's instruction without its leading canary lines, which help to find it in training data."""
     lines = _text(folder / INSTRUCTION).split("\n")
     while lines and (_CANARY.match(lines[0].strip()) or not lines[0].strip()):
         lines.pop(0)
@@ -193,7 +195,7 @@ def instruction_of(folder: Path) -> str:
 
 
 def check_workdir(task: TaskFolder) -> None:
-    """Raise :class:`ConfigError` if a task's working directory cannot be made on this machine."""
+    """Raise :class:`ConfigError` if a task names no working directory, or one that is a folder of the system."""
     if not task.workdir:
         raise ConfigError(
             f"the task {task.folder} names no working directory; write WORKDIR /app into its Dockerfile, or workdir "
@@ -208,12 +210,12 @@ def check_workdir(task: TaskFolder) -> None:
 
 
 def lacks_of(task: TaskFolder, *, without: Sequence[str]) -> dict[Lack, str]:
-    """Return the lacks of a task that ``without`` does not accept."""
+    """Return a task's lacks, except for those in ``without``."""
     return {lack: line for lack, line in task.lacks.items() if lack not in without}
 
 
 def describe(lack: Lack, line: str) -> str:
-    """Word a lack for people."""
+    """Describe a lack for people."""
     return f"{_MEANINGS[lack]} ({line[:80]})"
 
 
@@ -221,7 +223,7 @@ LACKS: tuple[Lack, ...] = tuple(_MEANINGS)
 
 
 def filled_variables(variables: dict[str, str], given: dict[str, str]) -> dict[str, str]:
-    """Fill values such as ``${NAME}`` and ``${NAME:-otherwise}``; a variable without a value is left out."""
+    """Replace values such as ``${NAME}`` and ``${NAME:-default}``; leaves out variables that get no value."""
     found: dict[str, str] = {}
     for name, text in variables.items():
         match = _TEMPLATE.fullmatch(text)
@@ -291,7 +293,7 @@ def _memory(environment: _Section, folder: Path) -> int:
 
 
 def _artifacts(entries: Sequence[Any]) -> list[str]:
-    """Return the absolute sources of a task's artifacts, ``/logs/artifacts`` first."""
+    """Return the absolute source paths of a task's artifacts, starting with ``/logs/artifacts``."""
     sources: list[Any] = [entry.get("source") if hasattr(entry, "get") else entry for entry in entries]
     for source in sources:
         if not isinstance(source, str) or not source.startswith("/") or ".." in PurePosixPath(source).parts:

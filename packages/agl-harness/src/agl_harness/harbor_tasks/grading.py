@@ -1,9 +1,9 @@
 """The reward ``harbor``: runs a Harbor task's tests once the agent has ended, and reads the reward that they write.
 
-The tests come into the sandbox only then: into a copy of the agent's, or into one of their own where the task says
-so, which gets the task's artifacts and nothing else. Tests that write no reward, or something else than a number, give
-0.0: the agent may have caused it, and a policy must not gain by it. ``agl harness oracle`` shows whether the tests
-of a task work.
+The tests are copied in only after the agent has ended: into a copy of the agent's sandbox, or, if the task asks for it,
+into a separate sandbox that gets only the task's artifacts. If the tests write no reward, or one that is not a number,
+the reward is 0.0: the agent may have caused that, and a policy must not gain by it. ``agl harness oracle`` shows
+whether a task's tests work.
 """
 
 import json
@@ -37,28 +37,28 @@ from agl_harness.workspace import task_folder_of
 _PROGRAM = "chmod +x /tests/test.sh && exec /tests/test.sh"
 _CLEAR = (
     "for place in /logs /tests; do [ -L $place ] || chmod -R u+rwX $place; done 2>/dev/null; "
-    "rm -rf -- /logs/verifier; rm -rf -- /tests 2>/dev/null; "  # which may be a mount, so that it stays
+    "rm -rf -- /logs/verifier; rm -rf -- /tests 2>/dev/null; "  # fails if /tests is a mount, which is fine
     'mkdir -p /logs/verifier /tests && [ -z "$(ls -A /logs/verifier)$(ls -A /tests)" ]'
 )
-"""Removes the agent's files from the places of the tests and their reward, or fails."""
+"""Removes the agent's files from /tests and /logs/verifier, and fails if some remain."""
 
 _FILES = ("reward.json", "reward.txt")
 _MOST = 16_000
-"""Characters of a file with a reward at most."""
+"""Largest length of a reward file, in characters."""
 
 _READ_S = 30.0
 _FEEDBACK = 2_000
-"""Characters of the tests' output in a reward's feedback: its end."""
+"""Number of characters from the end of the tests' output that become the reward's feedback."""
 
 
 class HarborTests:
-    """Rewards an agent's work on a Harbor task by the task's tests.
+    """Rewards an agent's work on a Harbor task with the task's own tests.
 
     Args:
-        setup: The experiment's folder.
-        memory: Memory that the tests may use, where the task names none.
-        processes: Number of processes that they may start.
-        variables: Names of variables of this process that a task's tests may ask for, such as the key of a judge.
+        setup: Provides the experiment's folder.
+        memory: Memory limit of the tests, unless the task sets one.
+        processes: Largest number of processes of the tests.
+        variables: Names of this process's environment variables that a task's tests may get, such as a judge's key.
 
     Raises:
         ConfigError: ``memory`` is not a size.
@@ -76,7 +76,7 @@ class HarborTests:
 
         Raises:
             SandboxError: The sandbox went away.
-            ConfigError: The task is not one of Harbor's.
+            ConfigError: The task is not a Harbor task.
         """
         found = await attach(spans, reward="harbor", folder=self._folder)
         folder = task_folder_of("", rollout.task, folder=self._folder) or found.record.get(semconv.TASK_FOLDER)
@@ -97,7 +97,7 @@ async def grade(
     limits: Limits,
     variables: Mapping[str, str],
 ) -> Reward:
-    """Run a task's tests on what an agent left in its sandbox, and return their reward.
+    """Run a task's tests on the files that an agent left in its sandbox, and return their reward.
 
     Raises:
         SandboxError: The sandbox went away.
@@ -118,7 +118,7 @@ async def grade(
 
 
 async def _apart(task: TaskFolder, agent: Sandbox, sandboxes: Sandboxes) -> tuple[Sandbox, Layout]:
-    """Make a sandbox for the tests alone, with the artifacts of the agent's."""
+    """Make a separate sandbox for the tests, with the artifacts from the agent's sandbox."""
     if not isinstance(sandboxes, TaskSandboxes):
         raise ConfigError(f"the sandbox {type(sandboxes).__name__} cannot run Harbor tasks; use another one")
     theirs = layout_of(task)
@@ -182,7 +182,7 @@ async def _test(
 
 
 async def _text(sandbox: Sandbox, name: str, environment: Mapping[str, str]) -> str | None:
-    """Return the beginning of a file with a reward; ``None`` if it is missing, a pipe or a link."""
+    """Return the first characters of a reward file; ``None`` if it is missing, a pipe or a link."""
     script = f'[ -f "$1" ] && [ ! -L "$1" ] && head -c {_MOST + 1} -- "$1"'
     done = await _run(sandbox, ["/bin/sh", "-c", script, "sh", f"/logs/verifier/{name}"], environment)
     return done.output if done.code == 0 else None
@@ -193,7 +193,10 @@ async def _run(sandbox: Sandbox, words: Sequence[str], environment: Mapping[str,
 
 
 def _reward(name: str, text: str, shown: str) -> Reward:
-    """Read a file with a reward: a number, or in ``reward.json`` numbers by name, of which ``reward`` is the value."""
+    """Read a reward file, which holds a number; ``reward.json`` may hold numbers by name.
+
+    The value is then the number named ``reward``, or else the mean of all.
+    """
     parts = None if len(text) > _MOST else _numbers(text, is_json=name.endswith(".json"))
     if parts is None:
         feedback = f"the tests wrote no number into {name}, but {text[:80]!r}\n{shown}"
@@ -206,7 +209,7 @@ def _reward(name: str, text: str, shown: str) -> Reward:
 
 
 def _numbers(text: str, *, is_json: bool) -> dict[str, float] | None:
-    """Return the numbers by name; ``None`` if one is not a finite number."""
+    """Parse the numbers of a reward file, by name; ``None`` if there are none, or if one is not a finite number."""
     try:
         found: Any = json.loads(text) if is_json else float(text)
         parts = cast("dict[str, Any]", found) if isinstance(found, dict) else {"reward": found}

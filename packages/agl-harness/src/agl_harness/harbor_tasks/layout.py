@@ -14,20 +14,20 @@ from agl_harness.harbor_tasks.folder import TaskFolder
 from agl_harness.sandboxes.contract import WORKSPACE, Sandbox
 
 LOGS, TESTS, SOLUTION, PLACES = "logs", "tests", "solution", "places"
-"""Folders of a sandbox for a task, besides its own."""
+"""Folders that a sandbox for a task has in addition to those of every sandbox."""
 
 _IGNORE = ".dockerignore"
 
 
 class Layout(Record, frozen=True, kw_only=True):
-    """The folders of a sandbox, and the files that go into it.
+    """The folders of a sandbox for a task, and the files that are copied into them.
 
     Attributes:
         task: The task.
-        places: Absolute paths at which programs find folders and files of the sandbox, by their path in it.
-        folder: The folder of the sandbox that programs work in.
-        uploads: What is copied into it: a file or folder, and its path in the sandbox.
-        ignored: Patterns of files that are left out of folders.
+        places: Absolute paths at which programs find the sandbox's folders and files, by path in the sandbox.
+        folder: The working directory of programs, as a path in the sandbox.
+        uploads: Files and folders to copy into the sandbox, as pairs of source path and path in the sandbox.
+        ignored: Patterns from ``.dockerignore`` for files that are left out when a folder is copied.
     """
 
     task: TaskFolder
@@ -37,7 +37,7 @@ class Layout(Record, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()
 
     def inside(self, path: str) -> str | None:
-        """Return the path in the sandbox of an absolute one; ``None`` if it belongs to the machine or the image."""
+        """Translate an absolute path to a path in the sandbox; ``None`` if it belongs to the machine or the image."""
         wanted = PurePosixPath(path)
         for name, place in sorted(self.places.items(), key=lambda item: -len(PurePosixPath(item[1]).parts)):
             if wanted.is_relative_to(place):
@@ -46,12 +46,12 @@ class Layout(Record, frozen=True, kw_only=True):
 
 
 def layout_of(task: TaskFolder, *, extra: Sequence[str] = ()) -> Layout:
-    """Return the layout in which an agent works on a task; ``extra`` are further absolute paths, such as /solution."""
+    """Return the layout of an agent's sandbox for a task; ``extra`` adds absolute paths, such as ``/solution``."""
     return _layout(task, task.image, task.folder / "environment", workdir=task.workdir, extra=extra)
 
 
 def layout_of_tests(task: TaskFolder, *, extra: Sequence[str] = ()) -> Layout:
-    """Return the layout of a sandbox for the tests alone; ``extra`` are absolute paths of files that they get."""
+    """Return the layout of a separate sandbox for a task's tests; ``extra`` adds absolute paths of artifacts."""
     image, folder = task.test_image, task.folder / "tests"
     if image is None:
         image, folder = task.image, task.folder / "environment"
@@ -59,7 +59,7 @@ def layout_of_tests(task: TaskFolder, *, extra: Sequence[str] = ()) -> Layout:
 
 
 async def fill(sandbox: Sandbox, layout: Layout) -> None:
-    """Copy a layout's files into a sandbox, and make the folders that stay empty."""
+    """Make a layout's folders in a sandbox, and copy its files into them."""
     with tempfile.TemporaryDirectory(prefix="agl-task-") as empty:
         nothing = Path(empty, "nothing")
         nothing.mkdir()
@@ -95,7 +95,8 @@ def _layout(task: TaskFolder, image: Image, folder: Path, *, workdir: str, extra
 def _copies(image: Image, folder: Path, workdir: str) -> list[tuple[Path, PurePosixPath]]:
     """Return the files and folders that a Dockerfile copies, each with its absolute path in the image.
 
-    What goes into a folder that this machine has, such as ``/etc``, is taken apart, so that the rest stays there.
+    A folder whose target exists on this machine, such as ``/etc``, is split into its files, so that the machine's other
+    files in the target stay visible.
     """
     found: list[tuple[Path, PurePosixPath]] = []
     for copying in image.copies:

@@ -1,4 +1,4 @@
-"""Runs the solutions of Harbor tasks, as an agent would work, and grades what they leave: ``agl harness oracle``."""
+"""``agl harness oracle``: runs Harbor tasks' solutions in place of an agent, and grades the results."""
 
 import tempfile
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ _SHOWN = 500
 
 
 class Verdict(Record, frozen=True, kw_only=True):
-    """A solution's result.
+    """The result of running a task's solution.
 
     Attributes:
-        name: The task.
-        reward: The reward that the tests gave it.
-        problem: The reason for no reward, or the end of the output of solution or tests; ``""`` for a reward of 1.
+        name: The task's name.
+        reward: The reward from the task's tests.
+        problem: The reason why there is no reward, or the end of the output of solution or tests; ``""`` if the reward
+            is at least 1.
     """
 
     name: str
@@ -35,10 +36,11 @@ class Verdict(Record, frozen=True, kw_only=True):
 
 
 async def solve_all(name: str, *, without: Sequence[Lack] = ()) -> list[Verdict]:
-    """Run the solutions of the tasks of a name, one after the other, in local sandboxes.
+    """Run the solutions of the tasks that a name or pattern matches, one at a time, in local sandboxes.
 
     Raises:
-        ConfigError: There is no such task, or one cannot be run here.
+        ConfigError: A task cannot run on this machine.
+        DatasetError: There is no such task.
     """
     settings = HarnessSettings(without=tuple(without))
     folders = task_folders(name, Path())

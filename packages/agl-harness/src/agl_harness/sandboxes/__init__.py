@@ -1,1 +1,1 @@
-"""Sandboxes: their contract, the local kind, and backends that make them elsewhere."""
+"""Sandboxes: their contract, the local backend, and backends for Harbor and Ray."""

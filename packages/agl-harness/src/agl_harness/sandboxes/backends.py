@@ -1,7 +1,9 @@
-"""Finds the backend of sandboxes that an experiment names, and the sandbox of an attempt for rewards.
+"""Builds the backend of sandboxes that an experiment names, and finds an attempt's sandbox for its rewards.
 
-A harness may add spans to its own attempt, with the attempt's token. A gateway removes from these what only a runner
-records, and the runner's span comes after them, because it is written when the attempt ends.
+A reward finds the sandbox through attributes of the runner's root span. A harness can add spans to its own attempt with
+the attempt's token, and must not be able to name another sandbox. The gateway therefore removes these attributes from
+such spans. In addition, only the last span with the attributes that is not late counts: that is the runner's, which is
+written when the attempt ends.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +22,11 @@ from agl_harness.sandboxes.local import LocalSandboxes
 from agl_inspect.keys import state_dir
 
 GROUP = "agl_sandboxes"
-"""The entry-point group of packages that bring a backend."""
+"""The entry-point group under which packages register backends."""
 
 
 def private_folders() -> list[Path]:
-    """Return the folders of this user that no sandbox sees: the home folder, and that of agl's signing key."""
+    """Return this user's folders that are hidden from every sandbox: the home folder, and that of agl's signing key."""
     return [Path.home(), state_dir()]
 
 
@@ -37,18 +39,18 @@ def build_sandboxes(
     readable: Sequence[Path] = (),
     params: Mapping[str, Any] | None = None,
 ) -> Sandboxes:
-    """Build the backend of a name.
+    """Build the backend with the given name.
 
     Args:
         name: ``local``, a name in the entry-point group, or ``module:attribute``.
-        base: The folder for its files on this machine.
-        hidden: Folders that nothing in a sandbox may see.
-        readable: Files and folders within hidden ones that it may read.
-        isolation: For ``local``.
+        base: The folder for the backend's files on this machine.
+        hidden: Folders that programs in a sandbox must not see.
+        readable: Files and folders within hidden ones that such programs may read.
+        isolation: How ``local`` separates sandboxes from the machine; other backends take only ``auto``.
         params: Further arguments of the backend.
 
     Raises:
-        ConfigError: There is no such backend, it cannot be imported, or it does not take an argument.
+        ConfigError: The backend does not exist, cannot be imported, or does not accept an argument.
     """
     if name == "local":
         if params:
@@ -79,7 +81,7 @@ def _factory(name: str) -> Callable[..., Any]:
 
 
 class Attached(Record, frozen=True, kw_only=True):
-    """The sandbox of an attempt, its backend, and the attributes that the runner gave the attempt."""
+    """An attempt's sandbox, its backend, and the attributes of the attempt's root span."""
 
     sandbox: Sandbox
     sandboxes: Sandboxes
@@ -87,15 +89,17 @@ class Attached(Record, frozen=True, kw_only=True):
 
 
 async def attach(spans: Sequence[Span], *, reward: str, folder: Path) -> Attached:
-    """Return the sandbox that an attempt left, for a reward; new ones of its backend stand next to it.
+    """Find the sandbox that an attempt left, for a reward.
+
+    The backend creates new sandboxes in the folder that holds this one.
 
     Args:
         spans: The spans of the attempt.
         reward: The reward's name.
-        folder: The experiment's folder, which nothing in a sandbox sees.
+        folder: The experiment's folder, which is hidden from sandboxes.
 
     Raises:
-        ConfigError: No harness ran in the attempt.
+        ConfigError: The attempt did not run a harness.
         SandboxError: The sandbox is gone.
     """
     own = (span for span in reversed(spans) if not span.is_late)

@@ -1,8 +1,8 @@
-"""The contract of sandboxes: where a harness runs, apart from the machine and from other rollouts.
+"""The contract of sandboxes, in which harnesses run, separated from the machine and from other rollouts.
 
-A sandbox has three folders below its root: ``workspace``, in which the harness works, ``home``, its home folder, and
-``tmp``. A command that fails is an answer; a sandbox that fails raises :class:`SandboxError`, and the attempt is
-repeated.
+A sandbox has three folders in its root: ``workspace``, in which the harness works, ``home``, the harness's home folder,
+and ``tmp``. A command that fails is a normal result. A sandbox that fails raises :class:`SandboxError`, and the attempt
+is repeated.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from agl.schemas import Record
 from agl_run.programs import LostError
 
 WORKSPACE, HOME, TEMPORARY = "workspace", "home", "tmp"
-"""The folders of a sandbox."""
+"""The folders in the root of every sandbox."""
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
@@ -25,7 +25,7 @@ _POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 class SandboxError(LostError):
-    """The sandbox could not be made, or went away; nothing that the harness did is the cause."""
+    """The sandbox could not be created, or went away; the harness is not the cause."""
 
 
 class PathError(RunError):
@@ -33,13 +33,13 @@ class PathError(RunError):
 
 
 class Limits(Record, frozen=True, kw_only=True):
-    """Limits of all that a command starts, taken together.
+    """Limits of a command and all processes that it starts, taken together.
 
     Attributes:
-        seconds: Time; ``None`` for no limit.
+        seconds: Running time; ``None`` for no limit.
         memory: Bytes of memory in use; 0 for no limit.
         processes: Number of processes; 0 for no limit.
-        cpus: Number of CPUs that it runs on, of which part of one counts as one; 0 for all.
+        cpus: Number of CPUs to run on, where a fraction is rounded up; 0 for all CPUs.
     """
 
     seconds: float | None = None
@@ -49,18 +49,18 @@ class Limits(Record, frozen=True, kw_only=True):
 
 
 NO_LIMITS = Limits()
-"""No limits."""
+"""Limits that limit nothing."""
 
 
 class Finished(Record, frozen=True, kw_only=True):
-    """A command that ended.
+    """The result of a command that ended.
 
     Attributes:
-        code: Its exit status, or minus the number of the signal that ended it.
-        output: Its standard output; of a long one the beginning and the end.
-        errors: Its standard error, cut in the same way.
-        exceeded: The limit that ended it, ``""`` if none did.
-        detail: The limit and the use of it, for people.
+        code: The exit status, or the negative number of the signal that ended the command.
+        output: The standard output; if it is long, only its start and its end.
+        errors: The standard error, shortened in the same way.
+        exceeded: The limit that ended the command; ``""`` if none did.
+        detail: The exceeded limit and the actual use, for people.
     """
 
     code: int
@@ -71,16 +71,16 @@ class Finished(Record, frozen=True, kw_only=True):
 
 
 class Sandbox(Protocol):
-    """A place for one rollout: ``async`` methods, paths relative to its root, such as ``workspace/calc.py``."""
+    """The sandbox of one rollout. Paths are relative to the sandbox's root, such as ``workspace/calc.py``."""
 
     @property
     def address(self) -> str:
-        """Text by which the same backend finds it again, also from another process."""
+        """Text by which the same backend finds the sandbox again, even from another process."""
         ...
 
     @property
     def root(self) -> PurePosixPath:
-        """Its root as programs within it see it."""
+        """The sandbox's root, as programs in the sandbox see it."""
         ...
 
     async def exec(
@@ -92,27 +92,32 @@ class Sandbox(Protocol):
         folder: str = WORKSPACE,
         limits: Limits = NO_LIMITS,
     ) -> Finished:
-        """Run a command to its end, which is that of everything it started.
+        """Run a command to its end, and then end every process that it started.
 
         Args:
             words: The program and its arguments.
-            environment: Its whole environment; the backend adds nothing to it.
-            stdin: Bytes for its standard input.
-            folder: Its working directory.
-            limits: Limits, beyond which it is stopped.
+            environment: All environment variables of the command; the backend adds none.
+            stdin: Bytes for the command's standard input.
+            folder: The command's working directory.
+            limits: The command is stopped when it exceeds one of these limits.
 
         Raises:
-            FileNotFoundError: There is no such program.
+            FileNotFoundError: The program does not exist.
             SandboxError: The sandbox is gone, or cannot start programs.
         """
         ...
 
     async def read(self, path: str) -> bytes:
-        """Return a file's content; raises :class:`FileNotFoundError`, and :class:`PathError` for a path outside."""
+        """Return a file's content.
+
+        Raises:
+            FileNotFoundError: The file does not exist, or is a pipe.
+            PathError: The path leads out of the sandbox.
+        """
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file and the folders above it; raises :class:`PathError` for a path outside."""
+        """Write a file, and create its parent folders; raises :class:`PathError` for a path out of the sandbox."""
         ...
 
     async def upload(self, source: Path, path: str) -> None:
@@ -124,7 +129,7 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """End its programs, and remove it; idempotent."""
+        """End all programs in the sandbox, and remove it; idempotent."""
         ...
 
 
@@ -133,74 +138,75 @@ class CopyableSandbox(Protocol):
     """A sandbox that can be copied."""
 
     async def snapshot(self) -> Sandbox:
-        """Return a sandbox of its own with the same workspace as it is now; who calls this closes it."""
+        """Return a new sandbox with a copy of the present workspace; the caller closes it."""
         ...
 
 
 class Sandboxes(Protocol):
-    """A backend: makes sandboxes and finds them again.
+    """A backend, which creates sandboxes and finds them again.
 
-    ``factory(base=..., hidden=..., readable=...)`` builds one: ``base`` is the folder for its files on this
-    machine, ``hidden`` the folders that nothing in a sandbox may see, ``readable`` the exceptions within them.
+    ``factory(base=..., hidden=..., readable=...)`` builds a backend: ``base`` is the folder for the backend's files on
+    this machine, ``hidden`` are folders that programs in a sandbox must not see, and ``readable`` are files and folders
+    within hidden ones that they may read.
     """
 
     async def create(self, name: str) -> Sandbox:
-        """Make an empty sandbox; ``name`` is unique within the backend.
+        """Create an empty sandbox; ``name`` must be unique within the backend.
 
         Raises:
-            SandboxError: It cannot be made now.
+            SandboxError: The sandbox cannot be created at present.
         """
         ...
 
     async def attach(self, address: str) -> Sandbox:
-        """Return the sandbox of an address; raises :class:`SandboxError` if it is gone."""
+        """Return the sandbox with the given address; raises :class:`SandboxError` if it is gone."""
         ...
 
 
 Purpose = Literal["agent", "tests"]
-"""The use of a sandbox for a task: for the agent, or for tests that run apart from it."""
+"""The use of a task's sandbox: for the agent, or for tests that run separately from it."""
 
 
 @runtime_checkable
 class TaskSandboxes(Protocol):
-    """A backend that makes sandboxes for Harbor tasks, whose programs find folders at absolute paths."""
+    """A backend that creates sandboxes for Harbor tasks, in which programs find folders at absolute paths."""
 
     has_images: bool
-    """True if it builds the task's image, with the image's own programs; else it is of the machine that it runs on."""
+    """True if sandboxes run the task's container image; false if they use the programs of the machine they are on."""
 
     async def create_for(
         self, name: str, *, task: Path, places: Mapping[str, str], purpose: Purpose = "agent"
     ) -> Sandbox:
-        """Make a sandbox for a task; without images its places are empty.
+        """Create a sandbox for a task; if the backend has no images, its places are empty.
 
         Args:
-            name: Unique within the backend.
+            name: A name that is unique within the backend.
             task: The task's folder.
-            places: Absolute paths at which programs find the sandbox's folders and files, by their path in it.
-            purpose: Whether the agent works in it, or only the tests.
+            places: Absolute paths at which programs find the sandbox's folders and files, by path in the sandbox.
+            purpose: ``agent`` if the agent works in the sandbox, ``tests`` if only the tests run in it.
 
         Raises:
-            ConfigError: It cannot be made on this machine.
-            SandboxError: It cannot be made now.
+            ConfigError: The sandbox cannot be created on this machine.
+            SandboxError: The sandbox cannot be created at present.
         """
         ...
 
 
 @runtime_checkable
 class ManagedSandboxes(Protocol):
-    """A backend with something of its own to start and to end, such as a connection."""
+    """A backend that must be started and closed, for example because it holds a connection."""
 
     async def start(self) -> None:
-        """Start it before the first sandbox; raises :class:`agl.errors.ConfigError` if it cannot work here."""
+        """Start the backend before the first sandbox; raises :class:`agl.errors.ConfigError` if it cannot work here."""
         ...
 
     async def close(self) -> None:
-        """End it, and the sandboxes that are left."""
+        """Close the backend, and the sandboxes that are still open."""
         ...
 
 
 async def write_by_upload(sandbox: Sandbox, path: str, data: bytes) -> None:
-    """Write a file into a sandbox whose backend copies files only."""
+    """Write a file into a sandbox whose backend can only copy existing files."""
     with tempfile.TemporaryDirectory(prefix="agl-write-") as folder:
         source = Path(folder, "file")
         await asyncio.to_thread(source.write_bytes, data)
@@ -208,7 +214,7 @@ async def write_by_upload(sandbox: Sandbox, path: str, data: bytes) -> None:
 
 
 def checked_path(path: str) -> PurePosixPath:
-    """Return a path relative to a sandbox's root; raises :class:`PathError` if it leads out of there."""
+    """Return a path relative to a sandbox's root; raises :class:`PathError` if it leads out of the sandbox."""
     found = PurePosixPath(path)
     if "\0" in path or found.is_absolute() or ".." in found.parts:
         raise PathError(f"the path {path!r} leads out of the sandbox; write one relative to its root")
@@ -216,7 +222,7 @@ def checked_path(path: str) -> PurePosixPath:
 
 
 def bytes_of(size: str) -> int:
-    """Return the bytes of a size such as ``8GB`` (1 GB is 2**30 bytes); 0 for ``""``.
+    """Convert a size such as ``8GB`` to bytes, where 1 GB is 2**30 bytes; 0 for ``""``.
 
     Raises:
         ConfigError: The text is not a size.

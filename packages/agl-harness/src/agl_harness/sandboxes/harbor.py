@@ -1,7 +1,8 @@
-"""Sandboxes that are Harbor's own environments: Docker, Podman, Apptainer, Kubernetes, and clouds.
+"""Sandboxes in Harbor's environments: Docker, Podman, Apptainer, Kubernetes, and clouds.
 
-Harbor needs Python 3.12 and many packages, so that it runs in a program of its own, in any Python that has it; see
-:mod:`agl_harness.sandboxes.harbor_server`. A sandbox's address holds that program's socket: rewards find it there.
+Harbor needs Python 3.12 and many packages. It therefore runs in a separate program, in any Python that has it; see
+:mod:`agl_harness.sandboxes.harbor_server`. A sandbox's address includes the socket of that program, so that rewards
+find the sandbox.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from agl_harness.sandboxes.contract import (
 
 _ROOT = PurePosixPath("/agl")
 _OF_THIS_MACHINE = frozenset({"PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS"})
-"""Variables that name files of this machine, which an image does not have."""
+"""Variables with paths of this machine, which do not exist in an image."""
 
 _START_S = 120.0
 _LIMIT = 64 << 20
@@ -43,15 +44,15 @@ _MISSING = "missing"
 
 
 class HarborSandboxes:
-    """Makes sandboxes of Harbor's environments.
+    """Creates sandboxes in Harbor's environments.
 
     Args:
-        base: Unused: nothing is kept on this machine.
-        hidden: Unused: an image has nothing of this machine.
-        readable: Unused, likewise.
-        environment: The type of environment, as Harbor names it, or ``module:class`` of one of your own.
-        python: The Python that has ``harbor``; by default this one.
-        image: The image of sandboxes for workspaces that are no Harbor tasks.
+        base: Unused, because the backend stores no files on this machine.
+        hidden: Unused, because an image has no files of this machine.
+        readable: Unused, because an image has no files of this machine.
+        environment: Harbor's name for the type of environment, or ``module:class`` for your own type.
+        python: Path of a Python that has ``harbor``; by default the running one.
+        image: The image for workspaces that are not Harbor tasks.
         kwargs: Parameters of the environment's class.
     """
 
@@ -76,10 +77,10 @@ class HarborSandboxes:
         self._found = ""
 
     async def start(self) -> None:
-        """Start the program that holds the environments, unless it runs.
+        """Start the program that holds the environments, unless it is running.
 
         Raises:
-            ConfigError: The Python has no ``harbor``, or Harbor has no such environment.
+            ConfigError: The Python does not have ``harbor``, or cannot start it.
         """
         async with self._starting:
             if self._server is not None and await self._server.answers():
@@ -94,13 +95,13 @@ class HarborSandboxes:
             self._server = await _Server.start(self._python, self._settings)
 
     async def close(self) -> None:
-        """End that program, and the environments with it."""
+        """End the program that holds the environments, and all environments with it."""
         server, self._server = self._server, None
         if server is not None:
             await server.end()
 
     async def create(self, name: str) -> Sandbox:
-        """Make an empty sandbox of the image of the parameters."""
+        """Create an empty sandbox from the parameter ``image``; raises :class:`ConfigError` if it is not set."""
         if not self._image:
             raise ConfigError(
                 "the sandbox 'harbor' has no image for a workspace that is no Harbor task; name one with "
@@ -111,11 +112,11 @@ class HarborSandboxes:
     async def create_for(
         self, name: str, *, task: Path, places: Mapping[str, str], purpose: Purpose = "agent"
     ) -> Sandbox:
-        """Make a sandbox of a task's image."""
+        """Create a sandbox from a task's image."""
         return await self._make(name, task=str(task), places=places, purpose=purpose)
 
     async def attach(self, address: str) -> "HarborSandbox":
-        """Return the sandbox of an address."""
+        """Return the sandbox with the given address; raises :class:`SandboxError` if it is gone."""
         try:
             socket, name, places = json.loads(address.removeprefix("harbor:"))
         except ValueError:
@@ -133,14 +134,14 @@ class HarborSandboxes:
         own = {HOME: str(_ROOT / HOME), TEMPORARY: str(_ROOT / TEMPORARY), **places}
         sandbox = HarborSandbox(socket, inner, own)
         work = own[WORKSPACE]
-        folders = [place for name, place in own.items() if not name.startswith(f"{PLACES}/")]  # which may be files
+        folders = [place for name, place in own.items() if not name.startswith(f"{PLACES}/")]  # those may be files
         links = {} if PurePosixPath(work).is_relative_to(_ROOT) else {str(_ROOT / WORKSPACE): work}
         await sandbox.ask("create", task=task, purpose=purpose, folders=folders, links=links)
         return sandbox
 
 
 class HarborSandbox:
-    """A sandbox in an environment of Harbor's; see :class:`agl_harness.Sandbox`."""
+    """A sandbox in one of Harbor's environments; see :class:`agl_harness.Sandbox`."""
 
     def __init__(self, socket: str, name: str, places: Mapping[str, str]) -> None:
         self._socket = socket
@@ -149,12 +150,12 @@ class HarborSandbox:
 
     @property
     def address(self) -> str:
-        """The socket of the program that holds it, its name there, and its folders."""
+        """The socket of the program that holds the environment, the sandbox's name there, and its folders."""
         return "harbor:" + json.dumps([self._socket, self._name, self._places])
 
     @property
     def root(self) -> PurePosixPath:
-        """Its root as programs within it see it."""
+        """The sandbox's root, as programs in the sandbox see it."""
         return _ROOT
 
     async def exec(
@@ -166,7 +167,7 @@ class HarborSandbox:
         folder: str = WORKSPACE,
         limits: Limits = NO_LIMITS,
     ) -> Finished:
-        """Run a command to its end; memory, processes and CPUs are limited by the environment itself."""
+        """Run a command to its end; of ``limits`` only the time counts, as the environment limits other resources."""
         given = f"{TEMPORARY}/stdin-{new_span_id()}" if stdin else ""
         if given:
             await self.write(given, stdin)
@@ -196,7 +197,7 @@ class HarborSandbox:
             return await asyncio.to_thread(target.read_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file and the folders above it."""
+        """Write a file, and create its parent folders."""
         await write_by_upload(self, path, data)
 
     async def upload(self, source: Path, path: str) -> None:
@@ -208,7 +209,7 @@ class HarborSandbox:
         await self.ask("download", source=await self._inside(path), target=str(target))
 
     async def close(self) -> None:
-        """End its programs, and remove it."""
+        """End all programs in the sandbox, and remove it."""
         with contextlib.suppress(SandboxError):
             await self.ask("close")
 
@@ -220,18 +221,23 @@ class HarborSandbox:
         return str(_ROOT / inside)
 
     async def _inside(self, path: str) -> str:
-        """Return the place of a path in which no link leads out of the sandbox's folder."""
+        """Return the absolute path in the environment; raises :class:`PathError` if a link leads out of the sandbox."""
         place = self._place(path)
         top = next((found for found in self._places.values() if PurePosixPath(place).is_relative_to(found)), str(_ROOT))
         script = 'readlink -m -- "$1" "$2" 2>/dev/null || { readlink -f -- "$1"; readlink -f -- "$2"; }'
         done = await self.exec(["sh", "-c", script, "sh", top, place], environment={}, folder=TEMPORARY)
         real = [PurePosixPath(line) for line in done.output.splitlines()]
-        if len(real) > 2 or (len(real) == 2 and not real[1].is_relative_to(real[0])):  # the folder and the path
+        if len(real) > 2 or (len(real) == 2 and not real[1].is_relative_to(real[0])):  # lines: the folder, the path
             raise PathError(f"the path {path!r} leads out of the sandbox by a link; remove that link")
         return place
 
     async def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """Ask the program that holds it; raises :class:`SandboxError` and :class:`FileNotFoundError`."""
+        """Send a request to the program that holds the environment, and return the response.
+
+        Raises:
+            FileNotFoundError: A file or program does not exist.
+            SandboxError: The program or the environment is gone or failed.
+        """
         line = json.dumps({"do": do, "name": self._name, **request}).encode() + b"\n"
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket, limit=_LIMIT)
@@ -253,7 +259,7 @@ class HarborSandbox:
 
 
 class _Server:
-    """The program that holds the environments; it ends when its standard input does, so with this process."""
+    """The program that holds the environments; it ends when its standard input closes, as when this process ends."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, socket: str, folder: tempfile.TemporaryDirectory[str]
@@ -305,7 +311,7 @@ class _Server:
         return cls(process, socket, folder)
 
     async def end(self) -> None:
-        """End it, which takes as long as its environments take to stop."""
+        """End the program, which first stops its environments; kills it if that takes too long."""
         assert self._process.stdin is not None  # noqa: S101  # started with pipes
         self._process.stdin.close()
         try:

@@ -1,8 +1,8 @@
-"""Makes environments of Harbor and works with them, for another program: a server at a Unix socket.
+"""A server at a Unix socket that creates Harbor's environments for another program, and runs commands in them.
 
-Runs in a Python that has the package ``harbor``, which needs 3.12, and imports nothing of agl. A connection carries one
-request and one answer, each a line of JSON; one that is closed early cancels its request. The server ends, and
-all environments with it, when its standard input ends.
+It runs in a Python that has the package ``harbor``, which needs 3.12, and imports nothing from agl. A connection
+carries one request and one response, each a line of JSON. Closing a connection early cancels its request. When its
+standard input closes, the server ends all environments and exits.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from typing import Any
 from uuid import uuid4
 
 MARK = "AGL_COMMAND"
-"""Variable by which everything that a command started is known."""
+"""Environment variable that marks every process that a command started."""
 
 NO_PROGRAM = "agl-no-program"
 
 _LIMIT = 64 << 20
 _HEAD, _TAIL = 16_000, 64_000
-"""Characters that are kept of the beginning and the end of a command's output."""
+"""Numbers of characters that are kept from the start and from the end of a command's output."""
 
 _SHORT_S = 60
 
@@ -35,16 +35,16 @@ _KILL = (
 )
 
 
-class Missing(Exception):  # noqa: N818  # the name of what the client raises
-    """There is no such file."""
+class Missing(Exception):  # noqa: N818  # the response calls the error "missing"
+    """A file or a program does not exist."""
 
 
 class Server:
-    """Holds the environments, by name.
+    """Holds Harbor's environments, by sandbox name.
 
     Args:
-        settings: ``environment``, the name of a type of Harbor's or ``module:class``, ``image`` for sandboxes without a
-            task, and ``kwargs`` for its class.
+        settings: ``environment``, Harbor's name for a type of environment or ``module:class``, ``kwargs`` for the
+            class, and ``image`` for sandboxes without a task.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class Server:
         self._folder = tempfile.TemporaryDirectory(prefix="agl-harbor-")
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a request; returns its answer."""
+        """Carry out a request, and return the response."""
         do = request.pop("do")
         if do == "create":
             return await self._create(**request)
@@ -94,7 +94,7 @@ class Server:
         return {}
 
     def _environment(self, name: str, task: str, purpose: str) -> Any:
-        """Make an environment by Harbor's factory."""
+        """Create an environment with Harbor's factory."""
         configs = import_module("harbor.models.task.config")
         trials = import_module("harbor.models.trial.config")
         paths = import_module("harbor.models.trial.paths").TrialPaths(Path(self._folder.name, name))
@@ -198,10 +198,10 @@ async def _serve(server: Server, reader: asyncio.StreamReader, writer: asyncio.S
 
 
 async def main(socket: str, settings: dict[str, Any]) -> None:
-    """Serve until standard input ends."""
+    """Serve until standard input closes."""
     server = Server(settings)
     listening = await asyncio.start_unix_server(lambda r, w: _serve(server, r, w), socket, limit=_LIMIT)
-    print("ready", flush=True)  # its client waits for it
+    print("ready", flush=True)  # the client waits for this line
     try:
         await asyncio.to_thread(sys.stdin.buffer.read)
     finally:

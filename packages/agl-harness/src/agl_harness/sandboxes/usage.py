@@ -1,4 +1,4 @@
-"""Memory and processes in use below a process, read from Linux's ``/proc``."""
+"""Reads from Linux's ``/proc`` how many processes a process has started, and how much memory they use."""
 
 import os
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ class Usage:
     """The resources that the descendants of a process use.
 
     Attributes:
-        processes: Their ids.
-        memory: Bytes of memory that are theirs; what several share counts once for each.
+        processes: Process ids of the descendants.
+        memory: Bytes of resident memory; memory that several processes share counts once for each.
     """
 
     processes: tuple[int, ...]
@@ -24,7 +24,7 @@ class Usage:
 
 
 def usage_below(root: int) -> Usage:
-    """Return the use of all processes below ``root``, without its own."""
+    """Return the resource use of all descendants of the process ``root``, without its own."""
     rows = _rows()
     found: set[int] = set()
     new = {root}
@@ -35,7 +35,7 @@ def usage_below(root: int) -> Usage:
 
 
 def exact_memory(processes: tuple[int, ...]) -> int:
-    """Return the memory in use in bytes, what several processes share counted once; it takes longer to find out."""
+    """Return the bytes of memory in use, counting shared memory once; slower than :func:`usage_below`."""
     total = 0
     for pid in processes:
         with suppress(OSError, ValueError):
@@ -45,7 +45,12 @@ def exact_memory(processes: tuple[int, ...]) -> int:
 
 
 def file_memory(processes: Sequence[int], folders: Sequence[Path]) -> int:
-    """Return the bytes of files in folders that a sandbox has of its own, in memory, given processes of it."""
+    """Return the bytes of the files in a sandbox's private in-memory folders.
+
+    Args:
+        processes: Processes in the sandbox, through one of which the folders are found.
+        folders: The folders; one that is not private to the sandbox does not count.
+    """
     found: dict[int, int] = {}
     for pid in processes:
         for folder in folders:
@@ -61,7 +66,7 @@ def file_memory(processes: Sequence[int], folders: Sequence[Path]) -> int:
 
 
 def _rows() -> dict[int, tuple[int, int]]:
-    """Return the parent and the resident bytes of every process."""
+    """Return the parent id and the resident bytes of every process, by process id."""
     page = os.sysconf("SC_PAGE_SIZE")
     rows: dict[int, tuple[int, int]] = {}
     for name in os.listdir(_PROC):

@@ -1,9 +1,9 @@
-"""Reads the parameters and results of past runs, and finds the runs that may be compared.
+"""Reads the parameters and results of past runs, and finds the runs that can be compared.
 
-Runs compare if they have the same agent, training tasks, validation tasks, rewards, and algorithms by name and kind.
-A run's result is the mean reward of its best validation, because it hands out the versions of that moment. An agent is
-identified by its name alone, so changes of its code go unnoticed, as do settings that are missing from an algorithm's
-state, such as the text of a prompt from which a run began.
+Two runs can be compared if they have the same agent, training tasks, validation tasks and rewards, and algorithms of
+the same names and kinds. The result of a run is the mean reward of its best validation, because the run hands out the
+versions of that validation. Some differences go unnoticed: changes of the agent's code, because an agent is identified
+by its name alone, and settings that are missing from an algorithm's state, such as the text of the first prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,24 +16,25 @@ from agl_inspect.records.validations import Validation, read_validations
 from agl_inspect.statistics import interval
 
 _OF_SCORE = ("reward", "experiment.reward_weights", "experiment.trust_agent_rewards")
-"""Settings that decide which reward a rollout gets: runs that differ in them have scores of other kinds."""
+"""Settings that decide which reward a rollout gets; scores of runs that differ in these settings are incomparable."""
 
 _NO_PARAMETERS = ("use", "policy", "experiment.seed")
-"""Settings that are no parameters: an algorithm's kind, the name of its policy, and the seed."""
+"""Settings that do not count as parameters: an algorithm's kind, the name of its policy, and the seed."""
 
 _OWN = ("tunes", "agents", "source")
-"""Keys of an algorithm's table that are not arguments of it."""
+"""Keys that an experiment file has directly in an algorithm's table; all other settings are below ``params``."""
 
 
 class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A run that ended, with its result.
 
     Attributes:
-        turn: Steps of all algorithms before its best validation.
-        mean: Mean reward of that validation.
-        low: Lower end of its 95 % interval over tasks, ``None`` for a single task; ``high`` the upper end.
-        tasks: Validation tasks.
-        values: Its parameters as JSON, by the key that ``--set`` takes.
+        turn: Number of steps that all algorithms together had taken before the best validation.
+        mean: Mean reward of the best validation.
+        low: Lower end of the 95 % interval of ``mean`` over tasks, ``None`` for a single task.
+        high: Upper end of the same interval, ``None`` for a single task.
+        tasks: Number of validation tasks.
+        values: The run's parameters as JSON, by the key that ``--set`` takes.
     """
 
     experiment: str
@@ -52,7 +53,15 @@ class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Kind(Record, frozen=True, kw_only=True):
-    """The things that comparable runs share: agent, digests of tasks, settings of rewards, and algorithms by name."""
+    """The properties that comparable runs share.
+
+    Attributes:
+        agent: The agent's name.
+        train: Digest of the training tasks.
+        val: Digest of the validation tasks.
+        rewards: The settings that decide which reward a rollout gets.
+        algorithms: The kind of each algorithm, by the algorithm's name.
+    """
 
     agent: str
     train: str
@@ -65,9 +74,9 @@ class History(Record, frozen=True, kw_only=True):
     """Runs that may be compared.
 
     Attributes:
-        kind: Their common settings.
-        runs: Those that ended with a validation, in order of their names.
-        unfinished: How many others have not ended.
+        kind: The properties that the runs share.
+        runs: The runs that have ended and were validated, in order of their names.
+        unfinished: Number of runs of the same kind that have not ended.
     """
 
     kind: Kind
@@ -76,7 +85,7 @@ class History(Record, frozen=True, kw_only=True):
 
 
 async def history_of(store: Store, experiment: str) -> History | None:
-    """Read the runs that compare with the newest run of an experiment, ``None`` if that was never validated."""
+    """Read the runs that compare with the newest run of an experiment; ``None`` if that run has no validation."""
     records = sorted(await store.experiments(), key=lambda record: record.name)
     own = next((record for record in records if record.name == experiment), None)
     found = None if own is None else await _read(store, own, own.run)
@@ -84,7 +93,7 @@ async def history_of(store: Store, experiment: str) -> History | None:
 
 
 async def runs_of_kind(store: Store, kind: Kind, records: Sequence[ExperimentRecord] | None = None) -> History:
-    """Read the runs of a kind."""
+    """Read all runs of a kind; ``records`` limits them to the runs of these experiments."""
     runs: list[PastRun] = []
     unfinished = 0
     for record in sorted(await store.experiments(), key=lambda each: each.name) if records is None else records:
@@ -100,7 +109,10 @@ async def runs_of_kind(store: Store, kind: Kind, records: Sequence[ExperimentRec
 
 
 def parameters_of(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the parameters of algorithms by the key that ``--set`` takes; ``settings`` are by algorithm and name."""
+    """Return the parameters of algorithms, by the key that ``--set`` takes.
+
+    ``settings`` are the values as JSON, by algorithm and then by the name of the setting.
+    """
     found: dict[str, str] = {}
     for algorithm, values in settings.items():
         for name, text in values.items():
@@ -125,7 +137,7 @@ def _key(algorithm: str, name: str) -> str:
 
 
 async def _read(store: Store, record: ExperimentRecord, run: int) -> tuple[Kind, PastRun | None] | None:
-    """Return the kind of a run, and its result if it ended; ``None`` without steps or validations."""
+    """Return the kind of a run, and its result if it has ended; ``None`` if the run has no step or no validation."""
     states = await states_of_run(record.name, run).read(store)
     settings = {name: state.settings for name, state in sorted(states.items()) if state.settings}
     validations = await read_validations(store, record.name, run) if settings else []
@@ -149,7 +161,7 @@ def _past(name: str, run: int, validations: Sequence[Validation], settings: Mapp
 
 
 def kind_of(settings: Mapping[str, Mapping[str, str]], *, agent: str, train: str, val: str) -> Kind:
-    """Return the kind of a run, by the settings of its algorithms and the digests of its tasks."""
+    """Return the kind of a run from its algorithms' settings (by algorithm and name) and its digests of tasks."""
     every: dict[str, Any] = {name: text for values in settings.values() for name, text in values.items()}
     rewards = {name: text for name, text in every.items() if _decides_scores(name)}
     algorithms = {algorithm: values.get("use", "").strip('"') for algorithm, values in settings.items()}

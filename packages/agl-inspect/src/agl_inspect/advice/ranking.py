@@ -1,8 +1,8 @@
-"""Ranks the parameters of past runs by a fitted model, and proposes the next run; Optuna and scikit-learn do the work.
+"""Ranks the parameters of past runs by a fitted model, and proposes the next run, with Optuna and scikit-learn.
 
 - Importance is fANOVA (Hutter, Hoos and Leyton-Brown 2014, "An Efficient Approach for Assessing Hyperparameter
-  Importance"): the share of the variance of a random forest's predictions that a parameter causes by itself. It is
-  the mean over forests of several seeds, and its interval comes from forests on resampled runs.
+  Importance"): the share of the variance of a random forest's predictions that a parameter causes by itself. The
+  reported share is the mean over forests of several seeds, and its interval comes from forests on resampled runs.
 - The shares of a forest add up to one whether or not anything matters. So each parameter is tested by itself: how
   often do as good fits (a parabola through the ranks of its values, or a mean for each choice) arise when the rewards
   are dealt to the runs at random? The p-values are corrected for the number of parameters after Holm (1979).
@@ -29,22 +29,22 @@ from agl_inspect.advice.past_runs import History, PastRun
 from agl_inspect.records.shelf import Shelf, run_key
 
 FEWEST = 8
-"""Runs from which on a model is fitted."""
+"""Smallest number of runs to which a model is fitted."""
 
 SIGNIFICANT = 0.05
-"""Corrected p-value up to which a parameter counts as one that matters."""
+"""Largest corrected p-value of a parameter that counts as significant."""
 
 _SEEDS = 4
 _RESAMPLES = 20
 _TREES = 16
 _PERMUTATIONS = 4000
 _ASKED = 50
-"""Proposals that are asked for until one was not tried before."""
+"""Largest number of proposals that are requested to find one that no run has tried."""
 
 _MISSING = "not set"
 _NULL = "null"
 _LOG_RANGE = 10.0
-"""Ratio of the largest to the smallest value from which on a parameter counts in powers."""
+"""Smallest ratio of the largest to the smallest value for which a parameter is modelled on a logarithmic scale."""
 
 
 class Parameter(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -52,11 +52,12 @@ class Parameter(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         name: The key that ``--set`` takes.
-        tried: A description of its values.
-        importance: Share of the forest's variance that it causes by itself, 0 to 1.
-        low: Lower end of the importance's 90 % interval over resampled runs; ``high`` the upper end.
-        chance: Probability of as good a fit by chance, corrected for the number of parameters.
-        is_clear: True if it matters: ``chance`` is at most ``SIGNIFICANT``.
+        tried: A description of the values that runs had.
+        importance: Share of the variance of the forest's predictions that the parameter causes by itself, 0 to 1.
+        low: Lower end of the importance's 90 % interval over resampled runs.
+        high: Upper end of the same interval.
+        chance: Probability that chance gives as good a fit, corrected for the number of parameters.
+        is_clear: True if the parameter is significant: ``chance`` is at most ``SIGNIFICANT``.
     """
 
     name: str
@@ -69,17 +70,17 @@ class Parameter(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Fit(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The parameters of runs that compare, and what to run next.
+    """The ranked parameters of comparable runs, and a proposal for the next run.
 
     Attributes:
-        agent: Their agent.
-        runs: The runs, which are the source of every number here.
-        unfinished: Runs of the same kind that have not ended, which count for nothing.
-        missing: Runs that are missing for a fit; 0 if there is one.
+        agent: The agent of the runs.
+        runs: The runs, from which all numbers here are computed.
+        unfinished: Number of runs of the same kind that have not ended, and therefore do not count.
+        missing: Number of further runs that a fit needs; 0 if there are enough.
         best: The run with the highest reward, ``None`` without runs.
-        parameters: The most important first; empty without a fit.
-        next: Values of the next run as JSON by key, ``None`` for a key to leave out; empty if nothing is proposed.
-        notes: Remarks in sentences.
+        parameters: The parameters, the significant ones first, then by importance; empty if no model was fitted.
+        next: The proposed values as JSON, by key; ``None`` for a key to leave out; empty if nothing is proposed.
+        notes: Remarks on the ranking, each a sentence.
     """
 
     agent: str
@@ -94,10 +95,10 @@ class Fit(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @dataclass(frozen=True, kw_only=True)
 class _Dimension:
-    """A parameter of the model.
+    """A parameter as the model sees it; ``texts`` and ``numbers`` have one item per run.
 
-    ``kind`` is ``int`` or ``float`` for numbers, ``choice`` for the rest. ``texts`` are JSON, ``None`` where a run did
-    not set it, and ``numbers`` the values of a number.
+    ``kind`` is ``int`` or ``float`` if all values are numbers, else ``choice``. ``texts`` are the values as JSON,
+    ``None`` for a run that did not set the parameter. ``numbers`` are the values as numbers, and empty for a choice.
     """
 
     name: str
@@ -119,12 +120,12 @@ class _Dimension:
 
     @property
     def is_known(self) -> bool:
-        """True if every value can be written down; some are kept as digests."""
+        """True if every value is stored as JSON; of some settings only digests are stored."""
         return all(text is None or _is_json(text) for text in self.texts)
 
     @property
     def flag(self) -> str:
-        """Name of the model's own parameter for whether this one is set."""
+        """Name of the additional parameter of the model that says whether this parameter is set."""
         return f"{self.name} is set"
 
     @property
@@ -132,12 +133,12 @@ class _Dimension:
         return sorted({text or _MISSING for text in self.texts})
 
     def is_edge(self, place: int) -> bool:
-        """Return true if a run has the smallest or the largest number that was tried."""
+        """Return true if the run with index ``place`` has the smallest or the largest number that was tried."""
         return self.kind != "choice" and self.numbers[place] in (min(self.known), max(self.known))
 
     @property
     def words(self) -> str:
-        """The tried values."""
+        """A description of the values that were tried."""
         gaps = f", or {_MISSING}" if self.has_gaps else ""
         if self.kind != "choice":
             return f"{min(self.known):g} to {max(self.known):g}{gaps}"
@@ -149,7 +150,7 @@ def fit(history: History) -> Fit:
     """Rank the parameters of a history, and propose the next run; the same history gives the same answer.
 
     Raises:
-        ConfigError: There are enough runs, and Optuna or scikit-learn is missing.
+        ConfigError: A model is to be fitted, and Optuna or scikit-learn is not installed.
     """
     runs = [run for run in history.runs if math.isfinite(run.mean)]
     missing = max(0, FEWEST - len(runs))
@@ -177,7 +178,7 @@ def fit(history: History) -> Fit:
 
 
 def shown_value(text: str | None) -> str:
-    """Format a parameter's value; only the beginning of a digest is shown."""
+    """Format a parameter's value; a digest is shortened to its first characters."""
     if text is None:
         return _MISSING
     return text.strip('"') if _is_json(text) else f"{text[:14]}…"
@@ -195,7 +196,7 @@ def _optuna() -> Any:  # untyped here, so that type checkers need no optional pa
 
 @contextmanager
 def _quiet(optuna: Any) -> Generator[None]:
-    """Silence Optuna's logs and warnings, and restore its level afterwards."""
+    """Silence Optuna's logs and warnings, and restore its log level afterwards."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(logging.ERROR)
     try:
@@ -223,7 +224,7 @@ def _dimensions(runs: Sequence[PastRun]) -> Iterator[_Dimension]:
 
 
 def _number(text: str) -> float | None:
-    """Return the number that a JSON text is, ``None`` for anything else, and for integers that no float holds."""
+    """Return the number in a JSON text; ``None`` for any other value, and for a number of at least 2**53."""
     try:
         value = msgspec.json.decode(text, type=int | float)
     except msgspec.DecodeError:
@@ -240,7 +241,7 @@ def _is_json(text: str) -> bool:
 
 
 def _ranked(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[float]) -> list[Parameter]:
-    """Return the parameters by importance."""
+    """Return the parameters, the significant ones first, then by importance."""
     numpy: Any = import_module("numpy")
     random = numpy.random.default_rng(len(scores))
     every = range(len(scores))
@@ -271,7 +272,7 @@ def _ranked(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[floa
 def _shares(
     optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[float], places: Sequence[int], *, seed: int = 0
 ) -> dict[str, float]:
-    """Return the importance of each parameter over the runs at some places; empty if their rewards are all equal."""
+    """Return each parameter's importance over the runs with the indices ``places``; empty if no tree can be split."""
     if len({scores[place] for place in places}) == 1:
         return {}
     study = optuna.create_study(direction="maximize")
@@ -303,7 +304,7 @@ def _space(optuna: Any, dimensions: Sequence[_Dimension]) -> dict[str, Any]:
 
 
 def _values(dimension: _Dimension, place: int, *, fills: bool = False) -> dict[str, Any]:
-    """Return the values of one run's parameter for Optuna; ``fills`` puts the middle value into a gap."""
+    """Return the values for Optuna of one run's parameter; ``fills`` puts the median in place of a missing number."""
     text = dimension.texts[place]
     if dimension.kind == "choice":
         return {dimension.name: text or _MISSING}
@@ -316,7 +317,7 @@ def _values(dimension: _Dimension, place: int, *, fills: bool = False) -> dict[s
 
 
 def _chance(numpy: Any, dimension: _Dimension, scores: Sequence[float]) -> float:
-    """Return how often rewards that are dealt to the runs at random fit a parameter as well as they do: the p-value."""
+    """Return a parameter's p-value: how often rewards in random order fit the parameter at least as well."""
     columns = numpy.array(_columns(numpy, dimension), dtype=float).T
     columns = columns - columns.mean(axis=0)
     basis, sizes, _ = numpy.linalg.svd(columns, full_matrices=False)
@@ -330,7 +331,7 @@ def _chance(numpy: Any, dimension: _Dimension, scores: Sequence[float]) -> float
 
 
 def _columns(numpy: Any, dimension: _Dimension) -> list[list[float]]:
-    """Return a parameter as columns: a column for each choice, or ranks, their squares, and where it is set."""
+    """Return a parameter as regression columns: one for each choice, or ranks, their squares, and whether it is set."""
     if dimension.kind == "choice":
         texts = [text or _MISSING for text in dimension.texts]
         return [[float(text == choice) for text in texts] for choice in dimension.choices]
@@ -341,7 +342,7 @@ def _columns(numpy: Any, dimension: _Dimension) -> list[list[float]]:
 
 
 def _corrected(chances: Sequence[float]) -> list[float]:
-    """Return Holm's correction of p-values for their number, in their order."""
+    """Return p-values, corrected for their number after Holm, in the same order."""
     corrected = [0.0] * len(chances)
     highest = 0.0
     for rank, place in enumerate(sorted(range(len(chances)), key=lambda place: chances[place])):
@@ -351,7 +352,7 @@ def _corrected(chances: Sequence[float]) -> list[float]:
 
 
 def _proposed(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[float]) -> dict[str, str | None]:
-    """Return the values of a run that was not tried; empty if every combination was, or none can be written down."""
+    """Return values that no run has tried; empty if no such combination was found, or only digests are stored."""
     chosen = [each for each in dimensions if each.is_known]
     if not chosen:
         return {}
@@ -372,7 +373,7 @@ def _proposed(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[fl
 
 
 def _text(dimension: _Dimension, asked: Mapping[str, Any]) -> str | None:
-    """Return a proposed value as JSON, three digits of a number, ``None`` for a parameter to leave out."""
+    """Return a proposed value as JSON, a float with three digits; ``None`` if the parameter is to be left out."""
     value = asked[dimension.name]
     if dimension.kind == "choice":
         return None if value == _MISSING and None in dimension.texts else value
@@ -398,7 +399,7 @@ def _judged(
     proposed: Mapping[str, str | None],
     best: int,
 ) -> list[str]:
-    """Return remarks on the ranking; ``best`` is the place of the best run."""
+    """Return remarks on the ranking; ``best`` is the index of the best run."""
     notes: list[str] = []
     if not any(each.is_clear for each in parameters):
         notes.append(
@@ -425,19 +426,19 @@ def _at_the_edge(dimension: _Dimension, place: int) -> str:
 
 
 class DatedFit(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A fit, and when it was made in Unix seconds."""
+    """A fit, and the time at which it was made, in Unix seconds."""
 
     time: float
     fit: Fit
 
 
 async def add_fit(store: Store, record: ExperimentRecord, found: Fit) -> None:
-    """Keep a fit with the run from which it was asked for, in place of the one before."""
+    """Save a fit with the run for which it was requested; an earlier fit of that run is replaced."""
     await _shelf(record).add(store, {"": DatedFit(time=time.time(), fit=found)})
 
 
 async def read_fits(store: Store, records: Sequence[ExperimentRecord]) -> list[DatedFit]:
-    """Return the fits that were kept with runs, the newest one for each set of comparable runs, newest first."""
+    """Return the fits saved with the runs ``records``, newest first; of fits that share a run, only the newest."""
     found = [kept for record in records if (kept := await _shelf(record).get(store))]
     shown: list[DatedFit] = []
     for kept in sorted(found, key=lambda each: -each.time):

@@ -1,8 +1,8 @@
-"""Compares the newest validations of runs: by how much one is better than another, with the interval of that.
+"""Compares the newest validations of runs: how much better one is than another, with an interval of the difference.
 
 Runs that were validated on the same tasks are compared task by task, others by Welch's interval of the difference of
-their means over tasks. The newest validation is compared and not the best one, which is the luckiest of several. Each
-interval is that of one comparison: of twenty runs that are alike, one differs from the first by chance.
+their means over tasks. The newest validation is compared and not the best one, which is the luckiest of several. The
+intervals are not corrected for their number: of twenty equally good runs, about one differs from the first by chance.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,16 @@ class RunDifference(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The newest validation of a run against that of another one.
 
     Attributes:
-        run: The experiment that is compared; ``baseline`` the one with which.
-        difference: Mean reward of ``run`` less that of ``baseline``, with the ends of its 95 % interval, ``low`` and
-            ``high``; ``None`` where the rewards are too few.
-        tasks: Validation tasks of ``run``; ``baseline_tasks`` those of ``baseline``.
-        is_paired: Whether these are the same tasks, by which the rewards were paired.
-        verdict: ``better`` or ``worse`` if the interval leaves out 0, else ``unclear``.
-        words: All of it in a sentence.
+        run: The name of the experiment that is compared.
+        baseline: The name of the experiment that ``run`` is compared with.
+        difference: Mean reward of ``run`` minus that of ``baseline``; ``None`` if there are too few rewards.
+        low: Lower end of the 95 % interval of ``difference``, ``None`` if there are too few rewards.
+        high: Upper end of the same interval, ``None`` if there are too few rewards.
+        tasks: Number of validation tasks of ``run``.
+        baseline_tasks: Number of validation tasks of ``baseline``.
+        is_paired: Whether both have the same tasks, so that the rewards were paired by task.
+        verdict: ``better`` or ``worse`` if the interval excludes 0, else ``unclear``.
+        words: The whole result in a sentence.
     """
 
     run: str
@@ -45,7 +48,7 @@ class RunDifference(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def compare_runs(store: Store, records: Sequence[ExperimentRecord]) -> list[RunDifference]:
-    """Compare the newest run of each experiment with that of the first one."""
+    """Compare the newest run of each further experiment with the newest run of the first experiment."""
     newest = [(record.name, await _newest(store, record)) for record in records]
     return [_difference(first, other) for first in newest[:1] for other in newest[1:]]
 

@@ -1,8 +1,8 @@
-"""Finds the reasons in a run's metrics why it does not learn, proposes changes, and records both as alerts.
+"""Finds reasons in a run's metrics why the run does not learn, proposes changes, and records both as alerts.
 
-Each rule looks at one algorithm's steps, mostly at the means of the last ones against those of the first. It speaks
-only where the numbers that it reads were logged and are clear, and with the numbers that made it speak. The limits are
-conventions, not theorems: they mark what is worth a look.
+Each rule looks at the steps of one algorithm; most rules compare the means of the last steps with those of the first.
+A rule makes a finding only if the metrics that it reads were logged and are clear, and the finding gives their numbers.
+The limits are conventions, not theorems: they mark numbers that are worth a look.
 """
 
 import math
@@ -17,39 +17,40 @@ from agl.schemas import Record
 from agl_inspect.records.shelf import Shelf, run_key
 
 VALIDATE = "validate"
-"""The name under which validations are logged."""
+"""Algorithm name under which the metrics of validations are logged."""
 
 _WINDOW = 5
-"""Steps at the end, and at the start, whose means are compared."""
+"""Number of steps at the start, and of steps at the end, whose means are compared."""
 
 _LEAST = 3
-"""Steps below which no rule speaks."""
+"""Smallest number of steps with which a rule makes a finding."""
 
 _IDLE = 0.5
-"""Share of the runner's slots without a rollout from which they count as idle."""
+"""Smallest share of the runner's slots without a rollout that makes a finding."""
 
 _REJECTED = 0.5
-"""Share of the tokens that a correction left out of the loss from which on that is why nothing was trained."""
+"""Smallest share of tokens left out of the loss by a correction that explains why a step trained nothing."""
 
 _FALLEN = 0.1
-"""Share of the largest validation reward, whatever its sign, by which the last ones are below the best if they fell."""
+"""Smallest fall of the last validation rewards below the best one that makes a finding, as a share of the largest
+absolute validation reward."""
 
 _LONG = 20
-"""Steps below which a mean that stays where it is means nothing."""
+"""Smallest number of steps after which a reward that does not change makes a finding."""
 
 LONGER_ANSWERS = "raise the agent's max_tokens, or leave such answers out of the loss: mask_truncated = true"
 FULL_SAMPLING = 'sampling = "override" in [policy.NAME], or remove those parameters from the agent'
 REWRITTEN = "agl why latest names the call where the conversation no longer continues: the agent rewrites its history"
-"""Changes that a forecast also proposes, from recorded rollouts."""
+"""The text of a change. Forecasts propose this change and the two above as well, from recorded rollouts."""
 
 
 class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One thing to change.
+    """A finding about what keeps an algorithm from learning, with a change to try.
 
     Attributes:
         rule: The rule's name, such as ``silent-groups``.
-        algorithm: Whose steps it is about.
-        step: The last of the steps that were looked at.
+        algorithm: The name of the algorithm whose steps were looked at.
+        step: The last step that was looked at.
         evidence: The measurement, with its numbers.
         change: The proposed change, with the setting's name and a value where there is one.
     """
@@ -73,23 +74,23 @@ class _Steps:
         return [step[name] for step in self.metrics if name in step]
 
     def end(self, name: str) -> float | None:
-        """Return the mean over the last steps; ``None`` if too few of them logged it."""
+        """Return the mean of ``name`` over the last steps; ``None`` if too few of them logged it."""
         found = [step[name] for step in self.metrics[-_WINDOW:] if name in step]
         return fmean(found) if len(found) >= _LEAST else None
 
     def change(self, name: str) -> tuple[float, float] | None:
-        """Return the means over the first and the last steps; ``None`` if these are not apart."""
+        """Return the means of ``name`` over the first and over the last steps; ``None`` if the two would overlap."""
         found = self.all(name)
         return (fmean(found[:_WINDOW]), fmean(found[-_WINDOW:])) if len(found) >= 2 * _WINDOW else None
 
     @property
     def untrained(self) -> int:
-        """The number of the last steps that skipped an update for lack of a gradient, and made no other."""
+        """How many of the last steps skipped updates for lack of a gradient, and made no other update."""
         return sum(bool(step.get("updates_skipped")) and not step.get("grad_norm") for step in self.metrics[-_WINDOW:])
 
     @property
     def is_better(self) -> bool:
-        """True if the reward has risen from the first steps to the last, by more than their noise."""
+        """True if the reward has risen over the steps by more than its noise."""
         rewards = self.all("reward")
         return len(rewards) >= 2 * _WINDOW and _slope(rewards)[0] > 2 * _slope(rewards)[1]
 
@@ -103,7 +104,7 @@ Table = Mapping[int, Mapping[str, float]]
 
 
 def suggestions_of(metrics: Sequence[Metric]) -> list[Suggestion]:
-    """Return what to change, by the metrics of one run, in the order of its algorithms and of the rules."""
+    """Return the suggestions that the metrics of one run give, in the order of its algorithms and of the rules."""
     tables: dict[str, dict[int, dict[str, float]]] = {}
     for metric in metrics:
         tables.setdefault(metric.algorithm, {}).setdefault(metric.step, {})[metric.name] = metric.value
@@ -112,13 +113,13 @@ def suggestions_of(metrics: Sequence[Metric]) -> list[Suggestion]:
 
 
 def suggestions_for(algorithm: str, table: Table, *, validations: Table) -> list[Suggestion]:
-    """Return what to change, by the metrics of one algorithm and the validations of its run."""
+    """Return the suggestions that the metrics of one algorithm and the validations of its run give."""
     steps, validated = _steps(table), _steps(validations)
     if len(steps.numbers) < _LEAST:
         return []
     findings = {rule: look(steps) for rule, look in _RULES.items()} | {"overfitting": _overfitting(steps, validated)}
     if not any(findings.values()):
-        findings["no-progress"] = _still(steps)  # the others say why it is so
+        findings["no-progress"] = _still(steps)  # any other finding would explain it
     findings |= {rule: look(steps) for rule, look in _TIMES.items()}
     return [
         Suggestion(rule=rule, algorithm=algorithm, step=steps.numbers[-1], evidence=finding[0], change=finding[1])
@@ -133,7 +134,7 @@ def _steps(table: Table) -> _Steps:
 
 
 def _where(name: str, is_wrong: Callable[[float], bool], evidence: str, change: str, *, fewest: int = _LEAST) -> _Rule:
-    """Return a rule about the mean of one number over the last steps, which ``evidence`` formats."""
+    """Return a rule about the mean of one metric over the last steps; ``evidence`` is a format string for it."""
 
     def look(steps: _Steps) -> _Finding | None:
         value = steps.end(name)
@@ -170,14 +171,14 @@ def _untrained(steps: _Steps) -> _Finding | None:
             f"another distribution than it reports; if it is small, give {bound}_threshold wider bounds",
         )
     if any(look(steps) for look in (_silent_groups, _no_pairs, _nothing_good, _one_kind)):
-        return None  # they say why it is so
+        return None  # these rules explain it
     return f"{found}, because no call had a gradient", "agl why latest says at each call why it did not train"
 
 
 def _dropped(steps: _Steps) -> _Finding | None:
     share = steps.end("dropped_share")
     if share is None or share - (steps.end("evaluator_failed_share") or 0.0) < 0.1:
-        return None  # the rest is found by a rule of its own
+        return None  # failed evaluators have a rule of their own
     names = sorted({name for step in steps.metrics[-_WINDOW:] for name in step if name.startswith("dropped_")})
     parts = {name.removeprefix("dropped_"): steps.end(name) for name in names if name != "dropped_share"}
     why = ", ".join(f"{count:.1f} a step: {name}" for name, count in parts.items() if count)
@@ -411,15 +412,15 @@ _TIMES: dict[str, _Rule] = {
 
 
 AlertKind = Literal["suggestion", "collapse"]
-"""The source of an alert."""
+"""The kind of an alert; see :class:`Alert`."""
 
 
 class Alert(Record, frozen=True, kw_only=True):
-    """A finding of a rule in a run, kept once.
+    """A finding of a rule in a run, recorded once.
 
     Attributes:
-        kind: ``collapse`` if the run acted upon it, else ``suggestion``.
-        time: Unix seconds at which it was found first.
+        kind: ``collapse`` if the run acted upon the finding, else ``suggestion``.
+        time: Time of the first finding in Unix seconds.
         found: The finding.
     """
 
@@ -429,7 +430,7 @@ class Alert(Record, frozen=True, kw_only=True):
 
 
 async def add_alert(store: Store, name: str, run: int, kind: AlertKind, found: Suggestion, *, key: str) -> bool:
-    """Keep an alert unless the run has one under this key; returns true if it is new."""
+    """Record an alert, unless the run already has one of the same rule and ``key``; returns true if it is new."""
     shelf, key = _alerts(name, run), f"{found.rule}/{key}"
     if await shelf.get(store, key):
         return False

@@ -1,4 +1,4 @@
-"""Curves of metrics, drawn as text for a terminal or as a picture by matplotlib."""
+"""Draws curves of metrics, as text for a terminal or as a picture with matplotlib."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from agl_inspect.records.metrics import LoggedRun, experiment_step
 from agl_inspect.text import visible
 
 STEP = "step"
-"""The axis below a curve where no metric is named for it: the steps of all algorithms of the experiment together."""
+"""The default horizontal axis: the experiment's steps, which count the steps of all its algorithms together."""
 
 HEIGHT = 14
-"""Lines of a chart in the terminal."""
+"""Number of lines of a chart in the terminal."""
 
 LABELLED = 8
-"""Published versions of a curve that have a label in a picture; all of them have a mark."""
+"""Largest number of a curve's published versions that a picture labels; all of them are marked."""
 
 _MARKS = "●○△■□◆◇"
 _COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -30,7 +30,7 @@ _INTERVAL, _SEVERAL, _PUBLISHED = "░", "+", "▲"
 
 
 class Point(NamedTuple):
-    """A value with its interval, whose ends equal the value where there is none."""
+    """A value at a position on the horizontal axis, with its interval; without an interval, both ends are the value."""
 
     x: float
     value: float
@@ -42,11 +42,12 @@ class Curve(NamedTuple):
     """A metric of one algorithm in one run, and the versions that the algorithm published on the way.
 
     Attributes:
-        label: Names the curve in the legend.
-        points: In order of their position on the axis below.
-        published: Where each version was published, and its name.
-        color: Index of its run; curves of one run have one colour in all charts.
-        style: Index of its algorithm.
+        over: The metric on the horizontal axis, or :data:`STEP`.
+        points: The points, in order of the steps.
+        published: The position on the horizontal axis, and the name, of each published version.
+        label: The name of the curve in the legend.
+        color: Index of the curve's run; all curves of a run have the same colour in all charts.
+        style: Index of the curve's algorithm.
     """
 
     metric: str
@@ -59,7 +60,7 @@ class Curve(NamedTuple):
 
     @property
     def last(self) -> str:
-        """The last value with its interval, and where it stands."""
+        """The last value with its interval and its position on the horizontal axis."""
         x, value, low, high = self.points[-1]
         return f"{value:.4g}{f' [{low:.4g}, {high:.4g}]' if low < high else ''} at {self.over} {x:.10g}"
 
@@ -68,9 +69,10 @@ def curves_of(runs: Sequence[LoggedRun], versions: Sequence[ResourceVersion], *,
     """Return a curve for each run, algorithm and metric that has a finite value.
 
     Args:
-        runs: The metrics to draw; among all those of a run are the ends of intervals and the axis.
+        runs: The runs, with the metrics to draw in ``found``. The ends of intervals and the metric ``over`` are looked
+            up in ``every``.
         versions: The versions in the store, of all experiments.
-        over: The metric on the axis, or :data:`STEP`.
+        over: The metric on the horizontal axis, or :data:`STEP`.
     """
     algorithms = list(dict.fromkeys(metric.algorithm for each in runs for metric in each.found))
     return [
@@ -111,11 +113,11 @@ def _run_words(of: LoggedRun, runs: Sequence[LoggedRun]) -> list[str]:
 def _published(
     algorithm: str, of: LoggedRun, versions: Sequence[ResourceVersion], *, over: str
 ) -> Iterator[tuple[float, str]]:
-    """Yield where an algorithm published versions in a run, and their names."""
+    """Yield the position on the axis, and the name, of each version that an algorithm published in a run."""
     own = [m for m in of.every if m.algorithm == algorithm and over in (STEP, m.name)]
     places = {m.step: experiment_step(m) if over == STEP else m.value for m in own}
     for version in versions:
-        name = f"{of.experiment}-{of.run}-{algorithm}-{version.step}"  # the second one of a step ends with .2
+        name = f"{of.experiment}-{of.run}-{algorithm}-{version.step}"  # the second version of a step ends with .2
         is_own = version.algorithm == algorithm and f"{version.version}.".startswith(f"{name}.")
         if is_own and version.step in places and not version.metadata.get("candidate"):
             yield float(places[version.step]), f"{version.name}@{version.version}"
@@ -124,9 +126,10 @@ def _published(
 def text_chart(curves: Sequence[Curve], *, width: int) -> str:
     """Draw curves of one metric on common axes, with a legend of their last values.
 
-    A column shows the mean of a curve's values in it, and a cell that several curves share a plus sign. The interval of
-    a single curve is shaded, and the versions of a single run are marked below. Every line of the diagram fits
-    ``width``. Colours are escape sequences, which :func:`click.echo` leaves out where the output is no terminal.
+    Each column shows the mean of a curve's values in that column; a plus sign stands where several curves share a cell.
+    The interval is shaded if there is only one curve, and published versions are marked below if there is only one run.
+    Every line of the diagram fits ``width``. Colours are escape sequences, which :func:`click.echo` removes if the
+    output is not a terminal.
     """
     every = [point for curve in curves for point in curve.points]
     low, high = min(point.low for point in every), max(point.high for point in every)
@@ -171,7 +174,7 @@ def text_chart(curves: Sequence[Curve], *, width: int) -> str:
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Return the position of a value between two others, from 0 to 1; 0 where these are equal."""
+    """Return the position of a value between ``low`` and ``high``, from 0 to 1; 0 if these two are equal."""
     return (value - low) / ((high - low) or 1.0)
 
 
@@ -184,7 +187,10 @@ def _mark(curve: Curve, index: int) -> str:
 
 
 def save_picture(curves: Sequence[Curve], output: Path) -> None:
-    """Write a picture with all curves, those of one metric in one diagram; raises :class:`ConfigError`."""
+    """Write a picture with one diagram for each metric.
+
+    Raises :class:`ConfigError` if matplotlib is not installed, or if the file cannot be written.
+    """
     try:
         figures: Any = import_module("matplotlib.figure")
     except ModuleNotFoundError:
@@ -207,9 +213,9 @@ def save_picture(curves: Sequence[Curve], output: Path) -> None:
 
 
 def _plot(axis: Any, curve: Curve, *, has_runs: bool) -> None:
-    """Draw one curve with its interval, a mark for each published version, and labels of some, the newest among them.
+    """Draw one curve with its interval, a mark for each published version, and labels for the newest and some others.
 
-    Each run has a colour and each algorithm a style; of a single run each algorithm has a colour.
+    With several runs, each run has a colour and each algorithm a line style; with one run, each algorithm has a colour.
     """
     x, value, low, high = zip(*curve.points, strict=True)
     index, style = (curve.color, _STYLES[curve.style % len(_STYLES)]) if has_runs else (curve.style, "-")

@@ -1,6 +1,6 @@
-"""``agl data``: the group of the commands that bring runs in, write them out, and keep them elsewhere.
+"""``agl data``: the group of the commands that import, export, archive and copy runs.
 
-The packages that read and write the data bring the commands.
+The commands themselves are in the plugins that read and write the data.
 """
 
 import click

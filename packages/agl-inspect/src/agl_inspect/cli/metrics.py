@@ -121,7 +121,7 @@ def _last_steps(found: Sequence[Metric], last: int | None) -> list[Metric]:
 
 
 def _print_steps(found: Sequence[Metric]) -> None:
-    """Print one algorithm's numbers, a column for each metric."""
+    """Print the metrics of one algorithm, with a row for each step and a column for each metric."""
     names = list(dict.fromkeys(metric.name for metric in found))
     cells = {(metric.step, metric.name): f"{metric.value:.4g}" for metric in found}
     places = {metric.step: experiment_step(metric) for metric in found}

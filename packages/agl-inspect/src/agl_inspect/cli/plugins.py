@@ -15,7 +15,7 @@ from agl_inspect.terminal.output import json_option, print_json, print_table
 
 
 class PluginProblem(Record, frozen=True, kw_only=True):
-    """A plugin or component that does not work, with the next step."""
+    """A plugin or component that does not work; ``error`` says why, and what to do next."""
 
     plugin: str
     component: str

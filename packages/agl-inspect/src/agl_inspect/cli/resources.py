@@ -43,7 +43,7 @@ from agl_inspect.versions import (
 
 _confidence = click.FloatRange(0.0, 1.0, min_open=True, max_open=True)
 _CONDITIONS = frozenset({"confidence", "min_gain", "min_rollouts", "experiment"})
-"""The parameters of a promotion that mean something with ``--if-better`` only."""
+"""The parameters of :func:`promote` that have an effect only with ``--if-better``."""
 
 _NOT_SAVED = (
     "these weights were served from memory and never written, because save_every lets steps wait; rollouts name them, "
@@ -214,7 +214,7 @@ def promote(
         )
     if is_split:
         split = resources.get_command(ctx, "split")
-        assert split is not None  # noqa: S101  # a group of plugins' commands raises for an unknown one
+        assert split is not None  # noqa: S101  # get_command raises for an unknown command
         options = {"experiment": experiment, "reason": reason, "store_url": store.url, "as_json": store.as_json}
         ctx.invoke(split, labels=(label, version), promoted=name, **options, **criterion)
         return
@@ -313,7 +313,7 @@ async def report(store: Store, name: str, *, experiment: str | None) -> str:
     """Return the report on the searches of one experiment's newest run that tuned a resource.
 
     Raises:
-        ConfigError: No search tuned it, or those of several experiments did and none is named.
+        ConfigError: No search tuned the resource, or searches of several experiments did and no experiment is named.
     """
     every = await searches_of(store, name)
     names = sorted({search.experiment for search in every})
@@ -350,7 +350,7 @@ def _search(search: Search, name: str) -> Iterator[str]:
 
 
 def _scores(first: Candidate, winner: Candidate) -> Iterator[str]:
-    """Yield a table of the mean rewards of both, with their 95 % intervals, by the tasks that they are from."""
+    """Yield a table of the mean rewards of the first text and the winner, with 95 % intervals, by dataset."""
     origins = list(dict.fromkeys([*first.scores, *winner.scores]))
     owners = {"first text": first, "winner": winner} if winner.id != first.id else {"first text": first}
     cells = [
@@ -376,6 +376,6 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
 
 
 def _fenced(text: str, language: str) -> Iterator[str]:
-    """Yield a text in a fence that is longer than any in it."""
+    """Yield a Markdown code block; its fence is longer than every run of backticks in the text."""
     fence = "`" * max(3, 1 + max((len(found) for found in re.findall("`+", text)), default=0))
     yield from (f"{fence}{language}", *text.splitlines(), fence)

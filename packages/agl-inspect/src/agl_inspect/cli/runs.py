@@ -1,7 +1,7 @@
 """``agl runs``: lists recorded rollouts and workers, removes rollouts, and tidies old ones.
 
-Removal is always explicit. It never touches a rollout that is not finished, or any rollout of an experiment that may be
-resumed.
+Removal is always explicit. It never removes a rollout that is not finished, nor, without ``--force``, a rollout of an
+experiment that can be resumed.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ _SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] 
 }
 
 _REWARD = "reward"
-"""No store sorts by reward, so the command does; rollouts without a reward come last."""
+"""Order in which the command itself sorts, because no store does; rollouts without a reward come last."""
 
 
 def _bytes_of(text: str) -> int:
@@ -123,9 +123,9 @@ def runs(
 
 
 def _refuse_options(ctx: click.Context) -> None:
-    """Raise :class:`click.UsageError` for an option that selects what is listed, before another command than the list.
+    """Raise :class:`click.UsageError` if an option of the list is given before a subcommand.
 
-    A filter that is ignored would let ``gc`` remove the rollouts of other experiments.
+    Otherwise ``gc``, for example, would ignore ``--experiment`` and remove the rollouts of other experiments.
     """
     for option in given_options(ctx).values():
         raise click.UsageError(
@@ -227,7 +227,7 @@ async def _vacuum(store: Store) -> Compaction:
 async def _listed(
     store: Store, query: RolloutQuery, *, counts: bool, by_reward: bool
 ) -> tuple[list[ListedRollout], int]:
-    """Return one page of rollouts, none where they are only counted, and the number on all pages."""
+    """Return one page of rollouts, or an empty one if ``counts``, and the total number of matching rollouts."""
     found: list[ListedRollout] = []
     await check_experiment(store, query.experiment)
     total = await store.count_rollouts(query)

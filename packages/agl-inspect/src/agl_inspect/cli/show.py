@@ -38,20 +38,20 @@ from agl_inspect.text import short
 from agl_inspect.versions import ListedVersion, diff_versions, list_versions
 
 CUT = 200
-"""Characters of a text that are shown unless all of it is asked for."""
+"""Number of characters that are shown of a text without ``--full``."""
 
 TRACEBACK_LINES = 8
-"""Lines of a traceback that are shown unless all of it is asked for: its end, where the error is."""
+"""Number of lines that are shown of a traceback without ``--full``: its end, where the error is."""
 
 _ON_THE_LINE = ("says", "returned")
-"""Texts whose beginning a span's own line shows."""
+"""Labels of texts whose first characters are already in the span's own line."""
 
 
 class Contents:
     """Formats spans one after the other; messages that an earlier call has shown are not repeated.
 
     Args:
-        is_full: Show every text whole.
+        is_full: True to show every text whole.
 
     Attributes:
         is_full: Whether every text is shown whole.
@@ -64,7 +64,7 @@ class Contents:
         self.is_cut = False
 
     def of(self, span: Span) -> list[str]:
-        """Return the lines below the span's own."""
+        """Return the lines that follow the span's own line."""
         repeated, texts = contents_of(span, self._shown)
         lines = [f"({repeated} messages as above)"] if repeated else []
         for role, label, value in texts:
@@ -75,12 +75,12 @@ class Contents:
         return lines
 
     def of_error(self, error: ErrorInfo) -> list[str]:
-        """Return the lines below a failed attempt's own: the traceback, and a long message whole."""
+        """Return the lines below a failed attempt's own line: the traceback and, if ``is_full``, a long message."""
         message = self.text("message", error.message) if self.is_full and len(error.message) > CUT else []
         return [*self.traceback(error.traceback), *message]
 
     def text(self, label: str, value: Any) -> list[str]:
-        """Return a labelled text: whole, with its lines below each other, or the beginning on one line."""
+        """Return a labelled text: all its lines if ``is_full``, else its first characters on one line."""
         text = value if isinstance(value, str) else to_json(value).decode()
         if self.is_full:
             first, *rest = text.splitlines() or [""]
@@ -92,7 +92,7 @@ class Contents:
         return [f"{label}: {text[:CUT]}… ({len(text)} characters)"]
 
     def traceback(self, text: str) -> list[str]:
-        """Return the lines of a traceback, or the last of them."""
+        """Return the lines of a traceback: all of them if ``is_full``, else only the last ones."""
         lines = text.rstrip().splitlines()
         if self.is_full:
             return lines
@@ -106,12 +106,12 @@ async def read_steps(store: Store, experiment: str | None, run: int | None) -> l
     """Read the steps of an experiment in the order in which they ended, as mappings for a program to read.
 
     Args:
-        store: Where to look.
-        experiment: Its name; ``None`` for the only one that has metrics.
-        run: The run, 0 for all, ``None`` for the newest.
+        store: The store.
+        experiment: The experiment's name; ``None`` for the only experiment that has metrics.
+        run: The run's number, 0 for all runs, ``None`` for the newest run.
 
     Raises:
-        ConfigError: There is no such experiment or run, or it has no metrics; says which there are.
+        ConfigError: The experiment or run does not exist or has no metrics; the message names those that have some.
     """
     runs = await read_runs(store, (experiment,) if experiment else (), run, None, ())
     newest = await store.resources()
@@ -144,9 +144,11 @@ def _steps(logged: LoggedRun, versions: set[str]) -> Iterator[dict[str, Json]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownRollout:
-    """A rollout, its attempts, and the readers of the chosen attempt's spans and of the rollout's own.
+    """A rollout to show.
 
     Attributes:
+        readers: The reader of the chosen attempt's spans, and that of the spans without an attempt.
+        is_filtered: Whether the command line selects spans.
         origin: The call from which a fork continues; ``""`` for any other rollout.
     """
 
@@ -158,10 +160,10 @@ class ShownRollout:
 
 
 class ShownSpan(Record, frozen=True, kw_only=True):
-    """A span's place in the tree, and its line.
+    """A span reduced to its place in the tree and its line.
 
     Attributes:
-        reader: Index of its reader.
+        reader: Index of the reader that reads the whole span.
     """
 
     span_id: str
@@ -218,7 +220,7 @@ def why(store: Reading, rollout_id: str, agents: str | None, policy: str | None)
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return names of experiments after ``--steps``, else ids of rollouts."""
+    """Complete the names of experiments after ``--steps``, else the ids of rollouts."""
     complete = complete_experiment if ctx.params.get("has_steps") else complete_rollout
     return complete(ctx, param, incomplete)
 
@@ -273,7 +275,7 @@ def show(
 
 
 def _refuse_options(number: int | None, chosen: SpanQuery | None, *, is_full: bool) -> None:
-    """Raise :class:`click.UsageError` for an option that selects what is shown of a rollout."""
+    """Raise :class:`click.UsageError` if an option for rollouts is given together with ``--steps``."""
     spans = {"--span": chosen.contains, "--agent": chosen.agent, "--kind": chosen.kind} if chosen else {}
     option = next((name for name, value in {"--attempt": number, "--full": is_full, **spans}.items() if value), "")
     if option:
@@ -289,7 +291,7 @@ async def _find(
 
 
 def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
-    """Describe the versions of a resource with their parents and scores, and the diff of the first and the last."""
+    """Describe the versions of a resource with their parents and scores, then the diff from the first to the last."""
     published = [item for item in versions if not item.is_only_tried] or list(versions)
     name = published[0].version.name
     yield f"{name}: {len(published)} published versions, {len(versions) - len(published)} candidates"
@@ -415,7 +417,8 @@ _SHOWN = {
 }
 
 _SAMPLING = {"sampled without": semconv.SAMPLING_OVERRIDDEN, "sampled with": semconv.SAMPLING_KEPT}
-"""In training a policy samples from its full distribution, apart from what cannot be changed."""
+"""Attributes that list sampling parameters of a request: those that were overridden, because a policy in training must
+sample from its full distribution, and those that could not be overridden."""
 
 
 def _reward(reward: Reward) -> str:

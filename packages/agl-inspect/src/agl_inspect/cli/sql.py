@@ -1,7 +1,7 @@
 """``agl sql``: runs a query over everything that is recorded, in tables of plain columns.
 
-The rows are read through the store's contract, so that every store can be asked, and copied into a temporary SQLite
-database; tables that nobody asks for are left out.
+The rows are read through the store's contract, so that the command works with every store, and copied into a temporary
+SQLite database. Only the tables that the query names are copied.
 """
 
 import csv
@@ -70,7 +70,7 @@ async def _ask(store: Store, query: str, experiment: str | None) -> _Found:
 
 
 def _tables_of(database: sqlite3.Connection, query: str) -> set[str]:
-    """Return the tables that a query reads; raises :class:`ConfigError` for one that is wrong or changes something."""
+    """Return the tables that a query reads; raises :class:`ConfigError` if the query is wrong or changes something."""
     tables: set[str] = set()
 
     def note(action: int, table: str | None, *_: str | None) -> int:
@@ -91,7 +91,7 @@ def _only_reading(action: int, *_: str | None) -> int:
 def _run(database: sqlite3.Connection, query: str) -> _Found:
     try:
         cursor = database.execute(query)
-        rows = cursor.fetchall()  # a later row may be the first one with a fault
+        rows = cursor.fetchall()  # inside the try, because any row may be the first one with an error
     except (sqlite3.Error, sqlite3.Warning) as error:
         fault = "it does more than read" if str(error) == "not authorized" else str(error).rstrip(".")
         raise ConfigError(
@@ -101,7 +101,7 @@ def _run(database: sqlite3.Connection, query: str) -> _Found:
 
 
 def _refuse_repeated(columns: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` for columns of the same name, because a JSON object would hold only the last one."""
+    """Raise :class:`ConfigError` if columns have the same name, because a JSON object keeps only the last of them."""
     repeated = [name for name, count in Counter(columns).items() if count > 1]
     if repeated:
         raise ConfigError(
@@ -145,7 +145,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         *("value REAL", "time REAL"),
     ),
 }
-"""The columns of each table, with SQLite's types. Times are Unix seconds; tasks, requests and the like are JSON."""
+"""The columns of each table, with SQLite's types. Times are Unix seconds; structured values such as tasks are JSON."""
 
 Row = tuple[Any, ...]
 
@@ -167,8 +167,11 @@ async def fill_tables(
     """Copy rows into ``tables``.
 
     Args:
-        experiment: Only rows of this experiment.
-        progress: Called with the number of rollouts so far.
+        database: The database, with the tables of :func:`make_tables`.
+        store: The store to read.
+        tables: The names of the tables to fill.
+        experiment: Only rows of this experiment; ``None`` for all.
+        progress: Called after each rollout with the number of rollouts so far.
     """
     if "metrics" in tables:
         names = [experiment] if experiment else [record.name for record in await store.experiments()]
@@ -255,7 +258,7 @@ def _time(unix_s: float) -> float | None:
 
 
 def _cell(value: Json) -> str | int | float | None:
-    """Convert a value of metadata for SQLite; as JSON if SQLite has no such type."""
+    """Convert a value of metadata for SQLite; a value of a type that SQLite lacks becomes JSON."""
     is_kept = value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
     return value if is_kept else _json(value)
 

@@ -1,4 +1,4 @@
-"""``agl metrics --suggest`` and ``--rank``: advice by a run's numbers, or by runs like it."""
+"""``agl metrics --suggest`` and ``--rank``: advice from the metrics of a run, or from comparable runs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,11 +14,11 @@ from agl_inspect.terminal.opening import Reading, complete_experiment, reads_sto
 from agl_inspect.terminal.output import print_json
 
 _VALIDATION_FAILED = ("validate", "failed")
-"""Algorithm and name of the number of rollouts that failed in a validation."""
+"""Algorithm and name of the metric that counts a validation's failed rollouts."""
 
 
 class _RunSuggestions(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The suggestions for one run, the steps that were looked at, and the newest validation's failed rollouts."""
+    """The suggestions for one run, its number of steps, and the number of failed rollouts in its newest validation."""
 
     experiment: str
     run: int
@@ -83,6 +83,6 @@ def _lines(store: Reading, found: Sequence[_RunSuggestions]) -> Iterator[str]:
 
 
 def _failed(metrics: Sequence[Metric]) -> int:
-    """Return how many rollouts of the newest validation failed; rules speak of steps only, and may have none yet."""
+    """Return how many rollouts of the newest validation failed; no rule of the suggestions reports this."""
     counts = {metric.step: metric.value for metric in metrics if (metric.algorithm, metric.name) == _VALIDATION_FAILED}
     return int(counts[max(counts)]) if counts else 0

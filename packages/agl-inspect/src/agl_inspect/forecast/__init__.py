@@ -1,1 +1,1 @@
-"""Forecasts: the size of rollouts, waiting, memory and time on a device, faults of the data."""
+"""Forecasts of a run: sizes of rollouts, queueing, memory and time on a device, and faults in recorded rollouts."""

@@ -1,17 +1,17 @@
-"""Computes the memory and the time of a step for a model on a device; nothing of it is measured.
+"""Computes the memory and the time of a step for a model on a device; nothing is measured.
 
 Memory. Weights in training, their gradients and the two moments of AdamW are float32, 4 bytes each; under LoRA the base
-is frozen in ``dtype``. What a pass keeps for its gradient is counted tensor by tensor, for a decoder layer of
-transformers with fused attention: per token 6 h + 3 q + 2 k + 4 f numbers, where h is the width of the layer, q that of
-all queries, k that of all keys and f that of the feed-forward network. In float32 these are 4 bytes each; with bfloat16
-the norms stay in float32. With gradient checkpointing h numbers a layer are kept, and one layer is computed again at a
-time. Korthikanti et al. 2022 (arXiv 2205.05198) count likewise. Logits are computed in chunks, of which four copies are
-in memory.
+is frozen in ``dtype``. The activations that a pass keeps for its gradient are counted tensor by tensor, for a decoder
+layer of transformers with fused attention. They are 6 h + 3 q + 2 k + 4 f numbers per token and layer, where h is the
+hidden size, q the total width of the queries, k that of the keys, and f the width of the feed-forward network. In
+float32 each number takes 4 bytes; with bfloat16 only the norms stay in float32. With gradient checkpointing only h
+numbers per layer are kept, and one layer at a time is computed again. Korthikanti et al. 2022 (arXiv 2205.05198) count
+likewise. Logits are computed in chunks; four copies of a chunk are in memory at once.
 
-Time. An operation takes as long as its arithmetic or its traffic with memory, whichever is longer (Williams et al.
-2009, "Roofline"), at a share of the device's rates that implementations reach; these shares stand in
-:class:`Efficiency`. A token costs 2 operations for each weight that it meets in a forward pass and 4 in a backward pass
-(Kaplan et al. 2020, arXiv 2001.08361), and attention 4 q for each token before it.
+Time. An operation takes as long as its arithmetic or its memory traffic, whichever is longer (Williams et al. 2009,
+"Roofline"). Implementations reach only a share of the device's rates; :class:`Efficiency` has these shares. A token
+costs 2 operations per weight in a forward pass and 4 in a backward pass (Kaplan et al. 2020, arXiv 2001.08361), and
+attention costs 4 q operations per layer for each earlier token.
 """
 
 import os
@@ -29,15 +29,15 @@ from agl_inspect.forecast.queueing import StepForecast, forecast
 
 
 class Device(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A device.
+    """A device with its published memory and rates.
 
     Attributes:
-        name: Its name, as ``--device`` takes it.
-        title: Its whole name.
-        memory: Bytes.
-        bandwidth: Bytes per second of its memory.
-        flops: Operations per second of dense products in bfloat16.
-        source: The document that the figures are from.
+        name: The name that ``--device`` takes.
+        title: The full name.
+        memory: Size of the memory in bytes.
+        bandwidth: Bandwidth of the memory in bytes per second.
+        flops: Operations per second in dense matrix products in bfloat16.
+        source: The document that gives the figures.
     """
 
     name: str
@@ -82,7 +82,7 @@ DEVICES = (
         source="AMD, data sheet of the Instinct MI300X",
     ),
 )
-"""The devices by falling likelihood; ``cpu`` is the machine that plans."""
+"""The known devices, the most likely ones first. :func:`device_of` also accepts ``cpu``, which is this machine."""
 
 _CORE_FLOPS = 3e10
 _CORE_BANDWIDTH = 5e9
@@ -127,8 +127,8 @@ class StepShape(Record, frozen=True, kw_only=True):
     Attributes:
         tasks: Tasks per step.
         samples: Rollouts per task.
-        steps: Steps in all; 0 if the algorithm sets no limit.
-        token_budget: Tokens that one pass may compute; 0 where there is no such limit.
+        steps: Total number of steps; 0 if the algorithm sets no limit.
+        token_budget: Largest number of tokens that one pass may compute; 0 for no limit.
     """
 
     tasks: int
@@ -143,16 +143,17 @@ class StepShape(Record, frozen=True, kw_only=True):
 
 
 class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The settings of an algorithm that memory and time depend on.
+    """The settings of an algorithm on which memory and time depend.
 
     Attributes:
-        dtype: The type that passes compute in.
+        dtype: The data type in which passes compute.
         lora_rank: Rank of the adapters; 0 if all weights train.
         gradient_checkpointing: Whether layers are computed again in the backward pass.
-        token_budget: Tokens of a pass at most; 0 where there is no such limit.
-        passes: Forward passes with a gradient over a step's rows.
-        other_passes: Forward passes without one: old log-probabilities and those of a reference.
-        updates: Updates of a step.
+        token_budget: Largest number of tokens of one pass; 0 for no limit.
+        passes: Number of forward and backward passes over a step's rows.
+        other_passes: Number of forward passes without gradient over a step's rows, for old and for reference
+            log-probabilities.
+        updates: Number of updates per step.
         has_reference: Whether a frozen copy of the weights is held.
         has_critic: Whether a second model of the same size trains.
     """
@@ -169,30 +170,30 @@ class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def models(self) -> int:
-        """Models that train."""
+        """Number of models that train."""
         return 2 if self.has_critic else 1
 
 
 CHUNK_LOGITS = 2**22
-"""Logits that are in memory at once, as the trainer of ``agl-algo-torch`` cuts them."""
+"""Largest number of logits in a chunk, as in the trainer of ``agl-algo-torch``."""
 
 FEWEST_POSITIONS = 128
-"""Positions of a chunk at least."""
+"""Smallest number of positions in a chunk, even if its logits then exceed ``CHUNK_LOGITS``."""
 
 _FLOAT32 = 16
-"""Times that a GPU is slower in float32 than with its units for bfloat16."""
+"""Factor by which a GPU is slower in float32 than in bfloat16."""
 
 _COPIES = 4
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Efficiency(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The shares of a device's rates that are supposed to be reached.
+    """The shares of a device's published rates that implementations are assumed to reach.
 
     Attributes:
-        training: Of the arithmetic, in forward and backward passes.
-        prefill: Of the arithmetic, where prompts are read.
-        decoding: Of the memory's bandwidth, where answers are written; of the arithmetic, as ``prefill``.
+        training: Share of the arithmetic rate in forward and backward passes.
+        prefill: Share of the arithmetic rate in reading prompts, and in the arithmetic of writing answers.
+        decoding: Share of the memory's bandwidth in writing answers and in updates.
     """
 
     training: float = 0.4
@@ -201,17 +202,17 @@ class Efficiency(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Memory(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The bytes of training and serving.
+    """The bytes that training and serving need; ``longest`` alone is a number of tokens.
 
     Attributes:
-        weights: Weights in training, with those that an adapter leaves frozen.
-        gradients: Their gradients.
+        weights: The weights in training, and the weights that an adapter leaves frozen.
+        gradients: The gradients of the weights in training.
         optimizer: The two moments of AdamW.
         reference: A frozen copy of the weights.
-        activations: Results that one pass keeps for its gradient, and its temporary ones.
+        activations: The tensors that one pass keeps for its gradient, and its temporary tensors.
         served: The weights of the policy's server.
         kv_cache: Keys and values of the conversations that are open at once.
-        longest: Tokens of a pass.
+        longest: Number of tokens of the largest pass.
     """
 
     weights: float
@@ -225,25 +226,28 @@ class Memory(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def training(self) -> float:
-        """The bytes of the trainer."""
+        """The bytes that the trainer needs."""
         return self.weights + self.gradients + self.optimizer + self.reference + self.activations
 
     @property
     def serving(self) -> float:
-        """The bytes of the policy's server."""
+        """The bytes that the policy's server needs."""
         return self.served + self.kv_cache
 
 
 class DeviceForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A step of an algorithm with a model on a device: computed from published rates, not measured.
+    """The forecast of an algorithm's step with a model on a device: computed from published rates, not measured.
 
     Attributes:
-        model: The model; ``weights`` its number.
+        model: The sizes of the model.
+        weights: Number of the model's weights.
         device: The device.
-        training: The settings that count.
-        efficiency: The shares of the device's rates that are supposed to be reached.
-        memory: Bytes by part.
-        collect_s: Seconds of a step's rollouts; ``prefill_s`` and ``decode_s`` of the server's time in them.
+        training: The settings on which memory and time depend.
+        efficiency: The shares of the device's rates that are assumed to be reached.
+        memory: The needed memory, by purpose.
+        collect_s: Seconds until all rollouts of a step are done.
+        prefill_s: Seconds of a step in which the server reads prompts.
+        decode_s: Seconds of a step in which the server writes answers.
         update_s: Seconds of a step's passes and updates.
         token_s: Seconds from one token of an answer to the next.
     """
@@ -262,21 +266,21 @@ class DeviceForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step whose rollouts and updates take turns."""
+        """Seconds of a step that updates only after all its rollouts are done."""
         return self.collect_s + self.update_s
 
 
 def memory_of(
     model: ModelShape, training: Training, *, tokens: int, trained: int, contexts: Sequence[int] = ()
 ) -> Memory:
-    """Return the memory of training on passes of ``tokens``, of which ``trained`` have logits.
+    """Return the memory for training and serving a model.
 
     Args:
         model: The model.
         training: The settings.
-        tokens: Tokens of the largest pass.
-        trained: Tokens among them that train.
-        contexts: Tokens of the conversations that the server holds at once.
+        tokens: Number of tokens of the largest pass.
+        trained: Number of tokens of that pass that train, and therefore need logits.
+        contexts: Number of tokens of each conversation that the server holds at once.
     """
     size = _BYTES.get(training.dtype, 4)
     tuned = model.adapters(training.lora_rank) if training.lora_rank else model.weights
@@ -297,28 +301,28 @@ def _activations(model: ModelShape, training: Training, *, tokens: int, trained:
     is_half = _BYTES.get(training.dtype, 4) == 2
     experts = max(1, model.experts_used)
     h, q, k, f = model.hidden, model.queries, model.keys, model.feed_forward * experts
-    # The norms keep what they read, what they scaled and what they gave; queries, keys, values and the feed-forward
+    # A norm keeps its input, its scaled input and its output; queries, keys, values and the tensors of the feed-forward
     # network are kept in the type of the pass.
     layer = 26 * h + 6 * q + 4 * k + 8 * f if is_half else 24 * h + 12 * q + 8 * k + 16 * f
-    if training.lora_rank:  # each adapter keeps its input in float32, and what comes out of its first matrix
+    if training.lora_rank:  # each adapter keeps its input in float32, and the output of its first matrix
         layer += 4 * ((5 * h + q + f) * is_half + 7 * training.lora_rank)
     backward = 4 * (2 * f + 2 * h) * tokens
     chunk = min(trained, max(FEWEST_POSITIONS, CHUNK_LOGITS // model.vocabulary))
     logits = 4 * (_COPIES * chunk * model.vocabulary + 4 * h * tokens)
-    if training.gradient_checkpointing:  # no layer is computed again while there are logits
+    if training.gradient_checkpointing:  # a layer is computed again only after the logits are gone
         return float(4 * h * model.layers * tokens + max(layer * tokens + backward, logits))
     return float(layer * model.layers * tokens + max(backward, logits))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """The recorded rollouts, and the step that is made of such.
+    """Recorded rollouts, and the step that is forecast from them.
 
     Attributes:
-        rollouts: Their facts.
-        shape: The size of a step.
-        step: The forecast of a step's tokens.
-        concurrency: Rollouts at once.
+        rollouts: The facts of the recorded rollouts.
+        shape: The size of the step.
+        step: The forecast of the step's tokens.
+        concurrency: Largest number of rollouts that run at once.
         gradient_share: Share of the groups that have a gradient.
     """
 
@@ -332,7 +336,7 @@ class Recorded:
 def forecast_on(
     device: Device, model: ModelShape, training: Training, recorded: Recorded, *, efficiency: Efficiency | None = None
 ) -> DeviceForecast:
-    """Compute memory and time of a step."""
+    """Forecast the memory and the time of a step of a model on a device."""
     efficiency = efficiency or Efficiency()
     contexts = sorted(one.context for one in recorded.rollouts)
     open_at_once = min(recorded.concurrency, recorded.shape.rollouts)
@@ -365,14 +369,14 @@ def forecast_on(
 
 
 def _played(one: Observed, pace: "_Pace", token_s: float) -> Observed:
-    """Return a rollout with the time that it would take there; tools and the agent itself take what they took."""
+    """Return a rollout with the time that it would take on the device; tools and the agent take as long as before."""
     model_s = token_s * one.response_tokens + pace.prefill_s(one.prompt_tokens, context=one.context / 2)
     rest = max(0.0, one.seconds - one.model_s)
     return replace(one, seconds=model_s + rest, model_s=model_s)
 
 
 class _Pace:
-    """The seconds of the operations of a model on a device."""
+    """Computes how many seconds the operations of a model take on a device."""
 
     def __init__(self, device: Device, model: ModelShape, training: Training, efficiency: Efficiency) -> None:
         self._device, self._model, self._training, self._efficiency = device, model, training, efficiency
@@ -381,18 +385,18 @@ class _Pace:
         self._rate = device.flops / (_FLOAT32 if is_slow else 1)
 
     def token_s(self, *, at_once: int, context: float) -> float:
-        """Seconds of one token in each of so many conversations."""
+        """Return the seconds for one token in each of ``at_once`` conversations of ``context`` tokens."""
         model, size = self._model, self._size
         read = size * (self._read(at_once) + at_once * context * 2 * model.layers * model.keys)
         traffic = read / (self._device.bandwidth * self._efficiency.decoding)
         return max(traffic, at_once * self._forward(context) / (self._rate * self._efficiency.prefill))
 
     def prefill_s(self, tokens: float, *, context: float) -> float:
-        """Seconds of reading prompts, without what a cache of their beginnings saves."""
+        """Return the seconds for reading prompts, without the savings of a prefix cache."""
         return tokens * self._forward(context) / (self._rate * self._efficiency.prefill)
 
     def update_s(self, tokens: float, *, context: float) -> float:
-        """Seconds of all passes over a step's rows, and of its updates."""
+        """Return the seconds for all passes over a step's rows, and for the step's updates."""
         training, forward = self._training, self._forward(context)
         backward = forward if training.lora_rank else 2 * forward  # frozen weights have no gradient of their own
         again = forward if training.gradient_checkpointing else 0.0
@@ -403,11 +407,14 @@ class _Pace:
         return training.models * (tokens * passes / (self._rate * self._efficiency.training) + updates)
 
     def _forward(self, context: float) -> float:
-        """Operations of a token's forward pass behind ``context`` tokens."""
+        """Return the operations of a token's forward pass after ``context`` earlier tokens."""
         return 2 * self._model.used + 4 * self._model.layers * self._model.queries * context
 
     def _read(self, at_once: int) -> float:
-        """Weights that are read for one token of each conversation: of experts, those that any of them uses."""
+        """Return the number of weights that are read for one token of each conversation.
+
+        Of a model's experts, only those are read that at least one of the conversations uses.
+        """
         model = self._model
         if not model.experts:
             return model.used

@@ -1,7 +1,7 @@
-"""Finds faults in recorded rollouts that a training run would pay for, each with its evidence and what to change.
+"""Finds faults in recorded rollouts that would harm a training run, each with its evidence and a change to make.
 
-A rule looks at the facts of all rollouts together and speaks only where they are clear. The limits are conventions,
-as those of :mod:`agl_inspect.advice.suggestions`.
+A rule looks at the facts of all rollouts together, and reports a fault only if they are clear. The limits are
+conventions, as in :mod:`agl_inspect.advice.suggestions`.
 """
 
 from collections import Counter
@@ -15,26 +15,26 @@ from agl_inspect.rollouts.explanations import NEXT_STEP
 from agl_inspect.text import short
 
 SHARE = 0.1
-"""Share of the rollouts from which a fault is worth a look."""
+"""Smallest share of the rollouts that must have a fault for it to be reported."""
 
 _LEAST = 4
-"""Rollouts below which no rule speaks that compares them."""
+"""Smallest number of rollouts for the rules that compare rollouts."""
 
 _SAME_WORDS = 5
-"""Words of an answer from which it is a surprise that every rollout gives it."""
+"""Smallest number of words in an answer that is suspicious if every rollout of a task gives it."""
 
 _RETRIED = 0.2
-"""Share of the rollouts with repeated calls or attempts from which these are named."""
+"""Smallest share of the rollouts that must have repeated calls or attempts for these to be reported."""
 
 
 class Fault(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One fault.
+    """A fault of recorded rollouts, or of an experiment's tasks.
 
     Attributes:
         rule: The rule's name, such as ``reward-never-varies``.
         evidence: The finding, with its numbers.
         change: The proposed change.
-        example: Id of a rollout that shows it; ``""`` for faults of the tasks.
+        example: Id of a rollout that shows the fault; ``""`` for a fault of the tasks.
     """
 
     rule: str
@@ -45,12 +45,12 @@ class Fault(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """The rollouts that the rules look at, and what the experiment does with them.
+    """The rollouts that the rules look at, and the settings of the experiment that matter to the rules.
 
     Attributes:
         rollouts: The facts of the rollouts, at least one.
         needs_token_ids: Whether an algorithm trains on tokens.
-        token_budget: Tokens of a row from which it takes a pass of its own; 0 for no limit.
+        token_budget: Largest number of tokens of a pass; a longer row takes a pass of its own. 0 for no limit.
     """
 
     rollouts: Sequence[Observed]
@@ -63,7 +63,7 @@ class Examined:
         return [one for one in self.rollouts if one.status == "succeeded"]
 
     def groups(self) -> list[list[Observed]]:
-        """Return the rollouts of each task that succeeded and made calls."""
+        """Return, for each task, its rollouts that succeeded and made calls."""
         found: dict[str, list[Observed]] = {}
         for one in self.succeeded:
             if one.calls:
@@ -120,9 +120,9 @@ def _many(
     *,
     needs_token_ids: bool = False,
 ) -> _Rule:
-    """Return a rule about a fault that is worth a look where it concerns a share of the rollouts.
+    """Return a rule that reports a fault if ``concerns`` is true for at least the share ``SHARE`` of the rollouts.
 
-    ``evidence`` gets the rollouts, and words for how many of all they are.
+    ``evidence`` gets these rollouts, and a text such as ``3 of 20 rollouts``.
     """
 
     def look(examined: Examined) -> _Found | None:
@@ -147,7 +147,7 @@ def _nameless(mixed: Sequence[Observed], of: str) -> str:
 
 
 def _is_of_others(one: Observed) -> bool:
-    """Return true for failures that a rule of their own describes."""
+    """Return true for a failure that a more specific rule reports."""
     return one.is_timeout or _is_of_reward(one) or _has_no_call(one)
 
 
@@ -238,7 +238,7 @@ def _identical(examined: Examined) -> _Found | None:
     if len(groups) < 2 or len(same) < 0.8 * len(groups):
         return None
     if not is_greedy and min(one.words for group in same for one in group) < _SAME_WORDS:
-        return None  # one right word is no surprise
+        return None  # short equal answers are no surprise
     why = ", all drawn at temperature 0" if is_greedy else ""
     return (
         f"in {len(same)} of {len(groups)} groups all rollouts gave the same answers, word for word{why}",

@@ -1,7 +1,7 @@
-"""The shape of a model, which memory and time follow from: read from its ``config.json``, or made from a few numbers.
+"""Finds the sizes of a model, on which memory and time depend: in its ``config.json``, or from a few given numbers.
 
-Nothing is asked of a hub, and no weights are read. Decoders with grouped attention and a gated feed-forward network
-are meant, such as Llama, Qwen and Mistral, with experts or without; others come close.
+No model hub is asked, and no weights are read. The sizes describe decoders with grouped-query attention and a gated
+feed-forward network, such as Llama, Qwen and Mistral, with or without experts; they approximate other models.
 """
 
 import json
@@ -20,10 +20,10 @@ from agl.schemas import Record
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _VOCABULARY = 128_256
 _HEAD = 128
-"""The vocabulary and the width of a head that a mere number of weights is taken to come with, those of Llama 3."""
+"""Width of a head, assumed where only a number of weights is given. Like the vocabulary above, it is Llama 3's."""
 
 _FARTHEST = 0.1
-"""Share of the wanted number of weights by which a usual model may miss it."""
+"""Largest deviation of an assumed model from the given number of weights, as a share of that number."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("layers", "num_hidden_layers", "n_layer", "num_layers"),
@@ -48,13 +48,18 @@ class ModelShape(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The sizes of a decoder.
 
     Attributes:
-        name: Its usual name.
-        layers: Layers; ``hidden`` the width between them.
-        heads: Heads of attention, each ``head`` wide, on ``kv_heads`` heads of keys and values.
-        feed_forward: Width of the gated feed-forward network, of one expert where there are several.
-        vocabulary: Tokens that it knows; with ``is_tied`` input and output share one matrix.
-        experts: Experts of a layer, of which a token uses ``experts_used``; 0 without experts.
-        is_supposed: Whether the sizes were made from a number of weights.
+        name: The usual name of the model.
+        layers: Number of layers.
+        hidden: Hidden size: the width of the activations between layers.
+        heads: Number of query heads of attention.
+        kv_heads: Number of KV heads, which the query heads share.
+        head: Width of a head.
+        feed_forward: Width of the gated feed-forward network, or of one expert if there are experts.
+        vocabulary: Number of tokens in the vocabulary.
+        is_tied: Whether input and output share one embedding matrix.
+        experts: Number of experts per layer; 0 without experts.
+        experts_used: Number of experts that a token uses per layer; 0 without experts.
+        is_supposed: Whether the sizes are assumed, because only a number of weights was given.
     """
 
     name: str
@@ -72,26 +77,26 @@ class ModelShape(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def queries(self) -> int:
-        """Width of all queries."""
+        """Total width of the queries over all heads."""
         return self.heads * self.head
 
     @property
     def keys(self) -> int:
-        """Width of all keys, and of all values."""
+        """Total width of the keys over all KV heads; the values have the same width."""
         return self.kv_heads * self.head
 
     @property
     def weights(self) -> int:
-        """Number of weights."""
+        """Total number of weights."""
         return self._layers(max(1, self.experts)) + self._embeddings
 
     @property
     def used(self) -> int:
-        """Number of weights that a token is multiplied with: without the input's table, and of the experts' its own."""
+        """Number of weights that one token is multiplied with: all except the input embeddings and unused experts."""
         return self._layers(max(1, self.experts_used)) + self.vocabulary * self.hidden
 
     def adapters(self, rank: int) -> int:
-        """Return the weights of LoRA adapters of a rank on every linear layer but the head."""
+        """Return the number of weights of LoRA adapters of this rank on every linear layer except the head."""
         attention = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys)
         return self.layers * rank * (attention + max(1, self.experts) * 3 * (self.hidden + self.feed_forward))
 
@@ -114,7 +119,7 @@ def shape_of_model(given: str, *, folder: Path) -> ModelShape:
         folder: Base of relative paths.
 
     Raises:
-        ConfigError: It is in neither form, or lacks a size.
+        ConfigError: ``given`` has none of these forms, or lacks a size.
     """
     if re.fullmatch(r"[0-9]*\.?[0-9]+\s*[kKmMbBtT]", given):
         return _supposed(given)
@@ -138,7 +143,7 @@ def shape_of_model(given: str, *, folder: Path) -> ModelShape:
 
 
 def _sizes(given: str) -> dict[str, str]:
-    """Return the sizes of ``NAME=VALUE,...``; raises :class:`ConfigError` for an unknown name."""
+    """Parse sizes such as ``layers=28,hidden=3584``; raises :class:`ConfigError` for an unknown name."""
     found = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in given.split(","))}
     known = [*(name for names in _NAMES.values() for name in names), *_TIED]
     for name in found:
@@ -149,7 +154,7 @@ def _sizes(given: str) -> dict[str, str]:
 
 
 def shape_from(values: Mapping[str, Any], *, name: str) -> ModelShape:
-    """Return the shape that a configuration describes; raises :class:`ConfigError` for one that lacks a size."""
+    """Return the shape that a configuration describes; raises :class:`ConfigError` if a necessary size is missing."""
     sizes = {key: _number(values, key, name) for key in _NAMES}
     layers, hidden, heads = (sizes[key] for key in ("layers", "hidden", "heads"))
     missing = [key for key in ("layers", "hidden", "heads", "vocabulary") if not sizes[key]]
@@ -183,9 +188,13 @@ def _number(values: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def _supposed(given: str) -> ModelShape:
-    """Return the shape of a usual model of about so many weights: 128 times as wide as deep, as Llama 3 8B is."""
+    """Return the shape of a usual model with about the given number of weights.
+
+    The model is 128 times as wide as deep, as Llama 3 8B is. Raises :class:`ConfigError` if no such model comes close
+    enough to the number.
+    """
     wanted = float(given.strip()[:-1]) * _UNITS[given.strip()[-1].lower()]
-    tied = wanted < 3e9  # small models usually share the two tables
+    tied = wanted < 3e9  # small models usually share one matrix between input and output
 
     def sized(hidden: int) -> ModelShape:
         width = hidden - hidden % 64 or 64

@@ -1,4 +1,4 @@
-"""Reduces a recorded rollout to the facts that a plan is made of, so that many long rollouts fit in memory."""
+"""Reduces a recorded rollout to the facts that a forecast needs, so that many long rollouts fit in memory."""
 
 import hashlib
 import re
@@ -18,7 +18,7 @@ _SECOND_NS = 1e9
 
 
 class ToolUse(Record, frozen=True, kw_only=True):
-    """The calls of one tool in a rollout, and how many of them ended with an error."""
+    """The number of calls of one tool in a rollout, and how many of them failed with an error."""
 
     calls: int = 0
     failed: int = 0
@@ -28,33 +28,43 @@ class Observed(Record, frozen=True, kw_only=True):
     """The facts of one rollout, as one algorithm would train on it.
 
     Attributes:
-        rollout_id: Its id; ``group_id`` that of its task.
-        batch: The step that it was collected for; rollouts of one batch ran side by side.
-        status: ``succeeded`` or ``failed``; ``error`` says why it failed.
+        rollout_id: The rollout's id.
+        group_id: The id of the rollout's group, which is the id of its task.
+        batch: The algorithm and step for which the rollout was collected; rollouts of one batch ran concurrently.
+        status: ``succeeded`` or ``failed``.
+        error: The error of a failed rollout, ``""`` if it succeeded.
         is_timeout: Whether an attempt was stopped at its time limit.
-        attempts: Attempts in all.
-        started_at: Unix seconds, like ``finished_at``: the first attempt's start and the end.
-        seconds: Time of all attempts; ``model_s`` of it in model calls, ``tool_s`` in tools outside of model calls.
-        calls: Recorded model calls that were not repeated by the client.
-        prompt_tokens: Tokens of all prompts; ``response_tokens`` of all answers.
-        rows: Training rows; ``row_tokens`` tokens of all rows, ``trained_tokens`` those that train.
-        context: Tokens of the longest prompt with its answer, or of the longest row.
+        attempts: Number of attempts.
+        started_at: Start of the first attempt in Unix seconds.
+        finished_at: End of the rollout in Unix seconds.
+        seconds: Duration of all attempts together.
+        model_s: Seconds of the deciding attempt in model calls.
+        tool_s: Seconds of the deciding attempt in tools, outside of model calls.
+        calls: Number of recorded model calls, without repeated and late calls and those of other attempts.
+        prompt_tokens: Tokens of all prompts together.
+        response_tokens: Tokens of all answers together.
+        rows: Number of training rows.
+        row_tokens: Tokens of all rows together.
+        trained_tokens: Tokens of the rows that train.
+        context: Tokens of the longest row, or of the longest prompt with its answer if that is longer.
         reward: The recorded reward.
-        trains: The reward that trains, ``None`` where training leaves the rollout out.
-        left_out: The reason for that, ``""`` without one.
-        rejects: Calls that reach no row by reason.
-        cut: Calls whose answer was cut at a limit of tokens.
-        drifted: Calls whose prompt nearly continues a row, so that they begin another.
-        restarted: Calls that repeat an earlier answer of the rollout and yet begin another row.
-        retried: Calls that the client repeated.
-        agents: Calls by the agent's name, ``""`` for those without one.
-        answers: Digest of the texts of all answers; ``words`` their length.
-        is_greedy: Whether every answer was drawn at temperature 0.
-        has_tools: Whether a request offered tools; ``asks_tools`` whether an answer called one.
-        tools: Tools that ran, by name.
-        leaked: Hidden keys of the task whose value stands in a first prompt.
-        chance: Hidden keys for which the value of another task stands there.
-        unseen: Calls to a policy that were seen and not recorded.
+        trains: The reward that trains, ``None`` if training leaves the rollout out.
+        left_out: The reason why training leaves the rollout out, ``""`` if the rollout trains.
+        rejects: Number of calls that are in no row, by reject reason.
+        cut: Number of calls whose answer was cut at a limit of tokens.
+        drifted: Number of calls that begin a new row because of drift.
+        restarted: Number of calls that repeat an earlier answer of the rollout and yet begin a new row.
+        retried: Number of calls that the client repeated.
+        agents: Number of calls by the agent's name, ``""`` for calls without an agent.
+        answers: Digest of the texts of all answers.
+        words: Number of words in all answers.
+        is_greedy: Whether every answer was sampled at temperature 0.
+        has_tools: Whether a request offered tools.
+        asks_tools: Whether an answer called a tool.
+        tools: The use of each tool that ran, by the tool's name.
+        leaked: Hidden keys of the task whose value appears in the first prompt.
+        chance: Hidden keys for which the value of another task appears in the first prompt.
+        unseen: Number of calls to a policy that were seen but not recorded.
     """
 
     rollout_id: str
@@ -104,9 +114,9 @@ def observe(
     Args:
         recording: The rollout with the spans of its deciding attempt.
         episode: The calls and rows that the algorithm would train on.
-        trains: The reward that trains, ``None`` if the rollout is left out.
-        left_out: The reason for that.
-        other: The task of another rollout, whose hidden values stand in this one's prompts by chance only.
+        trains: The reward that trains, ``None`` if training leaves the rollout out.
+        left_out: The reason why training leaves the rollout out.
+        other: The task of another rollout, whose hidden values can be in this rollout's prompts only by chance.
     """
     rollout, attempts = recording.rollout, recording.attempts
     spans = {span.span_id: span for span in recording.spans}
@@ -160,9 +170,10 @@ def observe(
 
 
 def ended_at(recording: Recording, attempt: Attempt) -> float:
-    """Return when an attempt left its place to the next one, in Unix seconds.
+    """Return the time, in Unix seconds, at which an attempt freed its slot for the next rollout.
 
-    For the deciding attempt that is the end of its last span: the next one starts while its end is being stored.
+    The deciding attempt frees its slot at the end of its last span, because the next rollout starts while the outcome
+    is still being stored.
     """
     if attempt.attempt_id != recording.rollout.attempt_id:
         return attempt.finished_at
@@ -180,7 +191,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def _parts(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return the seconds in model calls, and those in tools outside of model calls."""
+    """Return the seconds in model calls, and the seconds in tools outside of model calls."""
     models = [(span.start_ns, span.end_ns) for span in spans if span.call is not None and span.start_ns]
     tools = [(span.start_ns, span.end_ns) for span in spans if _tool_of(span) and span.start_ns]
     model_ns = covered(models)
@@ -200,7 +211,7 @@ def _tools(spans: Sequence[Span]) -> dict[str, ToolUse]:
 
 
 class _Call:
-    """A model call with its messages, which every fact about its text comes from."""
+    """A model call with its messages, from which all facts about its texts are computed."""
 
     def __init__(self, transition: Transition, span: Span, record: ModelCall) -> None:
         self.transition, self.span, self.record = transition, span, record
@@ -210,17 +221,17 @@ class _Call:
 
     @property
     def answer(self) -> str:
-        """The text and the tool calls of the answer, without ids of tool calls, which always differ."""
+        """The text and the tool calls of the answer, without the ids of tool calls, because these always differ."""
         return " ".join(_texts(self._answered)).strip()
 
     @property
     def prompt(self) -> str:
-        """The words that the agent wrote into the prompt; answers of models are left out."""
+        """The part of the prompt that the agent wrote: all texts except the answers of models."""
         return "\n".join(text for one in self._given if one.get("role") != "assistant" for text in _texts(one))
 
     @property
     def repeated(self) -> set[str]:
-        """The answers of models that the prompt holds."""
+        """The earlier answers of models that the prompt contains."""
         return {" ".join(_texts(one)).strip() for one in self._given if one.get("role") == "assistant"} - {""}
 
     @property
@@ -236,7 +247,7 @@ class _Call:
 
 
 def _restarted(calls: Sequence[_Call]) -> int:
-    """Count the calls that repeat an earlier answer of the rollout and yet begin a row of their own."""
+    """Count the calls whose prompt repeats an earlier answer of the rollout, and which yet begin a new row."""
     rows, answers, count = set[int](), set[str](), 0
     for call in calls:
         if not call.transition.reject:
@@ -254,12 +265,12 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _standing(rollout: Rollout, task: Json, prompt: str) -> Iterator[str]:
-    """Yield the hidden keys whose value in ``task`` stands in the prompt and not in what the agent may see."""
+    """Yield the hidden keys whose value in ``task`` is in the prompt, but not in the rollout's visible task."""
     visible = to_json(rollout.visible_task).decode()
     own, given = _keys(rollout.task), _keys(task)
     for key in rollout.hidden:
         value = _plain(given.get(key))
-        is_own = given is not own and value == _plain(own.get(key))  # says nothing about chance
+        is_own = given is not own and value == _plain(own.get(key))  # an equal value says nothing about chance
         if value and not is_own and _has(prompt, value) and not _has(visible, value):
             yield key
 
@@ -274,5 +285,5 @@ def _plain(value: Any) -> str:
 
 
 def _has(text: str, value: str) -> bool:
-    """Return true if the value stands in the text as words of its own."""
+    """Return true if the text contains the value as whole words."""
     return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", " ".join(text.split())) is not None

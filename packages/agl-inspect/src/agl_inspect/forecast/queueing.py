@@ -1,12 +1,12 @@
-"""Simulates the steps of an algorithm on rollouts that were recorded: their tokens, and the time of the queue.
+"""Simulates the steps of an algorithm with recorded rollouts, to forecast a step's tokens and the time of its queue.
 
-A step draws tasks and runs each several times, as many at once as the runner allows and in the order in which they
-were queued. The simulation draws one of the recorded steps, and its tasks and their rollouts with repetition: rollouts
-of a step are slow or fast together, because they share a server and its load.
+A step runs several rollouts of each of its tasks, in the order of the queue and as many at once as the runner allows. A
+simulated step draws one recorded step, and from it tasks and their rollouts with replacement. It does not mix recorded
+steps, because the rollouts of a step share a server and its load, and so are slow or fast together.
 
-The last rollouts of a step run beside few others. Where all share one processor they are faster for it, and a step
-takes little more than its work at full load; where they wait for something else they are not, and the places that are
-free stay idle. The recorded steps tell which of the two it is (:func:`idle_share`).
+At the end of a step few rollouts run at once. If all rollouts share one processor, the last ones speed up, and the step
+takes little longer than its work at full load. If the rollouts wait for something else, the last ones do not speed up,
+and the free slots stay idle. The recorded steps show which of the two applies (:func:`idle_share`).
 """
 
 import random
@@ -23,12 +23,12 @@ from agl_inspect.statistics import student_quantile
 _COUNTED = ("rows", "row_tokens", "trained_tokens", "prompt_tokens", "response_tokens")
 
 _ROLLOUTS = 200_000
-"""Rollouts at most in all simulated steps together."""
+"""Largest number of rollouts in all simulated steps together."""
 
 _STEPS = 200
 
 _ORDERS = 20
-"""Orders in which the rollouts of a recorded step are queued again to see how long it would take."""
+"""Number of random orders in which the rollouts of a recorded step are queued again to estimate the step's time."""
 
 
 class Spread(Record, frozen=True, kw_only=True):
@@ -46,9 +46,12 @@ class StepForecast(Record, frozen=True, kw_only=True):
 
     Attributes:
         rollouts: Rollouts per step.
-        concurrency: Rollouts at once.
-        rows: Training rows; ``row_tokens`` their tokens, ``trained_tokens`` those that train.
-        prompt_tokens: Tokens of all prompts of model calls, and ``response_tokens`` of all answers.
+        concurrency: Largest number of rollouts that run at once.
+        rows: Number of training rows.
+        row_tokens: Tokens of all rows together.
+        trained_tokens: Tokens of the rows that train.
+        prompt_tokens: Tokens of the prompts of all model calls.
+        response_tokens: Tokens of all answers.
         collect_s: Seconds until all rollouts of the step are done.
     """
 
@@ -63,7 +66,7 @@ class StepForecast(Record, frozen=True, kw_only=True):
 
 
 def spread_of(values: Iterable[float]) -> Spread:
-    """Return the distribution of numbers; all 0 without any."""
+    """Return the distribution of numbers; all its values are 0 if there are no numbers."""
     ordered = sorted(values)
     if not ordered:
         return Spread()
@@ -73,7 +76,7 @@ def spread_of(values: Iterable[float]) -> Spread:
 
 
 def makespan(durations: Sequence[float], *, concurrency: int) -> float:
-    """Return when the last of the jobs ends that begin in order, at most ``concurrency`` at once."""
+    """Return the time at which the last job ends if jobs start in order, at most ``concurrency`` at once."""
     if not durations:
         return 0.0
     free = [0.0] * max(1, min(concurrency, len(durations)))
@@ -111,13 +114,14 @@ def forecast(
 
 
 def idle_share(batches: Sequence[Sequence[Observed]]) -> float:
-    """Return the share of the places left free at the end of a step that stay idle, from 0 to 1.
+    """Estimate the share of the slots left free at the end of a step that stay idle, from 0 to 1.
 
-    A rollout that is faster beside fewer others is among the last to run, so a recorded step ends sooner in its own
-    order than it would in another one. The share compares three times: that of its own order, that of its work spread
-    evenly over all places, and the mean of other orders. It is 1 where no step had more rollouts than places.
+    If rollouts speed up while few others run, the fast ones are the last ones of a recorded step, so the step ends
+    sooner in its recorded order than in a random order. The share is (recorded - even) / (random - even), where
+    recorded is the time of the recorded order, random is the mean time of random orders, and even is the time of the
+    work spread evenly over all slots. It is 1 if no step had more rollouts than slots.
     """
-    draw = random.Random(0)  # orders, of a simulation
+    draw = random.Random(0)  # random orders for a simulation
     lost, possible = 0.0, 0.0
     for batch in batches:
         durations = [one.seconds for one in sorted(batch, key=lambda one: one.started_at)]
@@ -132,26 +136,27 @@ def idle_share(batches: Sequence[Sequence[Observed]]) -> float:
 
 
 def _seconds(durations: Sequence[float], *, concurrency: int, beside: int, idle: float) -> float:
-    """Return the seconds of a step: between those of its work and those of the queue.
+    """Return the seconds of a step, between the time of its work at full load and the time of its queue.
 
-    Rollouts that share a processor ``beside`` others last that many times their work; the longest of them too would
-    be over sooner once the others are.
+    ``beside`` rollouts ran at once when the durations were recorded. If they shared a processor, each took ``beside``
+    times as long as its work. ``idle`` is the result of :func:`idle_share`: 0 gives the time of the work, 1 that of the
+    queue.
     """
     work = sum(durations) / max(1, beside)
     return work + idle * (makespan(durations, concurrency=concurrency) - work)
 
 
 def _most_at_once(observed: Sequence[Observed]) -> int:
-    """Return how many rollouts ran at once at most."""
+    """Return the largest number of rollouts that ran at once."""
     ends = [(one.started_at + one.seconds, -1) for one in observed]
     changes = sorted([*((one.started_at, 1) for one in observed), *ends])
     return max(accumulate(change for _, change in changes), default=0)
 
 
 def without_start(observed: Sequence[Observed]) -> list[Observed]:
-    """Leave out the rollouts of the step that began first, which also pay for imports, connections and thread pools.
+    """Leave out the rollouts of the first step, whose time includes imports, connections and thread pools.
 
-    They stay where the others are fewer than they are.
+    All rollouts are kept if the first step has more rollouts than all others together.
     """
     first = min(observed, key=lambda one: one.started_at).batch if observed else ""
     others = [one for one in observed if one.batch != first]
@@ -159,10 +164,10 @@ def without_start(observed: Sequence[Observed]) -> list[Observed]:
 
 
 def uncertainty_of(observed: Sequence[Observed], *, tasks: int) -> float | None:
-    """Return half the 95 % interval of the mean tokens of a rollout over all tasks, as a share of that mean.
+    """Return half the width of the 95 % interval of a rollout's mean tokens over all tasks, as a share of the mean.
 
-    It is the wider one of the tokens that a step computes and of those that it trains on, or of answers without rows.
-    ``None`` for one task or rollouts without tokens.
+    The share is computed for the tokens that a step computes, and for the tokens that it trains on (or, without rows,
+    for those of answers); the larger one is returned. ``None`` for one task or rollouts without tokens.
     """
     computed = _uncertainty([(one.group_id, one.row_tokens or _all_tokens(one)) for one in observed], tasks=tasks)
     has_rows = any(one.rows for one in observed)
@@ -176,10 +181,10 @@ def _all_tokens(one: Observed) -> int:
 
 
 def _uncertainty(tokens: Sequence[tuple[str, int]], *, tasks: int) -> float | None:
-    """Return half of Student's interval of the mean over tasks, as a share of it.
+    """Return half the width of Student's interval of the mean over tasks, as a share of the mean.
 
-    The variance of a task's mean has two parts. That between tasks vanishes as all of them are run; that of the
-    rollouts of one task does not, for the next ones will be others.
+    The variance of a task's mean has two parts. The variance between tasks vanishes as all tasks are run. The variance
+    between the rollouts of one task stays, because the next rollouts will be other ones.
     """
     groups: dict[str, list[int]] = {}
     for group, count in tokens:
@@ -195,7 +200,7 @@ def _uncertainty(tokens: Sequence[tuple[str, int]], *, tasks: int) -> float | No
 
 
 def _batches(observed: Sequence[Observed]) -> list[list[list[Observed]]]:
-    """Return the rollouts by the step that collected them, and there by task."""
+    """Return the rollouts grouped by the step that collected them, and within a step by task."""
     found: dict[str, dict[str, list[Observed]]] = {}
     for one in observed:
         found.setdefault(one.batch, {}).setdefault(one.group_id or one.rollout_id, []).append(one)
@@ -203,7 +208,7 @@ def _batches(observed: Sequence[Observed]) -> list[list[list[Observed]]]:
 
 
 def at_once(observed: Sequence[Observed]) -> float:
-    """Return how many rollouts ran at once on average while any ran."""
+    """Return the mean number of rollouts that ran at once, over the time in which at least one ran."""
     spans = [(one.started_at, one.finished_at) for one in observed if one.finished_at > one.started_at]
     busy = covered(spans)
     return sum(end - begin for begin, end in spans) / busy if busy else 0.0

@@ -1,14 +1,14 @@
 """Estimates the share of groups whose rollouts all get the same reward, for group sizes that were not run.
 
-A task gives every reward with a probability of its own. A group of n rollouts is silent with the probability that n
-draws are equal, the sum of p(v)**n over the rewards v. Plugging the observed shares into that is biased upwards, most
-where few rollouts of a task were seen: two that agree would count as a task that always agrees.
+A task gives each reward v with a probability p(v). A group of n rollouts is silent if n draws are equal, which has the
+probability sum over v of p(v)**n. Observed shares in place of p(v) would overestimate it, most of all for tasks with
+few rollouts: if a task has two rollouts and they agree, it would count as a task that always agrees.
 
-- Up to the number of rollouts that were seen, the share of equal n-subsets of a task's rollouts is unbiased, and its
-  mean over tasks is the estimate (``counted``).
-- Beyond that nothing unbiased exists. The tasks' probabilities are taken to vary like a Dirichlet distribution around
-  the rewards' shares in all rollouts, for two rewards the beta-binomial model (``model``). Its spread makes the
-  agreement of two rollouts of one task come out as it was counted.
+- If a task has at least n rollouts, the share of its n-subsets with equal rewards is an unbiased estimate. The mean
+  over such tasks is the estimate ``counted``.
+- For larger groups there is no unbiased estimate. The probabilities of the tasks are assumed to follow a Dirichlet
+  distribution around the shares of the rewards in all rollouts; with two rewards, this is the beta-binomial model. Its
+  concentration is chosen so that two rollouts of one task agree as often as counted. This is the estimate ``model``.
 
 Rewards that differ by less than 1e-6 are equal.
 """
@@ -22,10 +22,10 @@ from typing import Literal
 from agl.schemas import Record
 
 SIZES = (2, 4, 8, 16, 32)
-"""The group sizes that a plan compares."""
+"""The group sizes that a forecast compares."""
 
 NEARLY = 0.8
-"""Share of the most groups with a gradient that the proposed group size keeps at least."""
+"""The proposed group size gives at least this share of the groups with a gradient that the best size gives."""
 
 _PLACES = 6
 _MOST = 1e6
@@ -37,8 +37,9 @@ class SilentShare(Record, frozen=True, kw_only=True):
 
     Attributes:
         size: Rollouts per group.
-        share: Between 0 and 1.
-        basis: ``counted`` among the recorded rollouts of a task, or by the ``model`` for larger groups.
+        share: The expected share of silent groups, between 0 and 1.
+        basis: The kind of the estimate: ``counted`` among the recorded rollouts of a task, or from the ``model`` for
+            larger groups.
     """
 
     size: int
@@ -59,10 +60,10 @@ def silent_shares(groups: Sequence[Sequence[float]], sizes: Sequence[int] = SIZE
 
 
 def best_size(shares: Sequence[SilentShare], *, rollouts: int, tasks: int) -> SilentShare | None:
-    """Return the largest group size that costs few of the groups with a gradient that the rollouts of a step can give.
+    """Return the largest group size that gives nearly the largest number of groups with a gradient in a step.
 
-    Small groups always give the most such groups, and larger ones a better baseline. So the largest size counts that
-    still gives at least ``NEARLY`` of the most. ``None`` if no size gives any.
+    Small groups always give the most such groups, but larger groups have a better baseline. So the result is the
+    largest size that still gives at least the share ``NEARLY`` of the largest number; ``None`` if no size gives any.
 
     Args:
         shares: The estimates.
@@ -78,7 +79,7 @@ def best_size(shares: Sequence[SilentShare], *, rollouts: int, tasks: int) -> Si
 
 
 def loud_groups(share: SilentShare, *, rollouts: int) -> float:
-    """Return how many groups with a gradient so many rollouts are expected to give."""
+    """Return the expected number of groups with a gradient among the groups that ``rollouts`` rollouts fill."""
     return rollouts // share.size * (1 - share.share)
 
 
@@ -112,7 +113,7 @@ def _modelled(counts: Sequence[Mapping[float, int]], size: int) -> float:
 
 
 def _pooled(counts: Sequence[Mapping[float, int]]) -> list[float]:
-    """Return each reward's share of all rollouts, every task weighing the same."""
+    """Return each reward's share of all rollouts, with equal weights for all tasks."""
     pooled: dict[float, float] = {}
     for count in counts:
         total = sum(count.values())

@@ -1,1 +1,1 @@
-"""Records that an experiment keeps in the store: states, labels, validations, trials, metrics."""
+"""The records of an experiment in the store: states, labels, validations, trials and metrics."""

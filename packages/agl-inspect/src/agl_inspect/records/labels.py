@@ -1,6 +1,6 @@
-"""Labels: names such as ``production`` that point at a version of a resource, and move.
+"""Reads and moves labels: names such as ``production`` that point at a version of a resource.
 
-Versions never change: promotion and rollback move a label. The store keeps every move.
+Versions never change; promotion and rollback only move a label. The store records every move.
 """
 
 import re
@@ -20,17 +20,17 @@ async def labels_of(store: Store, name: str) -> dict[str, str]:
 
 
 async def labelled(store: Store, name: str, label: str) -> ResourceVersion | None:
-    """Return the version that a label points at, ``None`` if there is none."""
+    """Return the version that a label points at, ``None`` if the label does not exist."""
     version = (await labels_of(store, name)).get(label)
     return None if version is None else await store.resource(name, version)
 
 
 async def move(store: Store, name: str, label: str, version: str, *, reason: str = "") -> LabelMove:
-    """Point a label at an existing version; returns the move, or the last one if the label already points there.
+    """Point a label at an existing version; returns the move, or the label's last move if it already points there.
 
     Raises:
-        ConfigError: The label has characters that it may not have.
-        NotFoundError: There is no such version.
+        ConfigError: The label has other characters than letters, digits, ``_``, ``.`` and ``-``.
+        NotFoundError: The resource has no such version.
     """
     if not LABEL.fullmatch(label):
         raise ConfigError(f"the label {label!r} may hold letters, digits, '_', '.' and '-' only")
@@ -38,7 +38,7 @@ async def move(store: Store, name: str, label: str, version: str, *, reason: str
 
 
 async def move_back(store: Store, name: str, label: str) -> LabelMove:
-    """Point a label at its previous version; each further call goes one version back."""
+    """Point a label at its previous version; each further call goes one version further back."""
     moves = await store.label_moves(name, label)
     if not moves:
         there = sorted(await labels_of(store, name))
@@ -53,9 +53,10 @@ async def move_back(store: Store, name: str, label: str) -> LabelMove:
 
 
 def label_path(moves: Iterable[LabelMove]) -> list[str]:
-    """Return the versions that roll-backs lead through, the present one last; ``moves`` are a label's, oldest first.
+    """Return the versions to which repeated rollbacks lead, oldest first; the last one is the present version.
 
-    A move that is called a roll-back and leads elsewhere, as other programs may write it, counts as a step forward.
+    ``moves`` are all moves of one label, oldest first. A move that is marked as a rollback but does not lead to the
+    previous version, which only other programs write, counts as a move forward.
     """
     path: list[str] = []
     for made in moves:

@@ -1,4 +1,4 @@
-"""Reads the metrics of an experiment's runs, and writes a step of an algorithm as one line."""
+"""Reads the metrics of an experiment's runs, and formats a step of an algorithm as one line."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from agl.errors import ConfigError
 from agl.hints import did_you_mean
 
 ALL = 0
-"""The number that stands for all runs."""
+"""Run number that stands for all runs."""
 
 
 class LoggedRun(NamedTuple):
-    """The metrics of one run of an experiment: the selected ones, and all."""
+    """The metrics of one run of an experiment: ``found`` are the selected ones, ``every`` are all of the run."""
 
     experiment: str
     run: int
@@ -25,7 +25,7 @@ class LoggedRun(NamedTuple):
 
 
 def experiment_step(metric: Metric) -> int:
-    """Return the step of the experiment at which a number was logged, or the algorithm's own where that is unknown."""
+    """Return the experiment's step at which a metric was logged, or, if unknown, the step of its algorithm."""
     return metric.step if metric.experiment_step is None else metric.experiment_step
 
 
@@ -35,7 +35,7 @@ class _Run(click.ParamType[int]):
     name = "run"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number, :data:`ALL` for all runs."""
+        """Return the run's number, :data:`ALL` for ``all``."""
         if value == "all":
             return ALL
         if isinstance(value, str) and value.isdecimal() and int(value):
@@ -50,17 +50,17 @@ RUN = _Run()
 async def read_runs(
     store: Store, experiments: Sequence[str], run: int | None, algorithm: str | None, names: Sequence[str]
 ) -> list[LoggedRun]:
-    """Read the wanted numbers in order of experiment, run, algorithm, step and name.
+    """Read the selected metrics, in order of experiment, run, algorithm, step and name.
 
     Args:
-        store: Where to look.
-        experiments: The experiments; if empty, the only one that has metrics.
-        run: The run of each, :data:`ALL` for all, ``None`` for the newest.
-        algorithm: Only numbers of this algorithm.
-        names: Only metrics that one of these patterns matches.
+        store: The store.
+        experiments: Names of experiments; if empty, the only experiment that has metrics.
+        run: Number of the run in each experiment, :data:`ALL` for all runs, ``None`` for the newest run.
+        algorithm: Only metrics of this algorithm; ``None`` for all.
+        names: Only metrics whose names match one of these patterns; empty for all.
 
     Raises:
-        ConfigError: An experiment has none; says which there are.
+        ConfigError: An experiment has no such metrics; the message names its runs, algorithms or metrics.
     """
     wanted = dict.fromkeys(experiments) or [await _only_experiment(store)]
     return [each for name in wanted for each in await _runs(store, name, run, algorithm, names)]
@@ -95,7 +95,7 @@ async def _newest(store: Store, experiment: str) -> int:
 
 
 async def _no_metrics(store: Store, experiment: str, run: int | None) -> ConfigError:
-    """Describe what there is in place of the run that was asked for."""
+    """Make the error for a run without metrics, which names the runs or experiments that have metrics."""
     runs = sorted({metric.run for metric in await store.metrics(experiment)})
     if not runs:
         there = choice(experiment, await _with_metrics(store))
@@ -120,28 +120,28 @@ async def _only_experiment(store: Store) -> str:
 
 
 def choice(name: str, names: Sequence[str]) -> str:
-    """Return the end of a message that says which name was meant, or what there is."""
+    """Return the end of a message about a wrong name: the name that was probably meant, or the names to choose from."""
     there = f"choose from: {', '.join(names)}" if names else "run an experiment with an algorithm first"
     return did_you_mean(name, names, otherwise=there)
 
 
 _SHOWN = re.compile(r"reward|loss|score")
 _FIRST = ("reward", "reward_std", "loss", "score", "best_val_score")
-"""Metrics that are shown before others of these words."""
+"""Metrics that a line shows before all others whose names match ``_SHOWN``."""
 _SHARES = ("truncated", "dropped", "silent", "effective")
-"""Shares that an algorithm may report of a step's rollouts or tokens, as metrics such as `silent_share`."""
+"""Shares of a step's rollouts or tokens that an algorithm may report, as metrics such as ``silent_share``."""
 _COUNTS = {
     "groups_dropped": "silent groups dropped",
     "rollouts_extra": "extra rollouts",
     "rollouts_replayed": "rollouts replayed",
 }
-"""Counts that an algorithm may report of a step; those of 0 are left out."""
+"""Counts that an algorithm may report of a step, with their text; a line leaves out counts of 0."""
 _HEALTH = ("kl", "anchor_kl", "entropy", "logprob_gap", "staleness")
-"""Metrics that tell why a policy learns or does not."""
+"""Metrics that show why a policy learns or does not learn."""
 _SKIPPED = ("updates_skipped", "updates_nonfinite")
-"""Counts of updates that were not made, for want of a gradient or of a finite one."""
+"""Counts of updates that were skipped because there was no gradient, or because it was not finite."""
 _CLIPPED = ("clipped", "clipped_low", "clipped_high")
-"""Shares of tokens whose gradient a bound has removed or bounded; a loss reports the first, or the others."""
+"""Shares of tokens whose gradient a bound removed or limited; a loss reports either ``clipped`` or the other two."""
 
 
 def step_line(
@@ -153,15 +153,16 @@ def step_line(
     total: int = 0,
     ending: tuple[str, ...] = (),
 ) -> str:
-    """Return the line.
+    """Format a step of an algorithm as one line.
 
     Args:
-        name: The algorithm.
+        name: The algorithm's name.
         step: The algorithm's own step, from 1.
-        metrics: Its metrics by name, in any order; of those about rewards, losses and scores four are shown.
-        has_published: True if the step published a version; one that did not, and skipped updates, trained nothing.
-        total: Number of steps in all; smaller than `step` where it is not known.
-        ending: Further parts of the line, such as the time left; empty ones are left out.
+        metrics: The step's metrics by name, in any order; at most four about rewards, losses and scores are shown.
+        has_published: True if the step published a version. A step that skipped updates and published nothing is
+            marked ``trained nothing``.
+        total: Total number of the algorithm's steps; a number below ``step``, such as 0, means unknown.
+        ending: Further parts of the line, such as the time left; empty parts are left out.
     """
     named = sorted(key for key in metrics if _SHOWN.search(key) and key not in _FIRST)
     shown = [f"{key} {metrics[key]:.3f}" for key in [*filter(metrics.__contains__, _FIRST), *named][:4]]

@@ -10,38 +10,41 @@ from agl.schemas import Attempt, Json, Rollout, to_json
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 MAX_NAME = 80
-"""Names of experiments, algorithms and resources, which are parts of ids."""
+"""Largest length of the names of experiments, algorithms and resources, which become parts of ids."""
 
 TRIAL = "-dev"
-"""The end of the name of the experiment that a trial by ``agl dev`` is recorded as."""
+"""Suffix of the experiment name under which ``agl dev`` records a dry run."""
 
 PROMPT_TRIAL = "-try"
-"""The end of the name of the experiment that a trial by ``agl resources try`` is recorded as."""
+"""Suffix of the experiment name under which ``agl resources try`` records a trial."""
 
 FORKS = "-fork"
-"""The end of the name of the experiment that forks by ``agl replay --fork`` are recorded as."""
+"""Suffix of the experiment name under which ``agl replay --fork`` records forks."""
 
 ORIGIN = "agl resources try"
-"""The origin, in their metadata, of versions that ``agl resources try`` published."""
+"""Value of the metadata key ``origin`` in versions that ``agl resources try`` published."""
 
 
 MAX_ERROR = 500
-"""Characters of an error's first line that a message shows."""
+"""Largest number of characters that a message shows of an error's first line."""
 
 
 def id_prefix(experiment: str, run: int, algorithm: str, mode: str, *, step: int | None = None) -> str:
-    """Return how the ids begin of the rollouts that an algorithm asked for, in all steps or in one."""
+    """Return the prefix of the ids of an algorithm's rollouts in one mode, and in one step unless it is ``None``."""
     prefix = f"{experiment}-{run}-{algorithm}-{mode}-"
     return prefix if step is None else f"{prefix}{step_name(step)}-"
 
 
 def step_name(step: int) -> str:
-    """Format a step for a rollout's id, so that ids sort by step: five digits, or ``x`` and twelve."""
+    """Format a step for a rollout's id, so that ids sort by step: five digits, or ``x`` and twelve digits."""
     return f"{step:05d}" if step < 100_000 else f"x{step:012d}"
 
 
 def group_id_of(task: Json, key: str = "") -> str:
-    """Return the task's identity: the value of its ``key`` if one is given, else a digest of its content."""
+    """Return the group id of a task: the task's value under ``key`` if a key is given, else a digest of the task.
+
+    Raises :class:`ConfigError` if the task lacks the key.
+    """
     if key:
         value = cast("dict[str, Json]", task).get(key) if isinstance(task, dict) else None
         if value is None:
@@ -53,7 +56,7 @@ def group_id_of(task: Json, key: str = "") -> str:
 
 
 def run_of(rollout: Rollout) -> int | None:
-    """Return the run of its experiment that made a rollout, from its id; ``None`` if no run made it."""
+    """Return the number of the run that made a rollout, read from its id; ``None`` if no run made the rollout."""
     before, _, rest = rollout.rollout_id.partition(f"{rollout.experiment}-")
     number = rest.partition("-")[0]
     is_of_run = not before and number.isdecimal() and "algorithm" in rollout.metadata
@@ -61,7 +64,7 @@ def run_of(rollout: Rollout) -> int | None:
 
 
 def broke_in_reward(attempt: Attempt | None) -> bool:
-    """Return true for an attempt that failed because a reward emitter broke, and not its agent."""
+    """Return true if an attempt failed because a reward emitter raised an error, and not because its agent did."""
     error = attempt.error if attempt else None
     return error is not None and error.type == f"{RewardError.__module__}.{RewardError.__qualname__}"
 

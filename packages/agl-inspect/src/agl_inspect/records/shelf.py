@@ -1,4 +1,4 @@
-"""Shelves: records of one kind that an experiment keeps in the store's state, below one prefix of keys."""
+"""Shelves: each saves records of one type in the store's state, under keys with one prefix."""
 
 from collections.abc import Mapping
 from typing import Generic, TypeVar
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def run_key(name: str, run: int, what: str) -> str:
-    """Return the key of a part of a run's state in the store."""
+    """Return the key, in the store's state, of one part of a run."""
     return f"experiment/{name}/{run}/{what}"
 
 
@@ -20,18 +20,19 @@ class Shelf(Generic[T]):
 
     Args:
         kind: The type of the records.
-        prefix: The beginning of their keys; it is the whole key of a single record, whose name is ``""``.
+        prefix: The prefix of the records' keys. A record named ``""`` has the prefix as its whole key, which suits a
+            shelf of a single record.
     """
 
     def __init__(self, kind: type[T], prefix: str) -> None:
         self._kind, self._prefix = kind, prefix
 
     def states(self, records: Mapping[str, T]) -> dict[str, bytes]:
-        """Encode records by name, to be saved in one transaction with other states."""
+        """Encode records, given by name, as states by key, to be saved in one transaction with other states."""
         return {self._prefix + name: msgspec.json.encode(record) for name, record in records.items()}
 
     async def add(self, store: Store, records: Mapping[str, T]) -> None:
-        """Save records by name, each in place of the one that had its name."""
+        """Save records by name; each replaces an earlier record of the same name."""
         if records:
             await store.save_state(self.states(records))
 
@@ -44,7 +45,7 @@ class Shelf(Generic[T]):
         }
 
     async def get(self, store: Store, name: str = "") -> T | None:
-        """Return one record; ``None`` if there is none of that name."""
+        """Return the record of a name; ``None`` if it does not exist."""
         key = self._prefix + name
         data = (await store.load_state(key)).get(key)
         return None if data is None else msgspec.json.decode(data, type=self._kind)

@@ -1,6 +1,6 @@
 """Reads finished rollouts of another experiment in the same store, for an algorithm that learns from them.
 
-The store's change feed gives them in the order in which they finished, so that none is read twice.
+The store's change feed lists rollouts in the order in which they finished, so that no rollout is read twice.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from agl.errors import NotFoundError
 from agl.schemas import Record, Rollout
 
 PREFIX = "experiment:"
-"""Prefix of a source that is an experiment, not an algorithm."""
+"""Prefix of a source that names an experiment; any other source names an algorithm."""
 
 BATCH = 256
-"""Most rollouts in one answer."""
+"""Default for the largest number of rollouts in one page."""
 
 _PAGE = 1000
 _FINISHED = ("succeeded", "failed")
@@ -24,8 +24,8 @@ class FinishedRollouts(Record, frozen=True, kw_only=True):
 
     Attributes:
         rollouts: Training rollouts in the order in which they finished.
-        cursor: Position in the change feed after the last of them.
-        is_all: No further rollout had finished when they were read.
+        cursor: Position in the change feed from which the next page is read.
+        is_all: True if no further rollout had finished when the page was read.
     """
 
     rollouts: list[Rollout]
@@ -34,7 +34,7 @@ class FinishedRollouts(Record, frozen=True, kw_only=True):
 
 
 def experiment_of(source: str) -> str:
-    """Return the experiment that a source names, ``""`` if it names an algorithm."""
+    """Return the experiment that a source names, ``""`` if the source names an algorithm."""
     return source.removeprefix(PREFIX) if source.startswith(PREFIX) else ""
 
 
@@ -56,7 +56,7 @@ def _is_end(change: Change) -> bool:
 
 
 async def existing(store: Store, rollout_ids: Sequence[str]) -> list[Rollout]:
-    """Read rollouts in the given order, without those that were removed since somebody named them."""
+    """Read rollouts by id, in the given order; ids of rollouts that were removed are skipped."""
     if not rollout_ids:
         return []
     try:

@@ -1,8 +1,8 @@
-"""Keeps the state of an experiment: its record, a state for each algorithm, saved versions, and a ledger.
+"""Saves the state of an experiment: its record, each algorithm's state, and the ledger of trained rollouts.
 
-Everything is written together after each step, so a crash repeats at most the step in flight and the ledger always
-agrees with the state. The settings in the states say by which rules an experiment counts rewards and calls, for
-commands that read no experiment file.
+After each step all of it is written in one transaction, so that a crash repeats at most the step in flight, and the
+ledger always agrees with the states. The states contain the algorithms' settings, from which commands that read no
+experiment file learn the rules for rewards and calls.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from agl_inspect.records.shelf import Shelf, run_key
 class AlgorithmState(Record, frozen=True, kw_only=True):
     """The state of an algorithm between two steps.
 
-    ``settings`` are those of its last step, see :func:`~agl_run.config.training_settings.training_settings`.
+    ``settings`` are the settings in its last step; see :func:`~agl_run.config.training_settings.training_settings`.
     """
 
     step: int = 0
@@ -31,22 +31,22 @@ class AlgorithmState(Record, frozen=True, kw_only=True):
 
 
 def states_of_run(name: str, run: int) -> Shelf[AlgorithmState]:
-    """Return the shelf of the states of a run's algorithms, by algorithm."""
+    """Return the shelf that holds the state of each algorithm of a run, by the algorithm's name."""
     return Shelf(AlgorithmState, run_key(name, run, "algorithm/"))
 
 
 async def load_experiment(store: Store, name: str) -> ExperimentRecord | None:
-    """Load the experiment's record, ``None`` if it never ran."""
+    """Load the record of an experiment, ``None`` if the experiment never ran."""
     return next(iter(await store.experiments(name)), None)
 
 
 async def load_algorithm(store: Store, name: str, run: int, algorithm: str) -> AlgorithmState | None:
-    """Load an algorithm's state, ``None`` before its first step."""
+    """Load an algorithm's state, ``None`` before the algorithm's first step."""
     return await states_of_run(name, run).get(store, algorithm)
 
 
 async def load_settings(store: Store, record: ExperimentRecord) -> dict[str, str]:
-    """Load the settings of a run's algorithms as of their last steps, by ``ALGORITHM.SETTING``."""
+    """Load the settings that the algorithms of a run had in their last steps, by ``ALGORITHM.SETTING``."""
     states = await states_of_run(record.name, record.run).read(store)
     return {f"{name}.{key}": text for name, state in states.items() for key, text in state.settings.items()}
 
@@ -57,12 +57,15 @@ async def trained_rollouts(store: Store, name: str, run: int, algorithm: str) ->
 
 
 def last_versions(name: str, run: int) -> Shelf[dict[str, str]]:
-    """Return the shelf of one record, the versions of the last step: at the end others may be live."""
+    """Return the shelf whose only record maps each resource to its version after the last step.
+
+    At the end of a run other versions may be live.
+    """
     return Shelf(dict[str, str], run_key(name, run, "last"))
 
 
 async def load_last_versions(store: Store, record: ExperimentRecord) -> dict[str, str]:
-    """Load the versions of a finished experiment's last step, from which it continues."""
+    """Load the versions from which a finished experiment continues: those of its last step, or else the live ones."""
     return await last_versions(record.name, record.run).get(store) or record.live
 
 
@@ -73,7 +76,15 @@ async def save_progress(
     trained: Mapping[tuple[str, int], Sequence[str]] | None = None,
     others: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write everything in one transaction; ``trained`` maps (algorithm, step) to rollout ids, ``others`` are by key."""
+    """Write the record and the states of an experiment in one transaction.
+
+    Args:
+        store: The store.
+        experiment: The experiment's record.
+        algorithms: States by the name of the algorithm.
+        trained: Entries of the ledger: the ids of the rollouts that were trained on, by algorithm and step.
+        others: Further encoded states by key.
+    """
     states = states_of_run(experiment.name, experiment.run).states(algorithms or {})
     ledger = [
         Trained(experiment=experiment.name, run=experiment.run, algorithm=algorithm, step=step, rollout_ids=tuple(ids))
@@ -88,21 +99,21 @@ async def unfinished_experiments(store: Store) -> set[str]:
 
 
 DEFERRED = "deferred"
-"""Metadata of a version that is saved later or never; the value names its experiment and run."""
+"""Metadata key of a version whose weights are saved later or never; the value names the experiment and the run."""
 
 
 def deferral(experiment: str, run: int) -> dict[str, Json]:
-    """Return the metadata of a version that is saved later or never."""
+    """Return the metadata for a version whose weights are saved later or never."""
     return {DEFERRED: {"experiment": experiment, "run": run}}
 
 
 def saved_marks(experiment: str, run: int, versions: Iterable[ResourceVersion]) -> dict[str, bytes]:
-    """Return the marks which record that these versions are saved, by key."""
+    """Return states, by key, that mark deferred versions as saved; other versions need no mark."""
     return {_mark(experiment, run, each.name, each.version): b"1" for each in versions if DEFERRED in each.metadata}
 
 
 async def unsaved(store: Store, versions: Iterable[ResourceVersion]) -> set[tuple[str, str]]:
-    """Return those of the versions that were never saved, by name and version."""
+    """Return (name, version) of each of the versions whose weights were not saved."""
     found = [each for each in versions if DEFERRED in each.metadata]
     folders = {_mark(*_place(each), each.name, "") for each in found}
     marks = {key for folder in folders for key in await store.load_state(folder)}
@@ -123,7 +134,10 @@ _WEIGHTS = "reward_weights."
 
 
 async def rules_of(store: Store, experiment: str) -> EpisodeOptions:
-    """Return the rules of an experiment by its last steps; those of its trials and forks are the same."""
+    """Return the rules for rewards and calls that an experiment had in its last steps; the defaults if it never ran.
+
+    The dry runs, trials and forks of an experiment have the experiment's rules.
+    """
     origins = [experiment.removesuffix(suffix) for suffix in (TRIAL, PROMPT_TRIAL, FORKS)]
     for name in dict.fromkeys([experiment, *origins]):
         record = await load_experiment(store, name) if name else None
@@ -133,7 +147,7 @@ async def rules_of(store: Store, experiment: str) -> EpisodeOptions:
 
 
 def _rules(settings: Mapping[str, str]) -> EpisodeOptions:
-    """Return the rules that settings hold, which are JSON by ``ALGORITHM.experiment.KEY``."""
+    """Return the rules in settings, whose keys are ``ALGORITHM.experiment.KEY`` and whose values are JSON."""
     section = {key.partition(_SECTION)[2]: text for key, text in settings.items() if _SECTION in key}
     weights = {key.removeprefix(_WEIGHTS): text for key, text in section.items() if key.startswith(_WEIGHTS)}
     return EpisodeOptions(

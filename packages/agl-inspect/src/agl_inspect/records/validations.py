@@ -1,10 +1,10 @@
-"""The validations of a run: the versions that each measured, their rewards, and the best of them.
+"""Records the validations of a run: the versions that each one measured, its rewards, and which one is best.
 
-Every validation is kept in the store with its rewards by task, so that a run which is killed and resumed knows its best
-versions. The algorithms' states at the best one are kept with it, so that training can return there.
+Every validation is saved in the store with its rewards by task, so that a run that was killed and resumed knows its
+best versions. The algorithms' states at the best validation are saved too, so that training can return to them.
 The label ``best`` points at the best versions of the resources that algorithms tune.
 
-Two validations run the same tasks, so they are compared task by task: Student's interval of the mean difference.
+Validations of a run share their tasks, so they are compared task by task, by Student's interval of the mean difference.
 """
 
 import hashlib
@@ -23,33 +23,34 @@ BEST = "best"
 """The label of the best validated versions."""
 
 FINALISTS = 3
-"""Most validations that are close enough to the best one to be measured again at the end."""
+"""Largest number of validations, the best one included, whose versions are measured again at the end."""
 
 FALL_CONFIDENCE = 0.999
-"""Confidence that a validation is below the best one. The best of many is the luckiest of them, and with 0.95 a policy
-that does not change falls below its own best twice in a row in 3 of 10 runs with 20 validations; with this in 1 of
-200."""
+"""Confidence with which a validation must be below the best one to count as a fall. It is high because the best of many
+validations is the luckiest one: at 0.95 a policy that does not change falls below its own best twice in a row in 3 of
+10 runs with 20 validations; at 0.999 in 1 of 200 runs."""
 
 FEWEST_TASKS = 5
-"""Fewest tasks with which a fall can be distinguished from chance."""
+"""Smallest number of tasks with which a fall can be distinguished from chance."""
 
 _HOW = "validation"
 _HOW_AGAIN = "fresh validation"
 
 
 class Validation(Record, frozen=True, kw_only=True):
-    """One validation.
+    """A validation: the versions that it measured, and their rewards.
 
     Attributes:
         turn: Steps that all algorithms together had taken.
         versions: The live version of every resource, by name.
-        steps: The steps of each algorithm whose files belong to these versions and to its state then.
-        rewards: One for each validation task, in their order; 0 for a rollout that failed or has no reward.
-        tasks: Digest of the tasks: validations on other tasks are not compared.
+        steps: The steps of each algorithm whose files hold these versions and the algorithm's state at the validation.
+        rewards: One reward per validation task, in the order of the tasks; 0 for a rollout that failed or has none.
+        tasks: Digest of the validation tasks: only validations on the same tasks are compared.
         train: Digest of the training tasks, ``""`` in records of older releases.
         agent: The agent, ``""`` in records of older releases.
-        failed: Rollouts that failed.
-        unjudged: Places of the rollouts whose reward broke, which says nothing about the versions.
+        failed: Number of rollouts that failed.
+        unjudged: Indices in ``rewards`` of rollouts whose reward emitter raised an error, which says nothing about the
+            versions.
     """
 
     turn: int
@@ -69,12 +70,12 @@ class Validation(Record, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """Its place in the run, such as ``after step 5``."""
+        """The position of the validation in its run, such as ``after step 5``."""
         return after_step(self.turn)
 
     @property
     def words(self) -> str:
-        """The mean reward and its place, such as ``0.950 after step 5``, with the failed rollouts if there are any."""
+        """Mean reward and position, such as ``0.950 after step 5``, and the number of failed rollouts if any failed."""
         note = f" ({self.failed} of {len(self.rewards)} failed)" if self.failed else ""
         return f"{self.mean:.3f} {self.place}{note}"
 
@@ -92,7 +93,7 @@ class Validations:
     Args:
         store: The experiment's store.
         name: The experiment's name.
-        run: Number of the fresh start.
+        run: The run's number, from 1.
         tasks: The validation tasks.
         train: The training tasks.
         agent: The agent's identity.
@@ -120,7 +121,7 @@ class Validations:
         self._running: list[Mapping[str, tuple[int, ...]]] = []
 
     async def load(self) -> None:
-        """Load the validations on the present tasks from before a restart."""
+        """Load the run's earlier validations on the present tasks, and point the label ``best`` at the best of them."""
         every = (await self._shelf.read(self._store)).values()
         self._found |= {one.turn: one for one in every if one.tasks == self._digest}
         kept = await self._bests.get(self._store)
@@ -130,7 +131,7 @@ class Validations:
             await self._label()
 
     def at(self, turn: int) -> Validation | None:
-        """Return the validation after so many steps, ``None`` if there was none."""
+        """Return the validation after ``turn`` steps, ``None`` if there was none at that point."""
         return self._found.get(turn)
 
     def all(self) -> list[Validation]:
@@ -148,7 +149,7 @@ class Validations:
         return self._states
 
     def begin(self, steps: Mapping[str, tuple[int, ...]]) -> None:
-        """Note that a validation has begun, whose files must stay until it has ended."""
+        """Note that a validation has begun; the files of ``steps`` must stay until it has ended."""
         self._running.append(steps)
 
     async def add(
@@ -160,9 +161,10 @@ class Validations:
         episodes: Sequence[Episode],
         states: Mapping[str, AlgorithmState],
     ) -> Validation:
-        """Keep a validation that has ended, with the states of the algorithms then, and move the label if it is best.
+        """Store and return a finished validation; if it is the best so far, point the label ``best`` at its versions.
 
-        Its versions get it as their score, unless their algorithm has measured them itself.
+        ``states`` are the algorithms' states at that time; they are stored only with the best validation. The rewards
+        become the score of the versions, except where an algorithm has measured a version itself.
         """
         one = Validation(
             turn=turn,
@@ -188,7 +190,10 @@ class Validations:
         return one
 
     async def score(self, one: Validation, rewards: Sequence[float], *, is_fresh: bool = False) -> None:
-        """Save the rewards of a validation as the score of the tuned resources' versions."""
+        """Save rewards as the score of a validation's tuned versions, except of those that an algorithm has scored.
+
+        ``is_fresh`` marks rewards of another measurement, made after the validation.
+        """
         low, high = _interval(rewards)
         for name in sorted(self._tuned.intersection(one.versions)):
             version = one.versions[name]
@@ -211,7 +216,7 @@ class Validations:
         return frozenset(step for steps in (*wanted, *self._running) for step in steps.get(algorithm, ()))
 
     def finalists(self) -> list[Validation]:
-        """Return the validations that are not clearly below the best one, at most three, the best one first."""
+        """Return up to three validations of different versions that are not clearly below the best one, best first."""
         found: list[Validation] = []
         for one in sorted(self._found.values(), key=_rank, reverse=True):
             is_other = all(one.versions != other.versions for other in found)
@@ -224,17 +229,17 @@ class Validations:
 
 
 def validations_of(name: str, run: int) -> Shelf[Validation]:
-    """Return the shelf of a run's validations, by the steps before each."""
+    """Return the shelf of a run's validations, each named by the number of steps before it."""
     return Shelf(Validation, run_key(name, run, "validation/"))
 
 
 async def read_validations(store: Store, name: str, run: int) -> list[Validation]:
-    """Read the validations of a run, first to last, on whatever tasks."""
+    """Read all validations of a run, first to last, whatever their tasks."""
     return list((await validations_of(name, run).read(store)).values())
 
 
 def rewards_of(episodes: Sequence[Episode]) -> list[float]:
-    """Return the reward of each validation rollout, 0 for one without."""
+    """Return the reward of each validation rollout, 0 for a rollout without a reward."""
     return [0.0 if episode.reward is None else episode.reward for episode in episodes]
 
 
@@ -244,12 +249,12 @@ def failures_of(episodes: Sequence[Episode]) -> int:
 
 
 def digest_of(tasks: Sequence[Json]) -> str:
-    """Return the digest by which validations know tasks."""
+    """Return a digest of tasks, by which validations on the same tasks are recognised."""
     return hashlib.blake2b(to_json(list(tasks)), digest_size=8).hexdigest()
 
 
 def files_of(versions: Sequence[ResourceVersion], states: Mapping[str, AlgorithmState]) -> dict[str, tuple[int, ...]]:
-    """Return the steps of each algorithm that made the versions, or that its state belongs to."""
+    """Return, for each algorithm, the steps that made the versions, and the step of the algorithm's state."""
     found = {name: {state.step} for name, state in states.items()}
     for version in versions:
         if version.algorithm in found:
@@ -260,25 +265,25 @@ def files_of(versions: Sequence[ResourceVersion], states: Mapping[str, Algorithm
 def is_below(one: Validation, other: Validation, *, confidence: float) -> bool:
     """Return true if a validation's rewards are below another one's by more than chance explains.
 
-    Tasks without a judgement in either say nothing.
+    Tasks that either validation could not judge are left out.
     """
     return interval(_differences(one, other), confidence=confidence)[1] < 0
 
 
 def has_fallen(one: Validation, best: Validation) -> bool:
-    """Return true if a validation is below the best one by so much that training has lost what it had learned."""
+    """Return true if a validation is so clearly below the best one that training must have lost earlier progress."""
     return len(_differences(one, best)) >= FEWEST_TASKS and is_below(one, best, confidence=FALL_CONFIDENCE)
 
 
 def _differences(one: Validation, other: Validation) -> list[float]:
-    """Return the difference of each task that both validations judged."""
+    """Return the difference of the rewards on each task that both validations judged."""
     left_out = {*one.unjudged, *other.unjudged}
     pairs = enumerate(zip(one.rewards, other.rewards, strict=True))
     return [mine - theirs for place, (mine, theirs) in pairs if place not in left_out]
 
 
 def after_step(turn: int) -> str:
-    """Describe the place of a validation."""
+    """Describe the position of a validation in its run, such as ``after step 5``."""
     return f"after step {turn}" if turn else "before the first step"
 
 
@@ -287,5 +292,5 @@ def _rank(one: Validation) -> tuple[float, int]:
 
 
 def _interval(rewards: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean; the mean itself for a single reward, which has none."""
+    """Return the 95 % interval of the mean; a single reward has no interval, so both ends equal the reward."""
     return interval(rewards) if len(rewards) > 1 else (rewards[0], rewards[0])

@@ -1,6 +1,6 @@
-"""Names the processes that run experiments, lists those that take part in one, and detects dead ones.
+"""Names the processes that run experiments, lists the processes of an experiment, and detects dead ones.
 
-A restarted trainer need not wait for the leases of a dead process to lapse.
+A restarted trainer thus need not wait until the leases of a dead process end.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ from agl.schemas import Record, new_trace_id
 from agl.stores import read_recordings
 
 OWNER = ""
-"""The member name of the process that runs the experiment; remote workers use their own names."""
+"""Member name of the trainer in an experiment's presences; remote workers use their own names."""
 
 _MULTICAST = 1 << 40
-"""Bit that marks a random hardware address, on a machine without one."""
+"""Bit of a hardware address that Python made up at random, because the machine has none."""
 
 
 def worker_name() -> str:
@@ -29,15 +29,15 @@ def worker_name() -> str:
 
 
 def process_of(name: str) -> str:
-    """Return the part of a worker's name that all names of its process have in common."""
+    """Return the part of a worker's name that identifies its process: the name without the random end."""
     return name.rpartition(":")[0]
 
 
 def host_id() -> str:
-    """Return a digest of the machine and container: processes with equal ones share process ids and loopback addresses.
+    """Return a digest of the machine and container; processes with equal digests share process ids and loopback.
 
-    Machines and containers may have equal host names. On Linux the boot id and the namespaces of the process tell them
-    apart, on other systems the hardware address.
+    A host name does not suffice, because machines and containers may have equal names. On Linux the digest also covers
+    the boot id and the namespaces of the process; on other systems it covers the hardware address.
     """
     facts = [socket.gethostname()]
     with suppress(OSError):
@@ -49,7 +49,7 @@ def host_id() -> str:
 
 
 def worker_is_dead(name: str) -> bool:
-    """Return true if a worker of this machine and container has certainly ended, false if unknown."""
+    """Return true if a worker has certainly ended; false if it runs, or is not of this machine and container."""
     where, _, rest = name.partition(":")
     pid = rest.partition(":")[0]
     return where == f"{socket.gethostname()}@{host_id()}" and pid.isdigit() and not process_is_alive(int(pid))
@@ -61,13 +61,13 @@ def process_is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user
+    except PermissionError:  # the process exists and belongs to another user
         pass
     return True
 
 
 GONE_S = 15.0
-"""Seconds without a sign of life after which a process counts as gone; they come every four."""
+"""Seconds without a sign of life after which a process counts as gone; a living process gives one every 4 s."""
 
 
 class ListedWorker(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -76,10 +76,10 @@ class ListedWorker(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         worker: Its name, ``host@host_id:pid:random``.
         role: ``trainer`` for the process that runs the experiment, ``worker`` for any other.
-        state: ``busy`` while it holds attempts, ``idle`` without any, ``gone`` when its signs of life ended.
-        attempts: The attempts that it holds.
-        since: Unix seconds by its own clock.
-        seen_at: The last sign of life, in Unix seconds by the store's clock.
+        state: ``busy`` while it holds attempts, ``idle`` while it holds none, ``gone`` if its signs of life ended.
+        attempts: Number of running attempts that it holds.
+        since: Time from which it takes part, in Unix seconds by its own clock.
+        seen_at: Time of its last sign of life, in Unix seconds by the store's clock.
     """
 
     worker: str
@@ -94,7 +94,7 @@ class ListedWorker(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def list_workers(store: Store, experiment: str | None) -> list[ListedWorker]:
-    """List the processes that run or take part in an experiment, or in all of them for ``None``."""
+    """List the trainer and the workers of an experiment; ``None`` lists those of all experiments."""
     held = await _held(store)
     return [
         _worker(record, presence, held)

@@ -1,1 +1,1 @@
-"""Reading one rollout: why each call trained or did not, its conversation, its answers, its tallies."""
+"""Reads single rollouts: their spans, conversations and answers, the use of each call in training, and tallies."""

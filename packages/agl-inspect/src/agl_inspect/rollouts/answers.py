@@ -1,6 +1,6 @@
 """Finds the recorded answers of a rollout's model calls, and encodes answers as the bytes that a client expects.
 
-A replay gives a recorded answer again, plain or as the event stream of its dialect, with each text in one piece.
+A replay sends a recorded answer again: as JSON, or as the event stream of its dialect, with each text as one delta.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from agl.stores import all_spans
 from agl_inspect.rollouts.conversations import comparable
 
 Event = dict[str, Any]
-"""An event of a streamed answer, as JSON."""
+"""An event of a streamed answer, or a complete answer or part of one, as JSON."""
 
 
 def stream_of(dialect: Dialect, answer: Event) -> bytes:
@@ -119,7 +119,7 @@ def key_of(dialect: Dialect, request: Json) -> bytes:
 
 
 def exchanges_of(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
-    """Group calls into HTTP exchanges, whose choices they are, in order of the first call."""
+    """Group calls that are choices of the same HTTP response; the groups are in order of their first calls."""
     found: dict[tuple[str, int], list[ModelCall]] = {}
     for call in calls:
         found.setdefault((call.request_id, call.retry_count), []).append(call)
@@ -127,7 +127,7 @@ def exchanges_of(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
 
 
 def answer_of(exchange: Sequence[ModelCall]) -> dict[str, Any] | None:
-    """Return the response body of an exchange with all its choices, ``None`` if it was no JSON object."""
+    """Return the response body of an exchange with all its choices, ``None`` if the body is not a JSON object."""
     first = exchange[0]
     if not _is_object(first.response):
         return None
@@ -138,14 +138,17 @@ def answer_of(exchange: Sequence[ModelCall]) -> dict[str, Any] | None:
 
 
 def encode_answer(dialect: Dialect, answer: dict[str, Any], *, is_streamed: bool) -> tuple[str, bytes]:
-    """Encode an answer as content type and body: plain, or as the event stream of the dialect."""
+    """Return an answer's content type and body: JSON, or, if ``is_streamed``, the event stream of the dialect."""
     if is_streamed:
         return "text/event-stream", stream_of(dialect, answer)
     return "application/json", to_json(answer)
 
 
 def text_answer(dialect: Dialect, request: Json, *, text: str, answer_id: str) -> dict[str, Any]:
-    """Make a response body with ``text``, without tool calls, and with the requested number of choices."""
+    """Make a response body with ``text``, without tool calls, and with the requested number of choices.
+
+    Raises :class:`ValueError` for embeddings.
+    """
     body: dict[str, Any] = request if _is_object(request) else {}
     head: dict[str, Any] = {"id": answer_id, "model": body.get("model", "")}
     count = body.get("n")
@@ -209,7 +212,7 @@ class RecordedAnswer(Record, frozen=True, kw_only=True):
         agent: The agent that made the call.
         request: The request body; only its conversation is compared.
         response: The response body with all its choices.
-        span_ids: The spans of the call, one for each choice.
+        span_ids: The ids of the call's spans, one for each choice.
     """
 
     agent: str
@@ -220,7 +223,7 @@ class RecordedAnswer(Record, frozen=True, kw_only=True):
 
 
 def recorded_answers(spans: Sequence[Span]) -> tuple[RecordedAnswer, ...]:
-    """Return the complete answers of one attempt in order of time; the last one of a retried request."""
+    """Return the complete answers of one attempt in order of time; of a retried request, only the last answer."""
     timeline = chronological(spans)
     enclosing = Enclosing(timeline.spans)
     calls = {id(span.call): span for span in timeline.spans if span.call and is_answered(span.call)}
@@ -241,7 +244,13 @@ def recorded_answers(spans: Sequence[Span]) -> tuple[RecordedAnswer, ...]:
 
 
 class AnswerCounts(Record, frozen=True, kw_only=True):
-    """Numbers of calls: answered from a recording or made up for a replay, by a model, and refused as a divergence."""
+    """Numbers of a replay's calls by the origin of their answers.
+
+    Attributes:
+        replayed: Calls that got a recorded answer, or one that was made up for the replay.
+        live: Calls that a model answered.
+        refused: Calls that were refused because they diverge from the recording.
+    """
 
     replayed: int = 0
     live: int = 0
@@ -257,10 +266,10 @@ def answer_counts(model_versions: Iterable[str]) -> AnswerCounts:
 
 
 async def fork_origin(store: Store, rollout: Rollout) -> str:
-    """Describe the recorded rollout and the call that a fork goes on from; ``""`` for a rollout that is not a fork."""
+    """Describe the recorded rollout and the call from which a fork continues; ``""`` if the rollout is not a fork."""
     try:
         plan = fork_of(rollout)
-    except AglError:  # metadata of the user's own
+    except AglError:  # the user's own metadata has the same key
         return ""
     if plan is None:
         return ""

@@ -1,6 +1,6 @@
 """Turns the messages of calls into labelled texts for people, and describes how two conversations differ.
 
-Everything here was written by agents, models and tools, and may have any shape.
+The messages were written by agents, models and tools, and may be any JSON.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class ShownMessages:
         self._shown: set[bytes] = set()
 
     def add(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Add a conversation; returns how many of its messages, from the first, an earlier one began with too."""
+        """Add a conversation; returns the length, in messages, of the prefix that an earlier conversation shares."""
         digests = list(_digests(comparable(messages)))
         common = sum(1 for _ in takewhile(self._shown.__contains__, digests))
         self._shown.update(digests)
@@ -45,7 +45,7 @@ _STACKTRACE = "exception.stacktrace"
 
 
 class SpanText(NamedTuple):
-    """A labelled text of a span; ``role`` is that of a message, ``error`` for a traceback, and ``""`` for the rest."""
+    """A labelled text of a span; ``role`` is the role of a message, ``error`` for a traceback, else ``""``."""
 
     role: str
     label: str
@@ -53,7 +53,7 @@ class SpanText(NamedTuple):
 
 
 def contents_of(span: Span, shown: ShownMessages) -> tuple[int, list[SpanText]]:
-    """Return how many messages of a call were shown before, and all other texts of the span."""
+    """Return the number of a call's first messages that were shown before, and all other texts of the span."""
     labels = _LABELS if span.call else {**_LABELS, **_UNRECORDED}
     texts = [SpanText("", label, span.attributes[name]) for name, label in labels.items() if name in span.attributes]
     messages = call_messages(span.call) if span.call else []
@@ -68,7 +68,7 @@ def contents_of(span: Span, shown: ShownMessages) -> tuple[int, list[SpanText]]:
 
 
 def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
-    """Return a digest of each beginning of a conversation, the shortest first."""
+    """Yield the digest of every prefix of a conversation, the shortest prefix first."""
     digest = b""
     for message in messages:
         text = msgspec.json.encode(message, order="sorted")
@@ -77,7 +77,7 @@ def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
 
 
 def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the parts of a message with their labels: reasoning, content and tool calls with their arguments."""
+    """Return the parts of a message as (label, text): reasoning, content, and tool calls with their arguments."""
     role = str(message.get("role", "message"))
     reasoning = [message[key] for key in ("reasoning_content", "reasoning") if message.get(key)]
     found = [(f"{role} thinks", _plain(each)) for each in reasoning]
@@ -106,7 +106,7 @@ def _part(part: Any) -> str:
 
 
 def objects(value: Any) -> list[dict[str, Any]]:
-    """Return the items of a list of any JSON as objects; others become empty ones."""
+    """Return the items of a JSON list, with ``{}`` for items that are not objects; ``[]`` for any other value."""
     return [_object(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
 
 
@@ -115,7 +115,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def comparable(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:
-    """Return messages without their empty parts: clients differ in whether one is absent, null or empty."""
+    """Return messages without empty fields, because some clients omit a field that others send as null or empty."""
     return [{key: value for key, value in message.items() if value not in (None, "", [])} for message in messages]
 
 
@@ -125,7 +125,7 @@ _NOTHING = "nothing"
 
 
 def difference(then: Any, now: Any) -> str:
-    """Return ``was A, is B``, both cut to the differing part with a little context."""
+    """Return ``was A, is B``, with both values cut to the part that differs and a little context."""
     if not (isinstance(then, str) and isinstance(now, str)):
         return f"was {_whole(then)}, is {_whole(now)}"
     same = takewhile(lambda pair: pair[0] == pair[1], zip(then, now, strict=False))
@@ -134,7 +134,7 @@ def difference(then: Any, now: Any) -> str:
 
 
 def nearest(asked: Sequence[Any], recorded: Sequence[Sequence[Any]]) -> str:
-    """Describe the first difference between ``asked`` and the most similar recorded request; ``""`` without any."""
+    """Describe how ``asked`` first differs from the most similar recorded request; ``""`` if nothing is recorded."""
     if not recorded:
         return ""
     best = max(recorded, key=lambda messages: (_shared(asked, messages), -abs(len(messages) - len(asked))))

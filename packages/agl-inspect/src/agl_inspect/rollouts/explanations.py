@@ -12,7 +12,7 @@ from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transiti
 from agl_inspect.rollouts.training import TrainingRecord, token_values
 
 _MOST_TOKENS = 2**53
-"""Tokens of a call beyond which a number is not a count, and does not fit every store's integers."""
+"""Largest number of tokens of a call. A larger number is not a count, and does not fit every store's integers."""
 
 NEXT_STEP: dict[RejectReason, str] = {
     "error": "The backend answered with an error or not at all: look at its log; a client that retries is recorded "
@@ -35,7 +35,7 @@ NEXT_STEP: dict[RejectReason, str] = {
     "too_long": "Raise the token limit of the algorithm, or shorten the prompt.",
     "stale": "The weights moved on too far since it was sampled: allow more staleness, or collect less ahead.",
 }
-"""Advice on calls that reach no row, by reason."""
+"""Advice on calls that are in no row, by reject reason."""
 
 _NO_CALLS = (
     "No model call was recorded. Expected: calls of an OpenAI- or Anthropic-compatible client made while the agent "
@@ -65,7 +65,7 @@ _IMPORTED_WITHOUT_IDS = (
 def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | None = None) -> list[str]:
     """Explain an episode in lines: the outcome, each call with its row or reject reason, and next steps.
 
-    ``spans`` and ``scores`` are those from which the episode was built. Each next step is printed once.
+    ``spans`` and ``scores`` must be the ones from which the episode was built. Each next step appears only once.
     """
     lines = [_outcome(episode), *_reward(episode, spans, scores or ScoreOptions())]
     lines += [_reported(reward) for reward in episode.rewards if _is_named(reward)]
@@ -91,7 +91,7 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
 def explain_training(record: TrainingRecord, *, is_saved: bool = True) -> list[str]:
     """Explain in lines what a step did with a rollout: each call's credit, advantage and row, or why it did not train.
 
-    ``is_saved`` is false for a step that did not end, such as one that was killed.
+    ``is_saved`` is false for a step that did not end, for example because its process was killed.
     """
     name = f"{record.algorithm}, step {record.step}" if record.step else record.algorithm
     if record.note:
@@ -121,7 +121,7 @@ def _use(call: CallUse, *, hides_note: bool) -> str:
 
 
 def _spread(call: CallUse, name: str) -> str:
-    """Say between which values the tokens of a call lie, "" where they do not differ."""
+    """Return the smallest and the largest value of a call's tokens as text, ``""`` if the tokens have no values."""
     values = _known(call, name)
     return f"{name} of its tokens from {_number(min(values))} to {_number(max(values))}" if values else ""
 
@@ -136,13 +136,16 @@ def _known(call: CallUse, name: str) -> list[float]:
 
 
 def _is_without_ids(episode: Episode) -> bool:
-    """Return true if no call has token ids: the model gives none, which only the training of weights needs."""
+    """Return true if no call is in a row and some calls lack token ids.
+
+    The model then gives no token ids at all, which matters only for the training of weights.
+    """
     reasons = [call.reject for call in episode.transitions]
     return "missing_token_ids" in reasons and "" not in reasons
 
 
 def _is_named(reward: Reward) -> bool:
-    """Return true if a reward says more than its value."""
+    """Return true if a reward has more than its value: a name, parts, feedback or a span."""
     return bool(reward.name or reward.dimensions or reward.feedback or reward.span_id)
 
 
@@ -151,7 +154,7 @@ def _reported(reward: Reward) -> str:
 
 
 def reward_text(reward: Reward) -> str:
-    """Describe a reward: its name, value, parts with their weights, source, the call it is about, and its feedback."""
+    """Describe a reward: its name, value, parts with weights, source, the call that it is about, and its feedback."""
     parts = ", ".join(f"{name} {_number(value)}{_weight(reward, name)}" for name, value in reward.dimensions.items())
     name = f"{reward.name!r} " if reward.name else ""
     about = f" about {reward.scope} {reward.span_id or ''}".rstrip() if reward.scope != "rollout" else ""
@@ -222,7 +225,7 @@ def _summary(episode: Episode) -> str:
 
 
 def token_counts(span: Span) -> str:
-    """Return the tokens of a recorded call: those of its ids, or else those that the backend counted; "" if unknown."""
+    """Return the numbers of prompt and response tokens of a recorded call as text, ``""`` if both are unknown."""
     prompt, response = tokens_of(span)
     return f"{prompt} + {response} tokens" if prompt or response else ""
 
@@ -245,7 +248,10 @@ def call_facts(span: Span) -> list[str]:
 
 
 def tokens_of(span: Span) -> tuple[int, int]:
-    """Return the numbers of a call's prompt and response tokens; 0 where they are not known."""
+    """Return the numbers of a call's prompt and response tokens, each 0 if it is unknown.
+
+    The token ids are counted; without token ids, the numbers that the backend reported are returned.
+    """
     if span.call is None:
         return 0, 0
     prompt = span.call.prompt_len or _count(span.attributes.get(semconv.INPUT_TOKENS))
@@ -254,7 +260,7 @@ def tokens_of(span: Span) -> tuple[int, int]:
 
 
 def _count(given: Any) -> int:
-    """Return a number of tokens, 0 for any other value: exporters of all kinds write attributes."""
+    """Return ``given`` if it can be a number of tokens, else 0: any exporter may have written the attribute."""
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     return int(given) if is_number and 0 <= given <= _MOST_TOKENS else 0
 

@@ -1,4 +1,4 @@
-"""Reads a rollout's spans in small pages: a rollout may have thousands of calls, and each a long conversation."""
+"""Reads a rollout's spans in small pages, because there may be thousands of calls, each with a long conversation."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol, TypeVar
@@ -15,10 +15,10 @@ from agl_inspect.records.state import rules_of
 
 _PAGE = 16
 CHOSEN_PAGE = 16
-"""Spans of a page that are chosen among others, for which the store looks through the attempt."""
+"""Number of spans in a page of selected spans, for which the store searches the attempt."""
 
 _KEPT = 2
-"""Pages that are kept, for spans that are wanted in another order than they were recorded."""
+"""Number of pages that are kept, for spans that are read in another order than they were recorded in."""
 
 _NAMING = (
     *(semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME, semconv.WORKFLOW_NAME, semconv.OPERATION),
@@ -27,16 +27,16 @@ _NAMING = (
 
 
 class SpanReader:
-    """Reads the spans of one rollout, of which no more than a few pages are in memory.
+    """Reads the spans of one rollout, with at most a few pages of them in memory.
 
-    For an agent's spans it reads the names of all spans once, and finds the agent around each by itself: the store
-    would look through the whole attempt again for every page.
+    To select the spans of an agent, it reads the names of all spans once, and finds the agent of each span itself. The
+    store would search the whole attempt again for every page.
 
     Args:
         store: The store.
         rollout_id: The rollout.
-        attempt_id: The attempt, ``None`` for the deciding one, ``""`` for the spans of the rollout alone.
-        chosen: Selects spans by name, agent and kind; ``None`` for all of them.
+        attempt_id: The attempt; ``None`` for the deciding one, ``""`` for the spans that belong to no attempt.
+        chosen: Selects spans by name, agent and kind; ``None`` for all spans.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class SpanReader:
         self._kept: list[list[Span]] = []
 
     async def __aiter__(self) -> AsyncIterator[Span]:
-        """All spans in order of ``sequence``."""
+        """Yield the selected spans in order of ``sequence``."""
         async for span in self.behind(0):
             yield span
 
     async def behind(self, sequence: int) -> AsyncIterator[Span]:
-        """All spans whose ``sequence`` is higher, in its order."""
+        """Yield the selected spans with a higher ``sequence``, in order of ``sequence``."""
         around = await self._actors() if self._agent else None
         async for span in self._all(self._chosen, sequence):
             if around is None or around.who(span).agent == self._agent:
                 yield span
 
     async def at(self, sequence: int) -> Span:
-        """Return the span of that ``sequence``; raises :class:`NotFoundError` if it has been removed meanwhile."""
+        """Return the span with this ``sequence``; raises :class:`NotFoundError` if it has been removed meanwhile."""
         for page in self._kept:
             if page[0].sequence <= sequence <= page[-1].sequence:
                 break
@@ -96,13 +96,13 @@ class SpanReader:
 
 
 def _names_of(span: Span) -> Span:
-    """Return a span without its contents, to find the actors around others."""
+    """Return a span with only the attributes that name agents, nodes and tools, to find the agents of other spans."""
     attributes = {name: span.attributes[name] for name in _NAMING if name in span.attributes}
     return replace(span, attributes=attributes, events=(), call=None, reward=None)
 
 
 def without_text(span: Span) -> Span:
-    """Drop a call's request and response, which decide nothing and are most of its size."""
+    """Return a span without its call's request and response, which are large and do not affect an episode."""
     if span.call is None:
         return span
     response: Json = None if span.call.response is None else {}
@@ -117,10 +117,10 @@ async def read_episode(
     agent_match: str | None = None,
     policy: str | None = None,
 ) -> tuple[Episode, list[Span], ScoreOptions]:
-    """Build a rollout's episode by the rules of its experiment; calls have lost their texts.
+    """Build a rollout's episode by the rules of its experiment; the calls come without requests and responses.
 
     Returns:
-        The episode, the spans of all attempts and of the rollout alone, and the rules for rewards.
+        The episode, all spans of the rollout with or without an attempt, and the rules for rewards.
     """
     readers = [SpanReader(store, rollout.rollout_id, name) for name in ("", *(one.attempt_id for one in attempts))]
     spans = [without_text(span) for reader in readers async for span in reader]
@@ -131,7 +131,7 @@ async def read_episode(
 
 
 def reward_of(recording: Recording) -> float | None:
-    """Return the reward of the deciding or running attempt, which the store keeps with it."""
+    """Return the reward that the store has computed for a rollout's deciding or running attempt."""
     deciding = recording.rollout.attempt_id
     return attempt_reward(next((each for each in recording.attempts if each.attempt_id == deciding), None))
 
@@ -151,9 +151,9 @@ S = TypeVar("S", bound=_Spanning)
 
 
 def in_tree(spans: Sequence[S]) -> Iterator[tuple[int, S, bool]]:
-    """Yield spans with their depths, children below their parent, in order of start.
+    """Yield (depth, span, is circular): each span before its children, and siblings in order of their start.
 
-    Spans whose parents form a circle come last, with true as the third value.
+    Spans whose parents form a circle come last, with depth 0; only for them the third value is true.
     """
     known = {span.span_id for span in spans}
     children: dict[str, list[S]] = {}

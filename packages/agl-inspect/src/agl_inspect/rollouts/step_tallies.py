@@ -1,8 +1,8 @@
-"""Adds up a step's rollouts by agent and by task as they are collected, and keeps the sums in the store for views.
+"""Adds up the rollouts of a step by agent and by task, and saves the sums in the store for views.
 
-A store sums up rollouts as they finish and does not know by then who made which call; an episode does. One record per
-step and mode is kept, so that a view of a whole run costs what its steps cost, however many rollouts these had. A step
-that is repeated after a crash collects the same rollouts and replaces its record.
+The store itself sums up rollouts as they finish, but does not know then which agent made which call; only an episode
+does. One record per step and mode is saved, so that the cost of viewing a run depends on its number of steps, and not
+of rollouts. A step that is repeated after a crash collects the same rollouts and replaces its record.
 """
 
 from collections import Counter, defaultdict
@@ -20,19 +20,23 @@ from agl_inspect.rollouts.explanations import tokens_of
 from agl_inspect.statistics import interval
 
 MOST_AGENTS = 64
-"""Agents of a record; those with the fewest calls are left out."""
+"""Largest number of agents in a record; the agents with the fewest calls are left out."""
 
 
 class AgentTally(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The share of an agent in the rollouts of a step.
 
     Attributes:
-        agent: Its name, ``""`` for calls outside of any agent.
-        rollouts: Rollouts in which it made a call; ``reward`` is over those of them that have one.
-        tokens: Tokens that the model sampled for it; ``trained`` those of them on which the step trained.
-        seconds: Time in its calls.
-        credit: Over its calls for which the step reported one; ``advantage`` likewise.
-        errors: Its spans that ended with an error, tools included.
+        agent: The agent's name, ``""`` for calls outside of any agent.
+        rollouts: Number of rollouts in which the agent made a call.
+        calls: Number of the agent's calls.
+        tokens: Number of tokens that models sampled in these calls.
+        trained: Number of these tokens on which the step trained.
+        seconds: Time spent in these calls.
+        reward: Moments of the rewards of these rollouts, without rollouts that have no reward.
+        credit: Moments of the credits that the step reported for these calls.
+        advantage: Moments of the advantages that the step reported for these calls.
+        errors: Number of the agent's spans that ended with an error, including spans of tools.
     """
 
     agent: str
@@ -47,7 +51,7 @@ class AgentTally(Record, frozen=True, kw_only=True, omit_defaults=False):
     errors: int = 0
 
     def plus(self, other: "AgentTally") -> "AgentTally":
-        """Return the sums of both, under the name of this one."""
+        """Return the sums of both tallies, with the name of this tally's agent."""
         return AgentTally(
             agent=self.agent,
             rollouts=self.rollouts + other.rollouts,
@@ -66,9 +70,10 @@ class StepTally(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The rollouts that an algorithm collected in a step, in one mode.
 
     Attributes:
-        reward: The mean over tasks of the mean reward of their rollouts, with the ends of its 95 % interval, ``low``
-            and ``high``; ``None`` below two tasks.
-        agents: Those with the most calls first.
+        reward: Mean over tasks of the mean reward of a task's rollouts; ``None`` without rewards.
+        low: Lower end of the 95 % interval of ``reward``; ``None`` for fewer than two tasks.
+        high: Upper end of the same interval; ``None`` for fewer than two tasks.
+        agents: The tallies of the agents, those with the most calls first.
     """
 
     algorithm: str
@@ -92,7 +97,7 @@ class StepTally(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Observed:
-    """Seconds, tokens and errors of calls, which recordings hold and episodes do not."""
+    """Collects the seconds, tokens and errors of calls from recordings, because episodes do not contain them."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, str], float] = {}
@@ -100,7 +105,7 @@ class Observed:
         self.errors: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def add(self, recording: Recording) -> None:
-        """Look at the spans of the deciding attempt of a rollout."""
+        """Add the calls of a rollout's deciding attempt."""
         name = recording.rollout.rollout_id
         own = [span for span in recording.spans if span.attempt_id == recording.rollout.attempt_id]
         for span in (span for span in own if span.call is not None):
@@ -113,7 +118,7 @@ class Observed:
 
 
 class _Seen(NamedTuple):
-    """A rollout without its contents."""
+    """The facts of a collected rollout that a tally needs."""
 
     step: int
     mode: Mode
@@ -126,7 +131,7 @@ class _Seen(NamedTuple):
 
 
 class StepTallies:
-    """The rollouts that were collected and whose step has not ended yet."""
+    """Holds collected rollouts until their step ends, and then adds them up."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[str, list[_Seen]] = defaultdict(list)
@@ -145,7 +150,10 @@ class StepTallies:
             self._waiting[caller].append(seen)
 
     def take(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> list[StepTally]:
-        """Return the sums of a step of ``caller`` that ended, one for each mode; ``uses`` are those of its report."""
+        """Return the sums of the rollouts that ``caller`` collected up to ``step``, which has ended, by step and mode.
+
+        ``uses`` are the uses of calls in the step's report, by rollout id.
+        """
         waiting = self._waiting.pop(caller, [])
         self._waiting[caller] = [each for each in waiting if each.step > step]
         found: dict[tuple[int, Mode], list[_Seen]] = {}
@@ -156,12 +164,12 @@ class StepTallies:
 
 
 async def add_tallies(store: Store, record: ExperimentRecord, tallies: Iterable[StepTally]) -> None:
-    """Keep the sums of steps with their run."""
+    """Save the sums of steps with their run."""
     await _shelf(record).add(store, {f"{each.algorithm}/{each.mode}/{each.step}": each for each in tallies})
 
 
 async def read_tallies(store: Store, record: ExperimentRecord) -> list[StepTally]:
-    """Return the sums of a run's steps, by algorithm, step and mode."""
+    """Return the sums of a run's steps, in order of algorithm, step and mode."""
     found = (await _shelf(record).read(store)).values()
     return sorted(found, key=lambda each: (each.algorithm, each.step, each.mode))
 

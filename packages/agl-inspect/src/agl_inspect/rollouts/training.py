@@ -1,8 +1,8 @@
-"""Keeps what the steps of an experiment did with each rollout, as spans of the rollout itself.
+"""Records how the steps of an experiment used each rollout, as spans of the rollout itself.
 
-A record belongs to its rollout and to none of its attempts: it is copied, archived and removed with the rollout. It is
-written before the step is saved, so that no saved step lacks it. A step that is repeated after a crash writes the same
-record again, which the store ignores, or a newer one, which counts.
+A record belongs to a rollout and not to an attempt: it is copied, archived and removed with the rollout. The record is
+written before its step is saved, so that every saved step has its records. A step that is repeated after a crash either
+writes the same record again, which the store ignores, or a newer one, which replaces the earlier one.
 """
 
 import hashlib
@@ -22,19 +22,19 @@ TRAINING = "agl.training"
 """The attribute of a span that holds a :class:`TrainingRecord`."""
 
 _BATCH = 8 << 20
-"""Bytes after which the records are sent to the store in another batch."""
+"""Size in bytes at which a batch of records is sent to the store."""
 
 _CALL_BYTES = 400
-"""Bytes of a call without the numbers of its tokens, roughly."""
+"""Rough size in bytes of a call's record, without the numbers of its tokens."""
 
 
 class TrainingRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The use that a step of an algorithm made of one rollout.
 
     Attributes:
-        step: From 1; 0 for a rollout of another algorithm that was left out before any step.
+        step: The step, from 1; 0 for a rollout of another algorithm that was left out before any step.
         note: The reason why the rollout was left out as a whole; ``""`` if a step looked at it.
-        calls: The use of each of its calls.
+        calls: The use of each of the rollout's calls.
     """
 
     experiment: str
@@ -51,7 +51,7 @@ class TrainingRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def save_training(store: Store, records: Mapping[str, TrainingRecord]) -> None:
-    """Append records by rollout id; leaves out rollouts that were removed meanwhile."""
+    """Append records, given by rollout id; rollouts that were removed meanwhile are skipped."""
     batch: list[Span] = []
     size = 0
     for rollout_id, record in records.items():
@@ -65,7 +65,7 @@ async def save_training(store: Store, records: Mapping[str, TrainingRecord]) -> 
 
 
 def training_of(spans: Iterable[Span]) -> list[TrainingRecord]:
-    """Return the records among a rollout's spans in order of time, the newest one of each step."""
+    """Return the training records among a rollout's spans in order of time, and only the newest one of each step."""
     found: dict[tuple[str, int, str, int], TrainingRecord] = {}
     for span in sorted((span for span in spans if _is_record(span)), key=lambda span: (span.start_ns, span.sequence)):
         record = msgspec.convert(span.attributes[TRAINING], TrainingRecord)
@@ -76,14 +76,14 @@ def training_of(spans: Iterable[Span]) -> list[TrainingRecord]:
 
 
 def token_values(call: CallUse, name: str) -> list[float]:
-    """Return the numbers of the tokens that a call sampled, such as ``entropy``; empty if the step reported none."""
+    """Return one number, such as the ``entropy``, for each sampled token of a call; empty if none were reported."""
     packed = call.tokens.get(name, b"")
     count = len(packed) // 2
     return list(struct.unpack(f"<{count}e", packed[: 2 * count]))
 
 
 def _is_record(span: Span) -> bool:
-    """Return true for a record that an experiment wrote; an agent can only write spans of its own attempt."""
+    """Return true if a span is a record that an experiment wrote; agents can only write spans of their own attempts."""
     return not span.attempt_id and TRAINING in span.attributes
 
 
@@ -112,13 +112,13 @@ async def _append(store: Store, spans: Sequence[Span]) -> None:
 
 
 async def is_saved(store: Store, rollout_id: str, record: TrainingRecord) -> bool:
-    """Return false for training that no saved step accounts for, because the process ended before it was saved."""
+    """Return false if a record says that a step trained, but the process ended before this step was saved."""
     if not record.is_trained or not await store.experiments(record.experiment):
         return True
     steps = await store.trained(record.experiment, run=record.run, algorithm=record.algorithm, rollout_ids=[rollout_id])
     own = steps.get(rollout_id)
     if own is None or own >= record.step:
         return own == record.step
-    # The ledger holds the step that trained on the rollout as its own; a later one replayed it.
+    # The ledger holds the step that collected the rollout and trained on it; a later step replayed the rollout.
     state = await load_algorithm(store, record.experiment, record.run, record.algorithm)
     return state is None or state.step >= record.step

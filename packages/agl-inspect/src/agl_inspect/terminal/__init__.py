@@ -1,4 +1,4 @@
-"""The kit for command lines: the ``agl`` command, options for stores and rollouts, output."""
+"""The tools for command lines: the ``agl`` command, options that select stores and rollouts, and output."""
 
 from agl_inspect.terminal.program import main
 

@@ -1,6 +1,7 @@
-"""Opens the store that a command reads, the named one or the only one in ``runs/``, and completes names from it.
+"""Opens the store that a command reads, and completes names from it.
 
-A completion must be quick and must change nothing, so it reads SQLite files as they are, and no other kind of store.
+The store is the one that ``--store`` names, or else the only one in ``runs/``. A completion must be quick and must
+change nothing, so it reads SQLite files directly, and no other kind of store.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ pass_manager = click.make_pass_decorator(PluginManager)
 
 
 def manager_of(ctx: click.Context) -> PluginManager:
-    """Return the manager of this invocation, after ``--no-plugins`` and the environment variables."""
+    """Return the plugin manager of this invocation, which obeys ``--no-plugins`` and the environment variables."""
     root = ctx.find_root()
     if not isinstance(root.obj, PluginManager):
         try:
@@ -35,7 +36,7 @@ def manager_of(ctx: click.Context) -> PluginManager:
 
 
 def given_options(ctx: click.Context) -> dict[str, str]:
-    """Return the options that were written on the command line, by the names of their parameters."""
+    """Return the options that the command line gives, such as ``--label``, by the names of their parameters."""
     return {
         param.name: max(param.opts, key=len)
         for param in ctx.command.params
@@ -51,11 +52,11 @@ store_option = click.option(
     envvar="AGL_STORE",
     help="URL of the store, or a SQLite file; by default $AGL_STORE, or the only runs/*.db.",
 )
-"""Adds the option ``--store`` to a command, as its argument ``store_url``; for :func:`with_store`."""
+"""Decorator that adds ``--store`` to a command, which gets its value as ``store_url``; for :func:`with_store`."""
 
 
 def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
-    """Open the store, do the work, close the store."""
+    """Open the store that :func:`resolve_url` finds, run ``work`` on it, close it, and return the result."""
     found = resolve_url(url)
 
     result: list[T] = []
@@ -67,23 +68,24 @@ def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], 
         finally:
             await store.close()
 
-    asyncio.run(use())  # what a main coroutine returns is written out by Python, and thrown away, as it ends
+    # The coroutine returns nothing: asyncio.run formats its main task, result included, as it resets SIGINT's handler.
+    asyncio.run(use())
     return result[0]
 
 
 class Reading(NamedTuple):
-    """The store that a command reads, and the form of its output."""
+    """The store that a command reads, and whether its output is JSON."""
 
     manager: PluginManager
     url: str | None
     as_json: bool
 
     def read(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """Open the store, do the work, close the store."""
+        """Open the store, run ``work`` on it, close it, and return the result."""
         return with_store(self.manager, self.url, work)
 
     def show(self, found: Any, lines: Callable[[], Iterable[str]]) -> None:
-        """Print a result as JSON, or as lines for people."""
+        """Print ``found`` as JSON if the command got ``--json``, else the lines that ``lines`` returns."""
         if self.as_json:
             print_json(found)
         else:
@@ -92,7 +94,7 @@ class Reading(NamedTuple):
 
 
 def reads_store(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--store`` and ``--json`` to a command, which gets both as a :class:`Reading` before its own arguments."""
+    """Add ``--store`` and ``--json`` to a command, which gets them as its first argument, a :class:`Reading`."""
 
     @wraps(command)
     def reading(manager: PluginManager, *args: Any, store_url: str | None, as_json: bool, **options: Any) -> Any:
@@ -102,7 +104,7 @@ def reads_store(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def new_store(manager: PluginManager, url: str, *, other_than: str) -> Store:
-    """Open a store to write to, which may be a new one; raises :class:`ConfigError` for the store ``other_than``."""
+    """Open a store for writing, which need not exist yet; raises :class:`ConfigError` if it is ``other_than``."""
     found = as_url(url)
     refuse_directory(found, Path())
     if _place(found) == _place(other_than):
@@ -115,7 +117,11 @@ def _place(url: str) -> str:
 
 
 def resolve_url(url: str | None, folder: Path = Path()) -> str:
-    """Return the store's URL; raises :class:`ConfigError` for a missing file, because reading must not create it."""
+    """Return the URL of the store to read; without ``url``, of the only file ``runs/*.db``.
+
+    Raises :class:`ConfigError` if a SQLite file is missing, because reading must not create it, or if ``runs/`` does
+    not hold exactly one.
+    """
     if not url:
         return _only_file(folder)
     url = as_url(url)
@@ -148,11 +154,11 @@ LATEST = "latest"
 """The id that stands for the newest rollout."""
 
 _LISTED = 100
-"""Suggestions at most; more letters lead to the others."""
+"""Largest number of completions that are offered; typing more letters finds the others."""
 
 
 def complete_rollout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the id of a rollout; offers ``latest`` too."""
+    """Complete the id of a rollout, or ``latest``."""
     begins_latest = LATEST.startswith(incomplete) and _names(
         ctx, lambda path: agl_store_sqlite.rollout_ids(path, "", limit=1)
     )
@@ -166,7 +172,7 @@ def complete_experiment(ctx: click.Context, param: click.Parameter, incomplete: 
 
 
 def _names(ctx: click.Context, look: Callable[[Path], list[str]]) -> list[str]:
-    import sqlite3  # the lines of help need no database
+    import sqlite3  # imported here, because printing help needs no database
 
     try:
         url = resolve_url(ctx.params.get("store_url") or ctx.params.get("source"))

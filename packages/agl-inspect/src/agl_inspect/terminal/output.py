@@ -1,4 +1,4 @@
-"""Prints the output of commands: tables that fit a terminal, whole lines elsewhere, JSON for programs."""
+"""Prints the output of commands: tables, cut to fit only if they go to a terminal, and JSON for programs."""
 
 import shutil
 import sys
@@ -12,7 +12,7 @@ from agl.schemas import to_json
 from agl_inspect.text import CONTROLS, visible
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-"""Adds the option ``--json`` to a command, as its argument ``as_json``."""
+"""Decorator that adds ``--json`` to a command, which gets it as ``as_json``."""
 
 
 STOPPED = 130
@@ -21,10 +21,10 @@ STOPPED = 130
 _IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS}
 
 _IN_CELLS = {ord("\n"): r"\n", ord("\t"): r"\t"}
-"""The control characters that text may have and a row of a table may not."""
+"""Escapes of line feed and tab, which text may contain, but a row of a table may not."""
 
 _LEAST = 6
-"""Characters at least of a column that is shortened."""
+"""Smallest width of a shortened column, in characters."""
 
 
 def echo(text: str) -> None:
@@ -47,13 +47,14 @@ def print_table(
 ) -> None:
     """Print rows under column names, each row on one line.
 
-    Where a terminal is too narrow, columns are shortened, and those that have no room then are left out.
+    On a terminal that is too narrow, columns are shortened; if that is not enough, columns are left out, and a
+    note names them.
 
     Args:
-        columns: The names.
-        rows: The cells.
-        whole: Columns that are never shortened, such as ids; the first one is always among them.
-        least: Columns to leave out first, in this order; then the last ones.
+        columns: The names of the columns.
+        rows: The cells of each row.
+        whole: Columns that are never shortened or left out, such as ids. The first column is always whole.
+        least: Columns to leave out first, in this order; the others follow, the last column first.
     """
     cells = [[visible(cell).translate(_IN_CELLS) for cell in row] for row in (columns, *rows)]
     if not sys.stdout.isatty():
@@ -66,10 +67,10 @@ def print_table(
 
 
 def when(unix_s: float) -> str:
-    """Format a time for people, in UTC; empty for 0, a time that is not known, and a number for one of no year."""
+    """Format Unix seconds as date and time in UTC; 0 means unknown and gives ``""``, an impossible time its number."""
     try:
         return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix_s else ""
-    except (OSError, OverflowError, ValueError):  # such as nanoseconds, written by another program
+    except (OSError, OverflowError, ValueError):  # such as nanoseconds that another program wrote
         return f"{unix_s:g}"
 
 
@@ -79,7 +80,7 @@ def _print_aligned(cells: Sequence[Sequence[str]], widths: Sequence[int]) -> Non
 
 
 def _print_fitted(cells: Sequence[Sequence[str]], fixed: Collection[int], order: Sequence[int]) -> None:
-    """Print the columns that a terminal has room for, and name the others."""
+    """Print the columns that fit the terminal, and name the others on standard error."""
     from rich.cells import cell_len
 
     natural = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
@@ -97,7 +98,7 @@ def _print_fitted(cells: Sequence[Sequence[str]], fixed: Collection[int], order:
 
 
 def _widths(natural: Sequence[int], fixed: Collection[int], others: Sequence[int], room: int) -> dict[int, int] | None:
-    """Return the width of each column, the longest shortened first; ``None`` if there is not room for all of them."""
+    """Return the width of each column, shortening the widest first; ``None`` if the columns do not fit ``room``."""
     widths = {index: natural[index] for index in sorted({*fixed, *others})}
     excess = sum(widths.values()) + 2 * (len(widths) - 1) - room
     for _ in range(excess):

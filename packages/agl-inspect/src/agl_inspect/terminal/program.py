@@ -1,4 +1,4 @@
-"""The frame of the command line: global options, lazily loaded commands, errors as one paragraph."""
+"""The ``agl`` command itself: global options, lazily loaded commands, and errors printed as one paragraph."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ from agl_inspect.text import visible
 
 
 class Modes(click.Command):
-    """A command that a flag turns into another one: ``agl metrics --plot`` reads the other words as that one does.
+    """A command that hands over to another one if a flag says so: ``agl metrics --plot`` runs the command ``plot``.
 
     Args:
         modes: The other commands, by flag.
@@ -32,7 +32,7 @@ class Modes(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Read the words after the command's name, without the flag that chose a mode."""
+        """Parse the arguments as the command whose flag is among them, or as this command if there is no such flag."""
         words = args[: args.index("--")] if "--" in args else args
         flag = next((word for word in words if word in self.modes), None)
         if flag is None:
@@ -41,21 +41,21 @@ class Modes(click.Command):
         return self.modes[flag].make_context(f"{info_name} {flag}", args, parent, **extra)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, then the modes with a line for each."""
+        """Write the options, then one line for each mode."""
         super().format_options(ctx, formatter)
         with formatter.section("Modes, each with its own --help"):
             formatter.write_dl([(flag, command.get_short_help_str(80)) for flag, command in self.modes.items()])
 
 
 class OpenGroup(click.Group):
-    """A group below ``agl`` to which plugins add commands whose record names it as the parent."""
+    """A command group to which plugins add commands: their entries name the group as ``parent``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the group's own commands and of the plugins' commands."""
         return sorted([*super().list_commands(ctx), *(entry.name for entry in _entries_below(ctx, self.name or ""))])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command, importing a plugin's; an unknown one is a usage error."""
+        """Return the command, imported if it is a plugin's; an unknown name is a usage error."""
         own, name = super().get_command(ctx, cmd_name), f"{self.name} {cmd_name}"
         names = self.list_commands(ctx)
         if own is None and cmd_name not in names:
@@ -65,18 +65,18 @@ class OpenGroup(click.Group):
 
 
 class PluginGroup(click.Group):
-    """Commands from plugin records: ``--help`` prints summaries, a command is imported when it is called."""
+    """The commands of all plugins: ``--help`` prints summaries, and a command is imported only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
         return [entry.name for entry in _entries_below(ctx, "")]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command; an unknown one is a usage error with a close match or the install line."""
+        """Import and return the command; the error for an unknown name proposes a similar name or a package."""
         return _plugin_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands with their summaries, importing none of them."""
+        """Write the commands with their summaries, without importing a command."""
         found = {entry.name: entry.summary for entry in _entries_below(ctx, "")}
         grouped = {name for names in _GROUPS.values() for name in names}
         for title, names in {**_GROUPS, "Operate": tuple(name for name in found if name not in grouped)}.items():
@@ -85,15 +85,15 @@ class PluginGroup(click.Group):
                     formatter.write_dl(rows)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Read the options before the command; see :meth:`invoke` for errors."""
+        """Parse the options before the name of the command; :meth:`invoke` documents the errors."""
         with _refused():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command.
 
-        An :class:`AglError` becomes one paragraph on stderr and exit status 1, a usage error one and exit status 2;
-        Ctrl-C ends with exit status 130.
+        An :class:`AglError` is printed on stderr as one paragraph, with exit status 1; so is a usage error, with exit
+        status 2. Ctrl-C ends the program with exit status 130.
         """
         try:
             with _refused():
@@ -113,11 +113,11 @@ _GROUPS = {
     "Versions": ("resources",),
     "Again and around": ("replay", "data", "plugins"),
 }
-"""The verbs of ``agl --help``, by what they are for; all others come last."""
+"""The commands by section of ``agl --help``; all others come last."""
 
 
 class _UsageError(click.ClickException):
-    """A usage error in one paragraph, where click prints three."""
+    """A usage error that is printed as one paragraph; click's own prints three."""
 
     exit_code = 2
 
@@ -139,7 +139,10 @@ def _entries_below(ctx: click.Context, parent: str) -> list[CommandEntry]:
 
 
 def _plugin_command(ctx: click.Context, name: str, *, otherwise: str = "") -> click.Command:
-    """Import and return a plugin's command; one that no package of ours has is refused with ``otherwise``."""
+    """Import and return a plugin's command.
+
+    An unknown name is a usage error; its text is ``otherwise``, unless a package that is not installed has the command.
+    """
     manager = manager_of(ctx)
     try:
         entry = manager.command(name)
@@ -160,9 +163,9 @@ def cli(debug: bool, no_plugins: bool) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Escapes the control characters of agents' and models' text.
+    """Escapes control characters, which text of agents and models may contain.
 
-    An attempt's error is named in one line; ``agl show`` prints its traceback.
+    The error of an attempt is printed on one line, without its traceback, which ``agl show`` prints.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,4 +1,4 @@
-"""Selects the rollouts of a command: filters as options, and paging through a store."""
+"""Selects the rollouts that a command reads: options that filter rollouts and spans, and paging through a store."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import wraps
@@ -24,20 +24,20 @@ STATUSES = ("queued", "running", "succeeded", "failed", "cancelled")
 PAGE = 500
 
 _LISTED = 8
-"""Candidates at most that an ambiguous beginning of an id is answered with."""
+"""Largest number of ids that the error about an ambiguous prefix lists."""
 
 _SLIP = 0.9
-"""Least resemblance, from 0 to 1, of an id that is proposed for a misspelt one: ids of one time begin alike."""
+"""Smallest similarity, from 0 to 1, of an id that is proposed for a misspelt one; high, as ids share long prefixes."""
 
 CONVERSATIONS = "served-conversations"
-"""The experiment of conversations that a gateway serves; their rollouts run until the conversation ends."""
+"""The experiment of conversations that a gateway serves; a rollout is ``running`` until its conversation ends."""
 
 COUNTED: tuple[RolloutStatus, ...] = ("running", "succeeded", "failed")
-"""States in which a rollout counts for its versions; ``running`` counts for conversations only."""
+"""Statuses in which a rollout counts for the versions that it ran with; ``running`` counts for conversations only."""
 
 
 def seconds_of(text: str) -> float:
-    """Parse a duration such as ``7d``, ``12h`` or ``90`` into seconds; the type of a command's option."""
+    """Parse a duration such as ``7d``, ``12h`` or ``90`` into seconds; used as the type of an option."""
     try:
         return parse_duration(text)
     except ValueError as error:
@@ -55,7 +55,7 @@ def filter_options(command: F) -> F:
 
 
 def span_options(command: F) -> F:
-    """Add ``--span``, ``--agent`` and ``--kind`` to a command, as its argument ``chosen``: a query, or ``None``."""
+    """Add ``--span``, ``--agent`` and ``--kind`` to a command, which gets them as ``chosen``: a query or ``None``."""
 
     @wraps(command)
     def with_query(*args: Any, span_text: str, agent: str, kind: str, **options: Any) -> Any:
@@ -80,13 +80,13 @@ def _with_options(command: F, *options: Callable[[Any], Any]) -> F:
 
 
 def make_query(experiment: str | None, status: tuple[str, ...], mode: str | None, *, limit: int = PAGE) -> RolloutQuery:
-    """Make a query from the filters."""
+    """Make a query from the options of :func:`filter_options`."""
     fields = {"experiment": experiment, "status": status, "mode": mode, "limit": limit}
     return msgspec.convert(fields, RolloutQuery)
 
 
 async def check_experiment(store: Store, name: str | None) -> None:
-    """Raise ConfigError for an experiment without a rollout, and name those that the store has."""
+    """Raise :class:`ConfigError` if an experiment has no rollout; the message names the experiments of the store."""
     if name is None or await store.rollouts(RolloutQuery(experiment=name, limit=1)):
         return
     known = sorted(record.name for record in await store.experiments())
@@ -107,7 +107,7 @@ async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout
 
 
 async def rewards_of(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[Rollout, float | None]]:
-    """Read rollouts in order of id, each with the reward from its spans by the rules of its experiment."""
+    """Yield rollouts in order of id, each with the reward that its experiment's rules compute from its spans."""
     if rollout_ids:
         query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
         known: dict[str, ScoreOptions] = {}
@@ -119,11 +119,11 @@ async def rewards_of(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[
 
 
 async def find(store: Store, rollout_id: str) -> Rollout:
-    """Find a rollout by its id, by the beginning of its id if only one has it, or the newest for ``latest``.
+    """Find a rollout by its id or a unique prefix of its id; ``latest`` finds the newest one.
 
     Raises:
-        NotFoundError: No rollout has such an id.
-        ConfigError: Several ids begin so; lists the first of them.
+        NotFoundError: No rollout has such an id, or the store is empty.
+        ConfigError: Several ids have the prefix; the message lists the first ones.
     """
     if rollout_id == LATEST:
         return await _latest(store)
@@ -142,7 +142,7 @@ async def find(store: Store, rollout_id: str) -> Rollout:
 
 
 async def _no_rollout(store: Store, rollout_id: str) -> str:
-    """Return what to write instead of an id that no rollout has: one of the newest with a slip, or the list."""
+    """Return a hint for an id that no rollout has: a similar id among the newest rollouts, and how to list them."""
     newest = await store.rollouts(RolloutQuery(limit=PAGE, is_newest_first=True))
     near = closest(rollout_id, [rollout.rollout_id for rollout in newest], cutoff=_SLIP)
     meant = f"did you mean {near!r}?" if near else "no id begins so;"
@@ -150,7 +150,7 @@ async def _no_rollout(store: Store, rollout_id: str) -> str:
 
 
 async def find_exact(store: Store, rollout_id: str) -> Rollout | None:
-    """Find a rollout by its whole id; ``None`` if there is none."""
+    """Find a rollout by its whole id; ``None`` if it does not exist."""
     try:
         return (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
     except NotFoundError:
@@ -158,12 +158,15 @@ async def find_exact(store: Store, rollout_id: str) -> Rollout | None:
 
 
 async def find_ids(store: Store, names: Sequence[str]) -> tuple[str, ...]:
-    """Find the whole ids of rollouts that are named as for :func:`find`."""
+    """Return the whole ids of rollouts, each named in one of the ways that :func:`find` accepts."""
     return tuple([(await find(store, name)).rollout_id for name in names])
 
 
 async def _latest(store: Store) -> Rollout:
-    """Find the rollout that was made last, among those that changed last; ids sort by time within one experiment."""
+    """Return the newest of the rollouts that changed last.
+
+    Ids sort by time within one experiment only, so the highest id counts only if the change feed names no rollout.
+    """
     changes = await store.changes(after=max(0, await store.cursor() - PAGE))
     keys = tuple(dict.fromkeys(change.key for change in changes if change.kind == "rollout"))
     if changed := await existing(store, keys):
@@ -182,10 +185,10 @@ async def read_one(store: Store, rollout_id: str, *, spans: SpanChoice = "decidi
 
 
 def deciding(rollout: Rollout, attempts: list[Attempt]) -> Attempt | None:
-    """Return the attempt that runs or decided the rollout."""
+    """Return the running or deciding attempt of a rollout, ``None`` before the first attempt."""
     return next((attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id), None)
 
 
 def is_counted(rollout: Rollout) -> bool:
-    """Return true if a rollout in one of the states ``COUNTED`` counts for its versions."""
+    """Return true if a rollout with a status in ``COUNTED`` counts: if it is finished, or a conversation."""
     return rollout.is_finished or rollout.experiment == CONVERSATIONS

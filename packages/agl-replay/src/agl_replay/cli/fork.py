@@ -1,8 +1,9 @@
 """``agl replay --fork``: run a recorded rollout again as it was up to one call, and anew from there, several times.
 
-The calls before it get their recorded answers; the call itself and all later ones are answered by the experiment's
-policies. So the mean reward of the forks is what the run could expect before that call. Tools run again: no tracer can
-answer in their place, and a result that changes a later request before the call is a divergence.
+Calls before the chosen one get their recorded answers; the experiment's policies answer the chosen call and all later
+ones. So the mean reward of the forks is the reward that the run could expect before the chosen call. Tools run again,
+because no tracer can answer in their place; if a new result changes a request before the chosen call, the fork has
+diverged.
 """
 
 import sys
@@ -34,7 +35,7 @@ from agl_run.engine import Plan, can_replay, default_progress, run_blocking
 from agl_run.terminal import make_trainer, store_of
 
 SUFFIX = "-replay"
-"""The end of the name of the experiment that replays are recorded as."""
+"""Suffix of the experiment name under which replays are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ class ForkPoint(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A call to fork at.
 
     Attributes:
-        call: Its number, from 1.
-        asked: The last message of its request.
+        call: The number of the call, from 1.
+        asked: The last message of the call's request.
         answered: The recorded answer.
     """
 
@@ -139,7 +140,7 @@ async def _load(store: Store, rollout_id: str) -> _Recorded:
 
 
 def _reward(recorded: _Recorded, plan: Plan) -> float | None:
-    """Return the recorded reward, by the weights that the forks' rewards have."""
+    """Return the recorded reward, computed by the same rules as the rewards of the forks."""
     section = plan.config.experiment
     return episode_reward(recorded.spans, weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
 
@@ -214,7 +215,7 @@ def _name_in(path: Path) -> str:
 
 
 def _origins(experiment: str) -> set[str]:
-    """Return the names of the experiment whose rollouts are recorded as ``experiment``."""
+    """Return the possible names, in an experiment file, of the experiment that is recorded as ``experiment``."""
     return {experiment, *(experiment.removesuffix(suffix) for suffix in (TRIAL, PROMPT_TRIAL, SUFFIX, FORKS))}
 
 
@@ -230,7 +231,7 @@ def _plan(manager: PluginManager, file: Path, url: str) -> Plan:
 
 
 def _run(plan: Plan, recorded: _Recorded, fork: ForkPlan, count: int) -> Forked:
-    """Run the forks; an interrupt ends them with the results so far."""
+    """Run the forks, and return the results; after an interrupt, the results so far."""
     forked = Forked()
     progress = default_progress(on_errors=True)
     try:

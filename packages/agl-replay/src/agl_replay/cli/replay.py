@@ -1,8 +1,8 @@
 """``agl replay``: run an agent again on a recorded rollout's task, with the recorded model answers.
 
-Needs no model, no key and no network, so a run can be stepped through in a debugger, or a changed agent be compared
-with its recorded run. Prompts that were tuned, tried or published are those of the recorded rollout, and the new
-rollout belongs to an experiment of its own, ``NAME-replay``. With ``--live`` the present models answer.
+A replay needs no model, no key and no network, so that a run can be stepped through in a debugger, or a changed agent
+can be compared with its recorded run. Prompts that were tuned, tried or published are taken from the recorded rollout.
+The new rollout belongs to a separate experiment ``NAME-replay``. With ``--live`` the experiment's models answer.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from agl_run.terminal import read_experiment, store_of
 
 
 class ComparedRun(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One of the two runs: its episode, the agent's output, and the number of its calls."""
+    """One side of a comparison of two runs: the episode, the agent's output, and the number of model calls."""
 
     episode: Episode
     output: Any = None
@@ -54,7 +54,7 @@ def side_of(episode: Episode, spans: Sequence[Span]) -> ComparedRun:
 
 
 def compare(then: ComparedRun, now: ComparedRun) -> tuple[list[str], list[str]]:
-    """Return the names of the equal parts, and a line for each changed one."""
+    """Return the names of the parts that are equal in both runs, and a line for each part that changed."""
     pairs = {name: (read(then), read(now)) for name, read in _READ.items()}
     equal = [name for name, (old, new) in pairs.items() if old == new]
     changed = [f"{name} {difference(old, new)}" for name, (old, new) in pairs.items() if old != new]
@@ -79,9 +79,10 @@ class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A recorded run compared with its replay.
 
     Attributes:
-        equal: Names of the parts that stayed equal; ``changed`` describes the others.
-        diverged: Requests that the recorded run did not make; empty with ``--live``.
-        unused: Recorded answers that the agent did not ask for.
+        equal: Names of the parts that stayed equal.
+        changed: A line for each part that changed.
+        diverged: Descriptions of requests that the recorded run did not make; empty with ``--live``.
+        unused: Number of recorded answers that the agent did not request.
     """
 
     recorded: ComparedRun
@@ -93,13 +94,13 @@ class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def is_same(self) -> bool:
-        """Return true if nothing changed."""
+        """True if nothing changed."""
         return not (self.changed or self.diverged or self.unused)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ReplayedRollout:
-    """The rollout to replay, with its calls and those of its resources that the experiment's file does not hold."""
+    """The rollout to replay, with its calls, and with its resources that are not from the experiment's file."""
 
     side: ComparedRun
     calls: list[ModelCall]
@@ -191,7 +192,7 @@ def _with_agent(
 
 
 def _served_by(server: ReplayServer, config: ExperimentConfig, resources: Mapping[str, Resource]) -> ExperimentConfig:
-    """Copy the experiment with all models served from the recording, the recorded resources, and no training."""
+    """Return a copy of the experiment whose models and resources come from the recording, and which does not train."""
 
     def replayed(name: str, given: PolicyConfig) -> PolicyConfig:
         model = str(given.params.get("model") or name)
@@ -234,7 +235,7 @@ def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: Re
 
 @contextmanager
 def _environment(server: ReplayServer | None) -> Generator[None]:
-    """Point programs that read the usual variables at the server."""
+    """Set the usual environment variables, so that programs that read them call the server."""
     if server is None:
         yield
         return

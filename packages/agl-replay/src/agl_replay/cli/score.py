@@ -29,11 +29,11 @@ from agl_run.engine import score_options
 from agl_run.terminal import experiment_argument, read_experiment, store_of
 
 _PAGE = 16
-"""Rollouts that are read at once, with all of their spans."""
+"""Number of rollouts that are read at once, with all their spans."""
 
 _FEEDBACK = 300
 _SHOWN = 12
-"""Rewards of a kind that are printed for a rollout; spans and turns may have thousands."""
+"""Largest number of rewards of a kind that are printed for a rollout; spans and turns may have thousands."""
 
 _PARTS = 40
 _ERRORS = 10
@@ -123,14 +123,14 @@ def score(
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process without waiting for the threads of judges, which may wait a minute for an answer."""
+    """End the process at once, because threads of judges may wait a minute for an answer."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 async def _chosen(store: Store, query: RolloutQuery, names: Sequence[str]) -> RolloutQuery:
-    """Return the query for the named rollouts, or the given one; raises :class:`ConfigError` if it selects none."""
+    """Return a query for the named rollouts, or else ``query``; raises :class:`ConfigError` if that matches nothing."""
     if names:
         ids = tuple(dict.fromkeys(await find_ids(store, names)))
         return RolloutQuery(ids=ids, limit=_PAGE)
@@ -145,7 +145,7 @@ async def _chosen(store: Store, query: RolloutQuery, names: Sequence[str]) -> Ro
 
 
 async def _check_ran(store: Store, experiment: str) -> None:
-    """Raise :class:`ConfigError` for an experiment without a rollout; names its trial if there is one."""
+    """Raise :class:`ConfigError` if an experiment has no rollout; the message says if ``agl dev`` recorded some."""
     trial = f"{experiment}{TRIAL}"
     if await _has_rollout(store, trial) and not await _has_rollout(store, experiment):
         raise ConfigError(

@@ -22,7 +22,7 @@ from agl_run.engine import Plan, check_hidden, default_progress, load_dataset, r
 from agl_run.terminal import experiment_argument, make_trainer
 
 LIMIT = 20
-"""Tasks that run unless the command line chooses them."""
+"""Number of tasks that run unless the command line chooses tasks."""
 
 _GIVEN = "agl_replay.cli.try_.given"
 _OPTIONS = {"versions": "version", "texts": "text", "text_files": "text-file", "is_edited": "edit"}
@@ -33,7 +33,7 @@ class _InOrder(click.Command):
     """A command that remembers the order of the options that name candidates."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, and keep the order in the context."""
+        """Parse the arguments, and store the order of the candidates' options in the context."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         ctx.meta[_GIVEN] = [item.name for item in order if item.name in _OPTIONS]
         return super().parse_args(ctx, args)
@@ -99,7 +99,7 @@ def try_(
 
 
 def _given(ctx: click.Context) -> list[Given]:
-    """Return the candidates in the order in which they are named."""
+    """Return the candidates in the order in which the command line names them."""
     left = {name: iter(ctx.params[name]) for name in _OPTIONS if name != "is_edited"}
     order: list[str] = ctx.meta[_GIVEN]
     return [Given(option=_OPTIONS[name], value=next(left[name]) if name in left else "") for name in order]
@@ -108,7 +108,7 @@ def _given(ctx: click.Context) -> list[Given]:
 def _tasks(
     plan: Plan, *, path: Path | None, given_tasks: tuple[str, ...], pick: str | None, limit: int | None
 ) -> tuple[list[tuple[int, Json]], str]:
-    """Return the chosen tasks with their positions, and how many they are and where from, such as ``3 of 9 tasks``."""
+    """Return the chosen tasks with their positions, and a description such as ``3 of 9 validation tasks``."""
     if given_tasks:
         if path is not None or pick is not None or limit is not None:
             raise ConfigError(
@@ -171,7 +171,7 @@ def _run(
     samples: int,
     source: str,
 ) -> Contested:
-    """Run the candidates; an interrupt ends it with the results so far."""
+    """Run the candidates, and return the results; after an interrupt, the results so far."""
     contest = Contest(
         name=name,
         present=present.version.version if present.version else "",
@@ -190,7 +190,7 @@ def _run(
 
 
 def _keep(report: TrialReport, plan: Plan, manager: PluginManager) -> None:
-    """Keep a trial that ran to its end with the versions; in a store in memory it ends with this process."""
+    """Save a complete trial with the versions, except in a store in memory, which ends with this process."""
     url = store_url_of(plan)
     if not report.is_complete or url.startswith(MEMORY):
         return

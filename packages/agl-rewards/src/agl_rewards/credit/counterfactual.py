@@ -1,12 +1,12 @@
-"""Credits by replays without an agent: leave-one-out and Shapley.
+"""Credits by replays in which agents are replaced: leave-one-out and Shapley.
 
-A rollout is a cooperative game. Its players are the agents whose calls train; agents that do not train belong to the
-world that the players act in. The worth v(N) of the run as it was is its reward. The worth v(S) of a coalition S is
-the mean reward of replays in which the part of the players outside of S is replaced: the other agents give their
-recorded answers as long as they are asked the same; where they are asked something else, the model answers anew.
+A rollout is treated as a cooperative game. Its players are the agents whose calls train; all other agents belong to the
+environment. The worth v(N) of the recorded run is its reward. The worth v(S) of a coalition S is the mean reward of
+replays in which the players outside of S are replaced. The other agents give their recorded answers as long as their
+requests stay the same; for a different request, the model gives a new answer.
 
-A coalition is given by the players who are *replaced*: v(N) is the worth of the empty set, and v(nobody) the worth of
-the set of all players. Running replays is left to `agl_run`; this module asks for them within a budget.
+In this module a coalition is given by the players who are *replaced*: the empty set has the worth v(N), and the set of
+all players the worth v(nobody). `agl_run` runs the replays; this module requests them within a budget.
 """
 
 import math
@@ -24,7 +24,7 @@ from agl.schemas import CallCredit, Episode, Reward
 from agl_rewards.credit.episodes import by_group, group_of, live_calls, players_of, return_of
 
 ROUNDING = 1e-6
-"""Shares of one agent closer than this, relative to the largest of them (at least 1), are equal."""
+"""Shares of an agent count as equal if they differ by less than this, relative to the largest (at least 1)."""
 
 Baseline = Literal["centred", "counterfactual", "group"]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -39,7 +39,9 @@ class RolloutGame:
     """One episode as a game.
 
     Attributes:
-        siblings: Ids of the other rollouts of the group, in a circle that begins after this one.
+        episode: The episode.
+        players: Names of the agents whose calls train, sorted.
+        siblings: Ids of the other rollouts of the group, in circular order after this one.
         stand_in: Id of the rollout that is replayed when all players are silent: the first one of the group with the
             same players.
     """
@@ -56,10 +58,10 @@ class RolloutGame:
 
 
 class _ReplayCredit:
-    """A credit by replays, whose subclass says which worths are needed and how shares follow from them."""
+    """A credit by replays; a subclass decides which coalitions are replayed and how their worths become shares."""
 
     NAME = ""
-    """The credit's name, under which shares are attached to the episodes."""
+    """The credit's name, which is also the name of the reward that holds the shares in an episode."""
 
     def __init__(
         self,
@@ -76,20 +78,22 @@ class _ReplayCredit:
         self._max_replays, self._failed, self._baseline = max_replays, failed, baseline
 
     def _coalitions(self, players: Sequence[str], name: str) -> list[Replaced]:
-        """Return the replaced players of each coalition whose worth is needed, but not the run as it was.
+        """Return the replaced players of each coalition whose worth is needed, except that of the recorded run.
 
-        The rollout's id ``name`` may seed a random choice, which is the same in :meth:`_shares_of`.
+        The rollout's id ``name`` may seed a random choice, which must be the same in :meth:`_shares_of`.
         """
         raise NotImplementedError
 
     def _shares_of(self, players: Sequence[str], name: str, worth: Worth) -> dict[str, float]:
-        """Return every player's share; ``worth`` knows the coalitions above and the run as it was."""
+        """Return every player's share; ``worth`` accepts the coalitions of :meth:`_coalitions` and the empty set."""
         raise NotImplementedError
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
         """Replay every episode with each needed coalition, and attach the shares as a reward of the credit's name.
 
-        Raises :class:`ConfigError` when no call names its agent, or when not even one group fits into the budget.
+        Raises:
+            ConfigError: No call names its agent, no task has two rollouts as ``sibling`` requires, or not even one
+                group fits into the budget.
         """
         if (step - 1) % self._every:  # steps count from 1; the first is always replayed
             return list(episodes)
@@ -103,10 +107,12 @@ class _ReplayCredit:
         return [self._attached(episode, shares.get(episode.rollout.rollout_id)) for episode in episodes]
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """Give each call its agent's share, or without shares the episode's return, compared within the role.
+        """Give each call its agent's share, or, in an episode without shares, the return, compared within the role.
 
-        Returns one list per episode, in order of time. Raises :class:`ConfigError` for a trained episode without
-        reward.
+        Returns one list per episode, in order of time.
+
+        Raises:
+            ConfigError: An episode that trains has no reward.
         """
         shares = [self._read(episode) for episode in group]
         if self._baseline == "centred":
@@ -131,14 +137,15 @@ class _ReplayCredit:
         ]
 
     def _games(self, episodes: Sequence[Episode]) -> list[RolloutGame]:
-        """Return a game for every episode that has players, and siblings where those are needed."""
+        """Return a game for every episode that has players, and also siblings if answers come from siblings."""
         games: list[RolloutGame] = []
         for group in by_group(episodes).values():
             ids = sorted(episode.rollout.rollout_id for episode in group)
             first: dict[tuple[str, ...], str] = {}
             for episode in sorted(group, key=lambda each: each.rollout.rollout_id):
                 players, own = players_of(episode), ids.index(episode.rollout.rollout_id)
-                # In a circle, so that each rollout begins with another sibling and none answers for the whole group.
+                # In circular order, so that each rollout begins with a different sibling and no rollout serves the
+                # whole group.
                 siblings = tuple(ids[own + 1 :] + ids[:own])
                 if players and (siblings or self._replace == "silent"):
                     stand_in = first.setdefault(players, episode.rollout.rollout_id)
@@ -159,10 +166,10 @@ class _ReplayCredit:
             )
 
     def _affordable(self, games: Sequence[RolloutGame], step: int) -> list[RolloutGame]:
-        """Return the games of as many whole groups as the budget has replays for.
+        """Return the games of as many whole groups as the budget allows.
 
-        Groups stay whole because their rollouts are compared. Each step begins with another group, so that over the
-        steps none is left out for good. Raises :class:`ConfigError` when not even one group fits.
+        Groups are not split, because their rollouts are compared. Each step begins with another group, so that over
+        several steps none is always left out. Raises :class:`ConfigError` if not even one group fits.
         """
         groups: dict[str, list[RolloutGame]] = {}
         for game in games:
@@ -188,7 +195,7 @@ class _ReplayCredit:
         return [plan for replaced in coalitions for plan in self._replays(game, replaced)]
 
     def _replays(self, game: RolloutGame, replaced: Replaced) -> list[ReplayPlan]:
-        """Return the plans of the replays whose mean reward is a coalition's worth."""
+        """Return the plans of the replays whose mean reward is the worth of a coalition."""
         names = tuple(sorted(replaced))
         if self._replace == "sibling":
             return [
@@ -220,7 +227,7 @@ class _ReplayCredit:
         return self._shares_of(game.players, game.name, worth)
 
     def _worth(self, replayed: Episode) -> float:
-        """Return the reward of a replay, or ``failed`` for one that failed or got none."""
+        """Return the reward of a replay, or ``failed`` if the replay failed or has no reward."""
         is_scored = replayed.rollout.status == "succeeded" and replayed.reward is not None
         return replayed.reward if is_scored and replayed.reward is not None else self._failed
 
@@ -231,7 +238,7 @@ class _ReplayCredit:
         return msgspec.structs.replace(episode, rewards=(*episode.rewards, reward))
 
     def _read(self, episode: Episode) -> Mapping[str, float] | None:
-        """Return the shares that :meth:`prepare` attached, ``None`` if it left the episode out."""
+        """Return the shares that :meth:`prepare` attached; ``None`` if the episode was not replayed."""
         # Only the hook's own reward counts: an agent could report one of the same name.
         for reward in reversed(episode.rewards):
             if reward.name == self.NAME and reward.source == "hook" and reward.value is None:
@@ -240,30 +247,30 @@ class _ReplayCredit:
 
 
 class LeaveOneOutCredit(_ReplayCredit):
-    """Gives an agent the reward of the run less the reward of the run without it: ``A_i = R - R(without i)``.
+    """Gives an agent the reward of the run minus the reward of the run without the agent: ``A_i = R - R(without i)``.
 
     R(without i) is the mean reward of ``samples`` replays in which agent i's answers are replaced. This is the
     difference reward of Wolpert and Tumer 2001 ("Optimal Payoff Functions for Members of Collectives"), and with
     ``replace = "sibling"`` a one-sample form of the counterfactual baseline of COMA (Foerster et al. 2018, arXiv
-    1705.08926, equation 4). The baseline does not depend on agent i's own answers, so subtracting it leaves the policy
+    1705.08926, equation 4). R(without i) does not depend on agent i's own answers, so subtracting it leaves the policy
     gradient unbiased and removes the noise that comes from the other agents.
 
-    Costs one replay per rollout, agent and sample: at most ``rollouts * agents * samples`` per step. Rollouts that are
-    not replayed (steps that ``every`` skips, groups beyond ``max_replays``) get their return, compared with the same
-    role in the other rollouts of the task.
+    The cost is at most ``rollouts * agents * samples`` replays per step. Rollouts that are not replayed (in steps that
+    ``every`` skips, or in groups beyond ``max_replays``) get their return, compared with the same role in the other
+    rollouts of the task.
 
     Args:
-        replace: Replacement for a missing agent: ``silent`` says ``text`` at every turn and calls no tool,
-            ``sibling`` repeats the same agent's answer at that turn in another rollout of the task.
+        replace: What replaces an agent's answers: with ``silent`` the agent says ``text`` at every turn and calls no
+            tool, with ``sibling`` it gives the same agent's answer at that turn in another rollout of the task.
         text: The answer of a silent agent.
-        samples: Replays per rollout and agent. More than one helps where the other agents answer anew.
-        every: Replay in every n-th step only, beginning with the first.
-        max_replays: Replays per step at most; whole groups are left out beyond it, in turns.
+        samples: Replays per rollout and agent. More than one helps if the other agents give new answers.
+        every: Replay only in every n-th step, beginning with the first.
+        max_replays: The most replays per step; groups that exceed it are left out as a whole, in turns.
         failed: The worth of a replay that fails or gets no reward.
-        baseline: ``centred``: the advantage is the difference less the mean of the same agent's in the task's other
-            rollouts. ``counterfactual``: it is the difference as it is; where silence earns nothing, failures get 0
-            and only successes train. ``group``: the difference is a return, which the algorithm's estimator
-            compares with the same role in the other rollouts of the task.
+        baseline: How the difference becomes an advantage. ``centred`` subtracts the mean difference of the same agent
+            in the task's other rollouts. ``counterfactual`` uses the difference unchanged; if silence earns nothing,
+            failures then get 0 and only successes train. ``group`` treats the difference as a return, which the
+            algorithm's estimator compares with the same role in the other rollouts of the task.
     """
 
     NAME = "leave-one-out"
@@ -278,29 +285,30 @@ class LeaveOneOutCredit(_ReplayCredit):
 
 
 class ShapleyCredit(_ReplayCredit):
-    """Gives an agent the worth that it adds to the agents before it, averaged over the agents' orders.
+    """Gives an agent the worth that it adds to the agents before it, averaged over orders of the agents.
 
         phi_i = mean over orders of  v(those before i, and i) - v(those before i)
 
-    (Shapley 1953, "A Value for n-Person Games"). The shares add up to v(all) - v(nobody) exactly, whatever is sampled.
-    All orders are taken when there are at most ``orders`` of them, else that many random ones (Castro et al. 2009,
-    "Polynomial calculation of the Shapley value based on sampling"), each followed by its reverse. Unlike
-    leave-one-out it also credits an agent whose good work another one spoilt: alone, it would have earned.
+    (Shapley 1953, "A Value for n-Person Games"). The shares always add up to exactly v(all) - v(nobody), even over a
+    sample of orders. All orders are used if there are at most ``orders``; otherwise that many random ones are drawn
+    (Castro et al. 2009, "Polynomial calculation of the Shapley value based on sampling"), in pairs of an order and its
+    reverse. Unlike leave-one-out, this also credits an agent whose good work was spoilt by another one: without that
+    one, it would have earned a reward.
 
-    A coalition is replayed once, however many orders pass through it. The one in which all agents are silent is
-    replayed once per task, because nothing of a rollout is left in it. For n agents that makes at most
+    A coalition is replayed only once, however many orders contain it. The coalition in which all agents are silent is
+    replayed once per task, because nothing of a rollout is left in it. For n agents this gives at most
     ``samples * min(2^n - 1, orders * n)`` replays per rollout: 7 for three agents with all 6 orders.
 
     Args:
-        orders: Orders of the agents per rollout; all of them when there are no more.
+        orders: The most orders of the agents that are used per rollout.
         seed: Seed of the sampled orders, together with the rollout's id.
-        replace: As for :class:`LeaveOneOutCredit`, like the other settings.
+        replace: What replaces an agent's answers: ``silent`` or ``sibling``; see :class:`LeaveOneOutCredit`.
         text: The answer of a silent agent.
-        samples: Replays per coalition. More than one helps where the other agents answer anew.
-        every: Replay in every n-th step only, beginning with the first.
-        max_replays: Replays per step at most; whole groups are left out beyond it, in turns.
+        samples: Replays per coalition. More than one helps if the other agents give new answers.
+        every: Replay only in every n-th step, beginning with the first.
+        max_replays: The most replays per step; groups that exceed it are left out as a whole, in turns.
         failed: The worth of a replay that fails or gets no reward.
-        baseline: How the share becomes an advantage.
+        baseline: How a share becomes an advantage; see :class:`LeaveOneOutCredit`.
     """
 
     NAME = "shapley"
@@ -344,10 +352,10 @@ class ShapleyCredit(_ReplayCredit):
 
 
 def _centred(shares: Sequence[Mapping[str, float] | None]) -> list[Mapping[str, float] | None]:
-    """Return the shares of a group's episodes less the mean of the same agent's in the others.
+    """Subtract from each share in a group the mean share of the same agent in the other episodes.
 
-    The mean holds nothing of the episode itself, so subtracting it leaves the expected gradient unchanged. An agent
-    that the others do not have keeps its share. Shares that differ only by rounding are equal, and leave nothing.
+    The mean does not depend on the episode itself, so subtracting it leaves the expected gradient unchanged. If no
+    other episode has the agent, its share is unchanged. Shares that differ only by rounding are equal and become 0.
     """
     given: dict[str, list[float]] = {}
     for own in shares:
@@ -367,19 +375,19 @@ def _centred(shares: Sequence[Mapping[str, float] | None]) -> list[Mapping[str, 
 
 
 def leave_one_out(players: Sequence[str], worth: Worth) -> dict[str, float]:
-    """Return v(N) - v(N without i) for every player i; n players cost n + 1 worths.
+    """Return v(N) - v(N without i) for every player i, which needs n + 1 worths for n players.
 
-    The shares need not add up to anything: two players who can stand in for each other both get 0.
+    The shares have no fixed sum: two players who can each replace the other both get 0.
     """
     whole = worth(frozenset())  # v(N)
     return {player: whole - worth(frozenset({player})) for player in players}
 
 
 def shapley(players: Sequence[str], orders: Sequence[Order], worth: Worth) -> dict[str, float]:
-    """Return for every player the mean over ``orders`` of the worth that it adds to the players before it.
+    """Return, for every player, the mean over ``orders`` of the worth that it adds to the players before it.
 
-    Every order adds up to v(N) - v(nobody), so the shares do too, however few orders there are; over all orders of
-    the players they are the Shapley values.
+    Each order's differences add up to v(N) - v(nobody), and so do the shares, however few orders there are. Over all
+    orders the shares are the Shapley values.
     """
     added: dict[str, list[float]] = {player: [] for player in players}
     for order in orders:
@@ -395,11 +403,11 @@ def shapley(players: Sequence[str], orders: Sequence[Order], worth: Worth) -> di
 
 
 def orders_of(players: Sequence[str], *, limit: int, draw: random.Random) -> list[Order]:
-    """Return all orders of the players when there are at most ``limit``, else as many random ones in pairs.
+    """Return all orders of the players if there are at most ``limit``, else ``limit`` random ones in pairs.
 
-    Each random order is followed by its reverse. The two are antithetic: a player that comes early in one comes late
-    in the other, which takes variance out of the mean (Mitchell et al. 2022, "Sampling Permutations for Shapley Value
-    Estimation"). With an odd ``limit`` the last order has no partner.
+    A pair is a random order and its reverse. The two are antithetic: a player that comes early in one comes late in the
+    other, which reduces the variance of the mean (Mitchell et al. 2022, "Sampling Permutations for Shapley Value
+    Estimation"). With an odd ``limit`` the last order has no reverse.
     """
     # n! orders: 6 for three players, 24 for four, 120 for five.
     if math.factorial(len(players)) <= limit:
@@ -412,9 +420,9 @@ def orders_of(players: Sequence[str], *, limit: int, draw: random.Random) -> lis
 
 
 def coalitions_of(orders: Sequence[Order]) -> list[Replaced]:
-    """Return the replaced players of each coalition whose worth :func:`shapley` asks for, but not the run as it was.
+    """Return the replaced players of each coalition that :func:`shapley` needs, except that of the recorded run.
 
-    Each comes once, however many orders pass through it: n players have at most 2^n - 1.
+    Each coalition is returned once, however many orders contain it: for n players at most 2^n - 1.
     """
     # The players not yet in are a suffix of the order. The empty suffix is the recorded run, whose worth is known.
     found = dict.fromkeys(frozenset(order[start:]) for order in orders for start in range(len(order)))

@@ -1,4 +1,4 @@
-"""Reads of an episode the facts that every credit here needs: its live calls, its task, its players, its reward."""
+"""Facts about an episode that all credits here need: its training calls, its task, its players and its reward."""
 
 from collections.abc import Sequence
 
@@ -22,15 +22,15 @@ def players_of(episode: Episode) -> tuple[str, ...]:
 
 
 def return_of(episode: Episode) -> float:
-    """Return the episode's reward; raises :class:`ConfigError` when there is none."""
+    """Return the episode's reward; raises :class:`ConfigError` if there is none."""
     return final_of(episode, has_other=False)
 
 
 def final_of(episode: Episode, *, has_other: bool) -> float:
-    """Return the episode's reward, or 0.0 without one when other rewards were recorded (``has_other``).
+    """Return the episode's reward; if it has none but other rewards were recorded (``has_other``), return 0.0.
 
     Raises:
-        ConfigError: There is no reward at all, so a 0 would be made up.
+        ConfigError: There is no reward at all, so that 0 would be invented.
     """
     if episode.reward is not None:
         return episode.reward
@@ -43,7 +43,7 @@ def final_of(episode: Episode, *, has_other: bool) -> float:
 
 
 def by_group(episodes: Sequence[Episode]) -> dict[str, list[Episode]]:
-    """Return the episodes by task, in order of first appearance."""
+    """Return the episodes by task, in the order in which the tasks first appear."""
     groups: dict[str, list[Episode]] = {}
     for episode in episodes:
         groups.setdefault(group_of(episode), []).append(episode)

@@ -1,21 +1,21 @@
-"""Fork credit: gives a call the reward of its run less the mean reward of runs that went on otherwise from that call.
+"""Fork credit: a call's value is the reward of its run minus the mean reward of forks with another answer to that call.
 
     A_t = R - mean over forks at t of R(fork)
 
-A fork runs again as recorded up to call t, gets another answer there, drawn from the same policy, and goes on. So the
-mean of the forks estimates V(s_t), the value before the call, and R the value after it: A_t is an estimate of the
-advantage of the answer that was given (compare VinePPO, Kazemnejad et al. 2024, arXiv 2410.01679, which draws whole
-continuations at every step).
+A fork repeats the recorded run up to call t, gets another answer there, drawn from the same policy, and continues from
+it. The mean over the forks estimates V(s_t), the value before the call, and R estimates the value after it, so A_t
+estimates the advantage of the recorded answer. Compare VinePPO (Kazemnejad et al. 2024, arXiv 2410.01679), which draws
+whole continuations at every step.
 
 Deviations from it, which save model calls:
-- Forks are coupled with the run: later calls whose request stayed the same keep their recorded answers. These were
-  drawn for the same request, so each fork is a fair sample; its difference from the run has less noise (common random
-  numbers), and none where nobody hears the answer.
-- Answers are shared: all calls of a task that read exactly the same are alternatives to each other (`forking`), and a
-  sibling that has the whole beginning in common is a fork that nobody has to run.
-- R is the one reward of the run, not a mean over continuations of it, because coupled forks differ from this very run.
+- Forks are coupled with the run: later calls whose request stays the same get their recorded answers. These were
+  drawn for the same request, so each fork is a fair sample. Its difference from the run has less noise (common random
+  numbers), and is exactly 0 if no later request depends on the answer.
+- Answers are shared: all calls of a task with exactly the same request are alternatives to each other (`forking`). A
+  sibling with the same calls up to that point is itself a fork, which need not be run.
+- R is the reward of the one run, not a mean over continuations of it, because coupled forks are compared with this run.
 
-The budget counts calls that a model answers. Forks that need none are limited by ``forks`` and ``max_replays``.
+The budget counts calls that a model answers. Forks without such calls are limited by ``forks`` and ``max_replays``.
 """
 
 import math
@@ -35,27 +35,27 @@ NAME = "fork"
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 SHARE = 0.5
-"""Model calls of the forks by default, for each one of the training rollouts."""
+"""Default budget: the forks' model calls per model call of the training rollouts."""
 
 ROUNDS = 3
-"""Times at most that the budget is spent in a step; what the forks of a round saved is left for the next one."""
+"""The most rounds of forks in a step; calls that a round's forks saved are available in the next round."""
 
 
 class ForkCredit:
     """Credit by forks; see the module.
 
-    The value of a call is its advantage, as it is: no estimator compares it again. A call without a fork gets the
-    return less the mean return of the task's other rollouts, and 0 where there are none. In steps that ``every`` skips
-    each call gets its return, compared with the same role in the other rollouts of the task.
+    The value of a call is its advantage, which no estimator compares again. A call without a fork gets the return minus
+    the mean return of the task's other rollouts, or 0 if there are none. In steps that ``every`` skips, each call gets
+    its return, compared with the same role in the other rollouts of the task.
 
     Args:
-        calls_per_rollout: Model calls of forks per training rollout, on average over a step; by default half as many as
-            a training rollout makes, so that a step makes 1.5 times its calls. What other agents say anew after a fork
-            is foreseen from the recordings; a step whose forks made more calls than that takes no further ones.
-        forks: Forks of one call at most whose answer a sibling gave, which ask no model.
-        every: Fork in every n-th step only, beginning with the first.
-        max_replays: Forks that run per step at most.
-        failed: The worth of a fork that fails by itself or gets no reward; one that diverged counts nowhere.
+        calls_per_rollout: The forks' model calls per training rollout, on average over a step; by default half as many
+            as a training rollout makes, so that the step makes 1.5 times its calls. The new calls of other agents after
+            a fork are estimated from the recordings; if the forks make more calls than that, no further ones start.
+        forks: The most forks of one call with answers from siblings; such a fork needs no new answer at the call.
+        every: Fork only in every n-th step, beginning with the first.
+        max_replays: The most forks that run per step.
+        failed: The worth of a fork that fails on its own or gets no reward; diverged forks are ignored.
     """
 
     def __init__(
@@ -71,9 +71,10 @@ class ForkCredit:
         self._max_replays, self._failed = max_replays, failed
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
-        """Return the episodes in order, with the advantage of each call attached as the reward ``fork``, by span id.
+        """Attach each call's advantage, by span id, as the reward ``fork``; return the episodes in order.
 
-        Raises :class:`ConfigError` when every fork of the step diverged, or for an episode without reward.
+        Raises:
+            ConfigError: Every fork of the step diverged, or an episode that trains has no reward.
         """
         if (step - 1) % self._every:  # steps count from 1; the first is always forked
             return list(episodes)
@@ -93,9 +94,10 @@ class ForkCredit:
         return [_attached(episode, advantages, others) for episode in episodes]
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """Return one list per episode, in order of time.
+        """Return the credit of each call, in one list per episode and in order of time.
 
-        Raises :class:`ConfigError` for a trained episode without reward.
+        Raises:
+            ConfigError: An episode that trains has no reward.
         """
         return [_assigned(episode) for episode in group]
 
@@ -105,7 +107,7 @@ class ForkCredit:
         return math.floor(SHARE * sum(len(episode.transitions) for episode in episodes))
 
     def _advantage(self, point: Point, choice: ForkChoice, runs: "_Runs", returns: Mapping[str, float]) -> float | None:
-        """Return the advantage of a call, ``None`` where nothing is known of other answers."""
+        """Return the advantage of a call; ``None`` if no outcome of another answer is known."""
         found: list[tuple[float, int]] = []
         found += [(returns[name], 1) for name in choice.finished_forks(point) if name in returns]
         for plan, count in [*choice.stand_ins(point), *((plan, 1) for plan in runs.drawn.get(point.span_id, ()))]:
@@ -122,7 +124,7 @@ class ForkCredit:
 
 
 class _Runs:
-    """Runs forks within the limits, and keeps their outcomes."""
+    """Runs forks within the limits, and stores their outcomes."""
 
     def __init__(self, replay: ReplayFn, *, limit: int, budget: int) -> None:
         self._replay, self._left, self.calls_left = replay, limit, budget
@@ -131,7 +133,7 @@ class _Runs:
         self.equal: dict[str, int] = {}
 
     async def run(self, plans: Iterable[ForkPlan]) -> None:
-        """Run the plans that did not run yet, as far as the limit goes."""
+        """Run those plans that have not run yet, as far as the limit allows."""
         new = [plan for plan in dict.fromkeys(plans) if plan not in self._episodes][: max(0, self._left)]
         if not new:
             return
@@ -145,19 +147,19 @@ class _Runs:
         )
 
     def get(self, plan: ForkPlan) -> Episode | None:
-        """Return a fork that ran, ``None`` for one that did not run or diverged."""
+        """Return the episode of a fork; ``None`` if it did not run or diverged."""
         episode = self._episodes.get(plan)
         return None if episode is None or is_diverged(episode) else episode
 
     def reward(self, plan: ForkPlan, *, failed: float) -> float | None:
-        """Return the reward of a fork, ``failed`` for one that failed or got none, ``None`` where nothing is known."""
+        """Return a fork's reward: ``failed`` if it failed or has none, ``None`` if it did not run or diverged."""
         episode = self.get(plan)
         if episode is None:
             return None
         return failed if episode.rollout.status != "succeeded" or episode.reward is None else episode.reward
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` if all forks diverged: the agent never does the same again."""
+        """Raise :class:`ConfigError` if all forks diverged, which means that the agent does not repeat its requests."""
         if self._episodes and all(map(is_diverged, self._episodes.values())):
             first = next(iter(self._episodes.values()))
             error = first.attempt.error.message if first.attempt and first.attempt.error else ""
@@ -169,7 +171,7 @@ class _Runs:
 
 
 async def _run_stand_ins(choice: ForkChoice, runs: _Runs) -> None:
-    """Run the forks that should need no model call: one of each call after the other, until they did cost calls."""
+    """Run the forks with siblings' answers, in turns over the calls, until the budget of model calls is exceeded."""
     waiting = [choice.stand_ins(point) for point in choice.points]
     for turn in range(max(map(len, waiting), default=0)):
         if runs.calls_left < 0:
@@ -190,7 +192,7 @@ async def _run_drawn(choice: ForkChoice, runs: _Runs, drawn: Sequence[tuple[Fork
 
 
 def _means_of_others(episodes: Sequence[Episode], returns: Mapping[str, float]) -> dict[str, float]:
-    """Return by rollout the return less the mean of the task's other rollouts, 0 where there are none."""
+    """Return, for each rollout, the return minus the mean of the task's other rollouts; 0 if there are none."""
     found: dict[str, float] = {}
     for group in by_group(episodes).values():
         own = {name: returns[name] for each in group if (name := each.rollout.rollout_id) in returns}
@@ -228,7 +230,7 @@ def _assigned(episode: Episode) -> list[CallCredit]:
 
 
 def _read(episode: Episode) -> Mapping[str, float] | None:
-    """Return the advantages that :meth:`ForkCredit.prepare` attached, ``None`` without them."""
+    """Return the advantages that :meth:`ForkCredit.prepare` attached; ``None`` if there are none."""
     # Only the hook's own reward counts: an agent could report one of the same name.
     for reward in reversed(episode.rewards):
         if reward.name == NAME and reward.source == "hook" and reward.value is None:

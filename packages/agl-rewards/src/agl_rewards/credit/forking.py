@@ -1,16 +1,17 @@
 """Chooses the forks of a step: at which calls, with which answers, and within how many model calls.
 
-A call is taken in a *state*: its agent and exactly what it reads, as token ids. All calls of a task in one state are
-samples of the policy there, so that each is an alternative to the others. Three kinds of forks follow, cheapest first:
+The *state* of a call is its agent and the exact prompt, as token ids. All calls of a task in the same state are samples
+of the policy in that state, so each of their answers is an alternative to the others. This gives three kinds of forks,
+cheapest first:
 
-- A sibling that shares everything up to the call, and went on with another answer, is a fork already: nothing runs.
-- A sibling's answer in the same state stands in for the call's own. Later calls whose request stayed the same keep
-  their recorded answers, so no model is asked where the others do not hear the difference. Where they do hear it, this
-  kind is left out, because it would ask the model.
-- The model answers anew. What it says is then an alternative for all calls in that state.
+- A sibling that is equal up to the call and then has another answer is a fork already, and nothing has to run.
+- A sibling's answer in the same state replaces the call's own. Later calls whose request stays the same keep their
+  recorded answers, so no model is asked if no later request depends on the answer. If one does, this kind is not used,
+  because it would ask the model.
+- The model gives a new answer, which is then an alternative for all calls in that state.
 
-The last kind has the budget of model calls. It goes where a further sample says most: where answers differ, where there
-are few samples so far, and where few later calls must be made anew.
+The budget of model calls is spent on the last kind. It goes to calls for which a further sample tells most: those whose
+answers differ, that have few samples so far, and after which few calls must be made anew.
 """
 
 import heapq
@@ -24,10 +25,10 @@ from agl.schemas import Episode, Transition, unpack_floats
 from agl_rewards.credit.episodes import group_of
 
 LEAST_SPREAD = 0.01
-"""Chance that a second answer differs, below which a state is not forked: all forks would be the run as it was."""
+"""A state is not forked if the chance of a different second answer is below this: all forks would equal the run."""
 
 State = tuple[str, str, bytes]
-"""A task, an agent and the prompt's ids; without ids a call's own span, because nothing else is known to be equal."""
+"""A task, an agent and the prompt's ids; if a call has no ids, its own span id, so that it equals no other call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,9 @@ class Sample:
     """An answer that the policy gave in a state.
 
     Attributes:
-        rollout_id: The rollout that has it, a fork perhaps.
-        answer: The answer's ids.
+        rollout_id: The rollout with the answer, which may be a fork.
+        span_id: The span of the call.
+        answer: The answer's token ids.
         later: The states of the calls after it.
     """
 
@@ -48,12 +50,16 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A call that trains, at which its rollout can fork.
+    """A training call at which its rollout can fork.
 
     Attributes:
-        before: The states and answers of the calls before it.
-        later: The states of the calls after it.
-        spread: Chance that a second answer in this state is another one, from the answer's own probability.
+        rollout_id: The rollout of the call.
+        span_id: The span of the call.
+        state: The state of the call.
+        answer: The token ids of the recorded answer.
+        before: The states and answers of the calls before this one.
+        later: The states of the calls after this one.
+        spread: Estimated chance that a second answer in this state differs, from the recorded answer's probability.
     """
 
     rollout_id: str
@@ -65,17 +71,17 @@ class Point:
     spread: float
 
     def calls_after(self, sample: Sample) -> int:
-        """Return how many later calls must be made anew with the answer of ``sample``, as its own rollout shows."""
+        """Return how many later calls would be new with the answer of ``sample``, judging by the sample's rollout."""
         return (sample.later - self.later).total()
 
 
 def state_of(episode: Episode, call: Transition) -> State:
-    """Return the state in which a call was taken."""
+    """Return the state of a call."""
     return (group_of(episode), call.agent, call.prompt_ids) if call.prompt_ids else ("", call.span_id, b"")
 
 
 def samples_of(episode: Episode, task: Episode) -> list[Sample]:
-    """Return the answers of all calls of an episode, in the states of the task that ``task`` is a rollout of."""
+    """Return the answers of all calls of an episode; ``task`` is a rollout of the same task, for the calls' states."""
     states = [state_of(task, call) for call in episode.transitions]
     return [
         Sample(
@@ -89,7 +95,7 @@ def samples_of(episode: Episode, task: Episode) -> list[Sample]:
 
 
 def points_of(episode: Episode) -> list[Point]:
-    """Return the calls of an episode that train, in order of time."""
+    """Return the training calls of an episode, in order of time."""
     calls = episode.transitions
     states = [state_of(episode, call) for call in calls]
     return [
@@ -113,11 +119,11 @@ def _spread(call: Transition) -> float:
 
 
 class ForkChoice:
-    """Holds the samples of a step and chooses forks from them.
+    """Holds the samples of a step, and chooses forks from them.
 
     Args:
         episodes: The step's episodes.
-        forks: Forks of one call at most with answers that were given already.
+        forks: The most forks of one call with answers that siblings gave.
     """
 
     def __init__(self, episodes: Sequence[Episode], *, forks: int) -> None:
@@ -133,14 +139,14 @@ class ForkChoice:
         for episode in episodes:
             for call, sample in zip(episode.transitions, samples_of(episode, episode), strict=True):
                 self._by_state.setdefault(state_of(episode, call), []).append(sample)
-        # By plan and not by answer: a fork whose call failed gives none, and its number is taken all the same.
+        # Counted by plan, not by answer: a fork whose call failed gives no answer, but its sample number is used.
         self._taken: Counter[str] = Counter()
         self._counts = Counter({state: len(samples) for state, samples in self._by_state.items()})
 
     def add_drawn(self, point: Point, fork: Episode) -> bool:
-        """Take the answer that a model gave at the fork as a sample of the state; return true if it is a new answer.
+        """Add the answer that a model gave at the fork as a sample of the state; return true if it differs.
 
-        Without such an answer, which is one that has no token ids, the fork counts as another answer.
+        If the fork has no such answer, or one without token ids, it counts as different.
         """
         task = self._tasks[point.rollout_id]
         for call, sample in zip(fork.transitions, samples_of(fork, task), strict=True):
@@ -151,22 +157,22 @@ class ForkChoice:
         return True
 
     def others(self, point: Point) -> list[Sample]:
-        """Return the samples of a call's state but its own and those that were drawn by forking there."""
+        """Return the samples of a call's state, except its own and those drawn by forking at this call."""
         own = {point.span_id, *(sample.span_id for sample in self._drawn.get(point.span_id, ()))}
         return [sample for sample in self._by_state[point.state] if sample.span_id not in own]
 
     def equal(self, point: Point) -> int:
-        """Return how many other samples of the state gave the same answer."""
+        """Return the number of other samples of the state with the same answer."""
         return sum(sample.answer == point.answer for sample in self.others(point))
 
     def is_contested(self, point: Point) -> bool:
-        """Return true if another sample of the state gave another answer."""
+        """Return true if another sample of the state has another answer."""
         return any(sample.answer != point.answer for sample in self.others(point))
 
     def finished_forks(self, point: Point) -> list[str]:
-        """Return the rollouts that are forks of a call already: the same up to it, and another answer there.
+        """Return the siblings that are forks of a call: equal up to the call, and with another answer there.
 
-        Those whose answer can stand in without a model call are left out: the stand-in has less noise.
+        Siblings whose answer can be used in a fork without model calls are left out, because that fork has less noise.
         """
         return [
             sample.rollout_id
@@ -177,7 +183,7 @@ class ForkChoice:
         ]
 
     def stand_ins(self, point: Point) -> list[tuple[ForkPlan, int]]:
-        """Return the forks that need no model call, each with the number of samples that gave its answer."""
+        """Return the forks that need no model call, each with the number of samples that gave the fork's answer."""
         found: dict[bytes, tuple[ForkPlan, int]] = {}
         for sample in self.others(point):
             if sample.answer == point.answer or point.calls_after(sample) > 0:
@@ -196,11 +202,10 @@ class ForkChoice:
         )
 
     def drawn(self, budget: int) -> list[tuple[ForkPlan, Point]]:
-        """Return new forks whose call a model answers, for which ``budget`` model calls should suffice.
+        """Return new forks at which a model answers, for which ``budget`` model calls should suffice.
 
-        Each is taken where it says most for its cost: the variance of a mean of m samples falls by s^2 / (m (m + 1))
-        with one more, and every call in the state profits from it. No call of this method returns a plan that an
-        earlier one returned.
+        Each fork is placed where it gains most for its cost: one more sample reduces the variance of a mean of m
+        samples by s^2 / (m (m + 1)), for every call in the state. A plan is never returned twice, even by later calls.
         """
         costs = {state: [self._cost(point) for point in points] for state, points in self._at.items()}
         waiting = [(-self._gain(state, min(costs[state])), order, state) for order, state in enumerate(costs)]
@@ -228,7 +233,7 @@ class ForkChoice:
         return 0.0 if spread < LEAST_SPREAD * len(self._at[state]) else spread / (count * (count + 1) * cost)
 
     def _cost(self, point: Point) -> int:
-        """Return the model calls of a fork at a call: its own, and the later ones that another answer changes."""
+        """Return the expected model calls of a fork: the one at the fork, and later ones whose request changes."""
         others = [sample for sample in self._by_state[point.state] if sample.answer != point.answer]
         if not others:
             return 1 + point.later.total()  # nothing shows that they stay the same

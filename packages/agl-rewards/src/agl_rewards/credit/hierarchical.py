@@ -1,24 +1,24 @@
-"""Hierarchical credit: compares an episode with its siblings, and a step with the others taken in the same state.
+"""Hierarchical credit: compares an episode with its siblings, and a step with other steps in the same state.
 
 Paper: Feng et al. 2025, "Group-in-Group Policy Optimization for LLM Agent Training" (GiGPO, arXiv 2505.10978),
-section 4, equations 3, 7 and 8. With R(tau) the sum of an episode's rewards, those of its turns included, G_t its
-discounted return from step t on (that of the credit ``turn``; the paper's R_t of equation 5), and s_t the step's
-state,
+section 4, equations 3, 7 and 8. R(tau) is the sum of an episode's rewards, including those of its turns; G_t is its
+discounted return from step t on (as in the credit ``turn``; the paper's R_t of equation 5); s_t is the step's state:
 
     A^E(tau)   = (R(tau) - mean_group R) / F_group                      episode groups: rollouts of one task
     A^S(a_t)   = (G_t - mean_state G) / F_state                         step groups: steps with the same s_t
     A(a_t)     = A^E(tau) + omega * A^S(a_t)
 
-F is the deviation of the compared values (``norm = "std"``), or 1 (``norm = "none"``, the paper's leave-one-out form).
+F is the standard deviation of the compared values (``norm = "std"``), or 1 (``norm = "none"``, the paper's
+leave-one-out form).
 
 Deviations from the paper, and why:
-- The paper's environments name their states. Here a state is what the model was shown: a call's agent and its exact
-  prompt tokens. With ``state = "turn"`` it is the agent and the number of its turn instead, for agents whose prompts
-  hold their whole history and never recur.
-- A rollout counts once in both statistics, with the mean of its steps in that state, however often it comes back.
-  Otherwise an agent that walks in circles would set the mean that it is compared with.
-- Deviations are unbiased (divide by n - 1). A step whose state only one rollout reached has A^S = 0, and a group of
-  one rollout A^E = 0.
+- The paper's environments name their states. Here a state is the model's input: a call's agent and its exact prompt
+  tokens. With ``state = "turn"`` it is instead the agent and the number of the turn, for agents whose prompts contain
+  their whole history and never recur.
+- A rollout counts once in both statistics, with the mean of its steps in that state, however often the state recurs.
+  Otherwise an agent that walks in circles would determine the mean with which it is compared.
+- Deviations are unbiased (divide by n - 1). A step whose state was reached by only one rollout has A^S = 0, and a group
+  of one rollout has A^E = 0.
 """
 
 import math
@@ -32,7 +32,7 @@ from agl_rewards.credit.episodes import group_of, live_calls
 from agl_rewards.credit.turn import Discount, TurnCredit
 
 ROUNDING = 1e-9
-"""Deviations below this, relative to the largest value (at least 1), are rounding."""
+"""A standard deviation below this, relative to the largest value (at least 1), is due to rounding and counts as 0."""
 
 Key = tuple[str, object]
 
@@ -41,10 +41,10 @@ class HierarchicalCredit:
     """Episode advantage plus ``omega`` times step advantage; see the module.
 
     Args:
-        omega: Weight of the step advantages, at least 0; 0 leaves group-relative credit per episode.
+        omega: Weight of the step advantages, at least 0; with 0 only the episode advantages remain.
         gamma: Discount per turn, in [0, 1].
-        state: ``prompt`` groups steps with the same prompt, ``turn`` those of the same turn of an agent.
-        norm: ``std`` divides by the deviation, ``none`` does not.
+        state: ``prompt`` compares steps with the same prompt, ``turn`` steps at the same turn of an agent.
+        norm: ``std`` divides by the standard deviation, ``none`` does not.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class HierarchicalCredit:
         self._omega, self._state, self._has_norm = omega, state, norm == "std"
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """Return final advantages, one list per episode, in order of time.
+        """Return final advantages, in one list per episode and in order of time.
 
-        Raises :class:`ConfigError` for a trained episode without any reward.
+        Raises:
+            ConfigError: An episode that trains has no reward at all.
         """
         trained = [episode for episode in group if live_calls(episode)]
         credits = self._turns.assign(trained)
@@ -86,7 +87,7 @@ class HierarchicalCredit:
     def _steps(
         self, episodes: Sequence[Episode], returns: Mapping[str, Mapping[str, float]]
     ) -> dict[Key, tuple[float, float]]:
-        """Return for every state the mean over the rollouts that reached it, and the factor for differences to it."""
+        """Return, for every state, the mean over the rollouts that reached it, and the factor 1 / F."""
         # State -> rollout -> the returns of its steps there. Dict keys compare by value, so "the same state" means
         # the same agent and byte for byte the same prompt ids.
         found: dict[Key, dict[str, list[float]]] = {}
@@ -105,13 +106,13 @@ def _id(episode: Episode) -> str:
 
 
 def _advantages(values: Mapping[str, Sequence[float]], *, has_norm: bool) -> dict[str, float]:
-    """Return (x - mean) / F for every rollout."""
+    """Return (x - mean) / F for every rollout, where x is the mean of its values."""
     mean, scale = _statistics(values, has_norm=has_norm)
     return {name: (_mean(found) - mean) * scale for name, found in values.items()}
 
 
 def _statistics(values: Mapping[str, Sequence[float]], *, has_norm: bool) -> tuple[float, float]:
-    """Return the mean over rollouts and the factor 1 / F for differences to it: 0 where there is nothing to compare."""
+    """Return the mean over rollouts, and the factor 1 / F, which is 0 if there is nothing to compare."""
     scores = [_mean(found) for found in values.values()]
     if len(scores) < 2:  # one rollout is its own mean, and n - 1 would be 0
         return (scores[0] if scores else 0.0), 0.0

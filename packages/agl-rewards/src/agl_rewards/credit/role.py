@@ -21,12 +21,11 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The settings of one role in :class:`RoleCredit`.
 
     Attributes:
-        reward: Regular expression on the names of the episode's rewards; the role earns the sum of those whose whole
-            name matches. ``""`` for the episode's own reward.
-        gamma: Discount per turn of this role; ``None`` for the credit's.
-        baseline: The calls that the role's calls are compared with: ``role`` those of the same role in the other
-            rollouts of the task, ``turn`` those of the same agent at the same turn, ``group`` those of all roles with
-            this setting together.
+        reward: Regular expression on the names of the episode's rewards; the role earns the sum of the rewards whose
+            whole name matches. ``""`` for the episode's own reward.
+        gamma: Discount per turn of this role; ``None`` for the discount of the whole credit.
+        baseline: The calls with which the role's calls are compared: ``role`` for the same role in the other rollouts
+            of the task, ``turn`` for the same agent at the same turn, ``group`` for all roles with this setting.
     """
 
     reward: str = ""
@@ -37,18 +36,18 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class RoleCredit:
     """Rewards, baselines and discount per role, so that agents with different work are judged separately.
 
-    Each role's calls are one sequence in order of time, discounted as in :class:`TurnCredit`, and end with the
-    role's own reward: turns of other roles in between cost no discount. A role is compared with the same role in the
+    The calls of a role form a sequence in order of time. It is discounted as in :class:`TurnCredit` and ends with the
+    role's own reward; turns of other roles in between are not counted. A role is compared with the same role in the
     other rollouts of the task, unless its ``baseline`` says otherwise.
 
     Args:
-        roles: Role settings by a regular expression that matches an agent's whole name; the first that matches
-            counts. An agent that none matches is a role of its own with the episode's reward.
-        gamma: Discount per turn where a role sets none, in [0, 1].
-        trust_agent: Count rewards that came with an agent's own token, too.
+        roles: Role settings, by a regular expression that must match an agent's whole name; the first match counts. An
+            agent that no expression matches is a role of its own with the episode's reward.
+        gamma: Discount per turn for roles that set none, in [0, 1].
+        trust_agent: Whether rewards that came with an agent's own token count too.
 
     Raises:
-        ConfigError: For an unknown setting, a bad regular expression or a discount out of range.
+        ConfigError: A setting is unknown, a regular expression is invalid, or a discount is out of range.
     """
 
     def __init__(
@@ -63,9 +62,10 @@ class RoleCredit:
         self._roles = [(_pattern(name, "role"), _role(name, settings)) for name, settings in (roles or {}).items()]
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """Return one list per episode, in order of time.
+        """Return the credit of each call, in one list per episode and in order of time.
 
-        Raises :class:`ConfigError` for a trained role without reward.
+        Raises:
+            ConfigError: A role that trains has no reward.
         """
         return [self._assign(episode) for episode in group]
 
@@ -81,7 +81,7 @@ class RoleCredit:
         return [credits[call.span_id] for call in live_calls(episode)]
 
     def _assign_role(self, episode: Episode, name: str, calls: Sequence[Transition]) -> dict[str, CallCredit]:
-        """Return the credit of one role's live calls: G_t over its own turns, ending with its own reward."""
+        """Return the credit of one role's training calls: G_t over the role's own turns, ending with its own reward."""
         role = self._settings(calls[0].agent)
         # R of this role; G_T = r_T + R at its last turn, whichever role speaks last in the episode.
         final = self._earned(episode, name, role, has_other=any(call.reward is not None for call in calls))
@@ -101,7 +101,7 @@ class RoleCredit:
         }
 
     def _earned(self, episode: Episode, name: str, role: Role, *, has_other: bool) -> float:
-        """Return the reward that the role earns at its last turn; 0.0 without one if its turns earned something."""
+        """Return the reward of the role's last turn; 0.0 if it is missing but the role's turns have rewards."""
         if not role.reward:
             return final_of(episode, has_other=has_other)
         # An agent holds a token of its own and could report any reward for itself.
@@ -116,7 +116,7 @@ class RoleCredit:
         return sum(found)
 
     def _name(self, agent: str) -> str:
-        """Return the role of an agent: the pattern that matches it, or its own name."""
+        """Return the role of an agent: the first pattern that matches, or the agent's own name."""
         return next((pattern.pattern for pattern, _ in self._roles if pattern.fullmatch(agent)), agent)
 
     def _settings(self, agent: str) -> Role:
@@ -124,7 +124,7 @@ class RoleCredit:
 
 
 def _matching(rewards: Iterable[Reward], pattern: str) -> list[float]:
-    """Return the values of the rewards whose names match, one per name by the precedence of `agl.episodes.score`."""
+    """Return the values of the rewards whose names match, one per name, with the precedence of `agl.episodes.score`."""
     wanted = [reward for reward in rewards if re.fullmatch(pattern, reward.name)]
     names = dict.fromkeys(reward.name for reward in wanted)
     values = (score(wanted, options=ScoreOptions(key=name)).value for name in names)
@@ -132,7 +132,7 @@ def _matching(rewards: Iterable[Reward], pattern: str) -> list[float]:
 
 
 def _role(name: str, settings: Role | Mapping[str, object]) -> Role:
-    """Return checked settings; raises :class:`ConfigError` that names the role."""
+    """Return the settings as a checked ``Role``; raises :class:`ConfigError`, which names the role."""
     if not isinstance(settings, Role):
         try:
             settings = msgspec.convert(dict(settings), Role)

@@ -18,21 +18,22 @@ Discount = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class TurnCredit:
-    """Discounted returns over the turns of an episode, all its agents' calls in order of time.
+    """Discounted returns over the turns of an episode; the turns are all agents' calls in order of time.
 
     With r_t the reward of turn t and R the episode's reward, which is earned at the last turn T,
 
         G_T = r_T + R,    G_t = r_t + gamma * G_{t+1}
 
-    Choices of one request are one turn: each gets its own reward and the same future. A rejected call is not a turn:
-    the turns before it earn its reward, discounted like that of the turn after it. Behind the last turn it adds to R.
-    A rejected choice before another choice of its request is part of that turn: earlier turns alone earn its reward.
+    All choices of one request are one turn: each choice gets its own reward and the same future. A rejected call is not
+    a turn: its reward counts for the turns before it, discounted like the reward of the turn after it, and after the
+    last turn it is added to R. A rejected choice that another choice of its request follows belongs to that turn, and
+    its reward counts only for earlier turns.
 
     Args:
         gamma: Discount per turn, in [0, 1].
         baseline: ``group`` compares a rollout's mean return with the other rollouts of its task. ``turn`` compares
-            an agent's turn with the same turn in the others, which is finer; a turn that only one rollout reaches
-            then has nothing to be compared with.
+            an agent's turn with the same turn in the other rollouts. This is finer, but a turn that only one rollout
+            reaches is then compared with nothing.
     """
 
     def __init__(self, *, gamma: Discount = 1.0, baseline: Literal["group", "turn"] = "group") -> None:
@@ -40,9 +41,10 @@ class TurnCredit:
         self._baseline = baseline
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """Return one list per episode, in order of time.
+        """Return the credit of each call, in one list per episode and in order of time.
 
-        Raises :class:`ConfigError` for a trained episode without any reward.
+        Raises:
+            ConfigError: An episode that trains has no reward at all.
         """
         return [self._assign(episode) for episode in group]
 
@@ -66,10 +68,13 @@ class TurnCredit:
 def discounted_returns(calls: Sequence[Transition], *, final: float, gamma: float) -> dict[str, float]:
     """Return the discounted return of every call that is not rejected, by span id.
 
-    ``calls`` are in order of time; ``final`` is R, earned at the last turn.
+    Args:
+        calls: The calls in order of time.
+        final: R, which is earned at the last turn.
+        gamma: Discount per turn.
     """
     values: dict[str, float] = {}
-    # From the end: ``future`` is G_{t+1}, and R behind the last turn, which earns it undiscounted.
+    # From the end: ``future`` is G_{t+1}; after the last turn it is R, which that turn earns undiscounted.
     future, is_last = final, True
     # Neighbours with one agent and one turn number are the choices of one request, rejected ones included.
     for _, step in groupby(reversed(calls), key=lambda call: (call.agent, call.turn)):

@@ -1,6 +1,6 @@
-"""The key that signs attempt tokens, from the environment or else from a file that only its user can read.
+"""The key that signs attempt tokens: from the environment, or from a file that only its user can read.
 
-A file may hold several keys, which rotate without a restart; see :mod:`agl_run.access.key_file`.
+A file may hold several keys, which can be rotated without a restart; see :mod:`agl_inspect.keys`.
 """
 
 import os
@@ -16,13 +16,13 @@ SECRET_ENV = "AGL_SECRET"
 """The environment variable that holds the signing key."""
 
 SECRET_FILE_ENV = "AGL_SECRET_FILE"
-"""The environment variable that names a file with signing keys, one a line."""
+"""The environment variable that names a file with signing keys, one per line."""
 
 _PURPOSE = "signing key"
 
 
 def load_secret(path: Path | None = None) -> bytes:
-    """The key that signs now: the first one of :func:`signing_keys`.
+    """Return the key that new tokens are signed with: the first one of :func:`signing_keys`.
 
     Args:
         path: As for :func:`signing_keys`.
@@ -34,16 +34,17 @@ def load_secret(path: Path | None = None) -> bytes:
 
 
 def signing_keys(path: Path | None = None) -> Keys:
-    """Return the signing keys for :class:`~agl_run.access.AttemptTokens`, read again when their file changes.
+    """Return the signing keys for :class:`~agl_run.access.AttemptTokens`.
 
-    They come from ``AGL_SECRET`` if it is set, where they stay as they are, else from the file that
-    ``AGL_SECRET_FILE`` names, else from ``path``, which is made on first use with mode 0600.
+    The keys come from ``AGL_SECRET`` if it is set, else from the file that ``AGL_SECRET_FILE`` names, else from
+    ``path``, which is created on first use with mode 0600. A file is read again when it changes.
 
     Args:
-        path: By default ``secret`` in :func:`state_dir`.
+        path: The file of keys; by default ``secret`` in :func:`state_dir`.
 
     Raises:
-        ConfigError: A key is too short, others can read the file, it cannot be read or made, or both variables are set.
+        ConfigError: A key is too short, others can read ``path``, the file cannot be read or created, or both
+            variables are set.
     """
     remedy = "write a key of 32 random characters into it"
     if given := environment_keys(SECRET_ENV, SECRET_FILE_ENV, purpose=_PURPOSE, remedy=remedy):
@@ -52,8 +53,8 @@ def signing_keys(path: Path | None = None) -> Keys:
     try:
         if not path.exists():
             _create(path)
-        # Our own file must not be readable by others; one that a person names may come from a
-        # secret store with a mode of its own.
+        # Our own file must not be readable by others; a file that a person names may come from a
+        # secret store, which sets other modes.
         return KeyFile(path, purpose=_PURPOSE, is_own=True)
     except OSError as error:
         raise ConfigError(
@@ -68,7 +69,7 @@ def is_secret_given() -> bool:
 
 
 def _create(path: Path) -> None:
-    """Create the key; the file is written under another name first, so that no process ever reads half of it."""
+    """Create the key file under a temporary name and then move it, so that no process ever reads half a key."""
     # The folder's mode protects the file even before its own is set.
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
@@ -84,23 +85,23 @@ def _create(path: Path) -> None:
 
 
 def _publish(draft: Path, path: Path) -> None:
-    """Move the draft into place unless another process was first: both calls refuse a target that exists."""
+    """Give the draft its final name, unless another process was first: both calls fail if the target exists."""
     place = os.rename if sys.platform == "win32" else os.link
     with suppress(FileExistsError):
         place(draft, path)
 
 
 def environment_keys(variable: str, file_variable: str, *, purpose: str, remedy: str) -> Keys | None:
-    """Return the keys that a variable holds, or a file that another one names; ``None`` if neither is set.
+    """Return the keys from a variable, or from the file that another variable names; ``None`` if neither is set.
 
     Args:
-        variable: Holds the keys, which stay as they are.
-        file_variable: Names a file, which is read again when it changes.
-        purpose: What the keys are, for messages.
-        remedy: What to write into a file that cannot be read.
+        variable: The variable that holds the keys; its value is read once.
+        file_variable: The variable that names the file, which is read again when it changes.
+        purpose: A name for the keys in messages.
+        remedy: Advice for messages: what to write into a file that cannot be read.
 
     Raises:
-        ConfigError: Both are set, a key is too short, or the file cannot be read.
+        ConfigError: Both variables are set, a key is too short, or the file cannot be read.
     """
     given, named = os.environ.get(variable), os.environ.get(file_variable)
     # Two sources would rotate apart, and tokens would fail on some machines only.

@@ -1,8 +1,9 @@
-"""Attempt tokens: signed, expiring proofs of the caller's identity, in the shape of an API key.
+"""Attempt tokens: signed, expiring proofs of the caller's identity that clients send as an API key.
 
 A token is ``agl_<payload>.<signature>``: base64url of a small JSON array and of its HMAC-SHA256. It is signed, not
 encrypted: it holds ids, a scope and a time, and nothing secret. It cannot be revoked before it expires; the gateway
-also checks that the attempt still runs. A worker's token is one of them, for all attempts of an experiment.
+also checks that the attempt still runs. A worker's token has the same form and is valid for all attempts of an
+experiment.
 """
 
 import binascii
@@ -24,7 +25,7 @@ PREFIX = "agl_"
 TokenScope = Literal["attempt", "admin", "client", "worker"]
 """Kinds of tokens; see :class:`AttemptToken`."""
 Secret = bytes | Keys
-"""One key that stays, or a function that returns the keys as they are now, one a line."""
+"""One fixed key, or a function that returns the current keys, one per line."""
 
 TOKEN_HOURS = 24.0
 """Lifetime in hours of the token of an attempt without a time limit."""
@@ -34,13 +35,13 @@ TOKEN_SLACK_S = 60.0
 
 _MAX_LENGTH = 2048
 _ADMIN_S = 3600.0
-"""Seconds for which an own admin key is valid: long, because the clocks of machines differ."""
+"""Lifetime in seconds of the admin tokens that :class:`AdminKey` issues: long, because machines' clocks differ."""
 
 _NEXT = "Use the token that the runner or `agl serve` gave for this attempt; set it as the client's API key."
 
 
 def check_secret(secret: bytes, *, source: str) -> bytes:
-    """``secret`` itself; raises :class:`ConfigError` when it is too short to sign with."""
+    """Return ``secret``; raises :class:`ConfigError` if it is too short to sign with."""
     if len(secret) < LEAST:
         raise ConfigError(
             f"{source} has {len(secret)} bytes, at least {LEAST} are needed. "
@@ -53,13 +54,15 @@ class AttemptToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The claims of a verified token.
 
     Attributes:
-        rollout_id: With ``attempt_id`` the only attempt that an ``attempt`` token may touch; ``""`` for the others.
-        expires_at: Unix seconds after which it is refused.
+        rollout_id: The rollout of an ``attempt`` token, which may touch only one attempt of this rollout; ``""`` in
+            tokens of other scopes.
+        attempt_id: The only attempt that an ``attempt`` token may touch; ``""`` in tokens of other scopes.
+        expires_at: Unix seconds after which the token is refused.
         scope: ``attempt`` may call models and append to its own attempt; ``admin`` may use the store API;
             ``client`` may call models in conversations of its own, and end them; ``worker`` may run the attempts of
             one experiment.
-        experiment: With scope ``worker`` the only experiment that it may touch.
-        name: Whom the token was made for, as audit lines show it.
+        experiment: The only experiment that a ``worker`` token may touch.
+        name: The holder's name, as audit lines show it.
     """
 
     rollout_id: str
@@ -74,10 +77,12 @@ _DECODER = msgspec.json.Decoder(AttemptToken)
 
 
 class AttemptTokens:
-    """Issues tokens with a secret's first key and verifies them with all; processes that share it trust each other.
+    """Issues tokens with a secret's first key and verifies them with all keys.
+
+    Processes that share the secret accept each other's tokens.
 
     Args:
-        secret: A key of at least 16 bytes, or a function that returns the keys as they are now, one a line.
+        secret: A key of at least 16 bytes, or a function that returns the current keys, one per line.
     """
 
     def __init__(self, secret: Secret) -> None:
@@ -96,16 +101,16 @@ class AttemptTokens:
     def issue(
         self, rollout_id: str, attempt_id: str, *, expires_at: float, scope: TokenScope = "attempt", name: str = ""
     ) -> str:
-        """A token valid until ``expires_at`` (Unix seconds); one of scope ``admin`` names no attempt (``""``)."""
+        """Return a token valid until ``expires_at`` (Unix seconds); for scope ``admin`` both ids are ``""``."""
         return self._signed(
             AttemptToken(rollout_id=rollout_id, attempt_id=attempt_id, expires_at=expires_at, scope=scope, name=name)
         )
 
     def issue_for_worker(self, experiment: str, *, expires_at: float, name: str = "") -> str:
-        """A token that runs the attempts of one experiment until ``expires_at``.
+        """Return a token that may run the attempts of one experiment until ``expires_at``.
 
         Raises:
-            ConfigError: The experiment has no name, or names are so long that no token holds them.
+            ConfigError: ``experiment`` is empty, or the names make the token longer than :meth:`verify` accepts.
         """
         if not experiment:
             raise ConfigError("a worker's token is for one experiment; name it")
@@ -114,7 +119,7 @@ class AttemptTokens:
                 rollout_id="", attempt_id="", expires_at=expires_at, scope="worker", experiment=experiment, name=name
             )
         )
-        # Longer tokens are refused when they are read, so none is issued.
+        # ``verify`` refuses longer tokens, so such a token is never issued.
         if len(token) > _MAX_LENGTH:
             raise ConfigError(
                 f"the token would have {len(token)} characters, {_MAX_LENGTH} are allowed; take a shorter name"
@@ -122,17 +127,17 @@ class AttemptTokens:
         return token
 
     def verify(self, token: str, *, now: float) -> AttemptToken:
-        """Check a token's signature and time against ``now`` (Unix seconds), and return its claims.
+        """Check a token's signature and its expiry against ``now`` (Unix seconds), and return its claims.
 
         Raises:
-            TokenError: It is not an agl token, was signed with another secret or changed, or has expired. The message
-                never holds the token.
+            TokenError: The token is not an agl token, was altered or signed with another secret, or has expired. The
+                message never holds the token.
         """
         # Nothing of the payload is trusted, or even parsed, before its signature fits.
         payload, signature = _split(token)
         # All keys are tried, so that tokens of the previous key stay good while keys rotate.
         if not any(
-            # Constant time: a comparison that stops early tells how much of a forgery is right.
+            # Constant time: a comparison that stops early reveals how much of a forgery is right.
             hmac.compare_digest(_signature(keyed, payload).encode(), signature.encode())
             for keyed in self._current()
         ):
@@ -161,9 +166,9 @@ class AttemptTokens:
 
 
 class AdminKey:
-    """An admin token that is renewed when half of its time is over; every gateway with the same secret accepts it.
+    """Returns an admin token and renews it at half of its lifetime; gateways with the same secret accept it.
 
-    It is signed anew when the secret's keys change. ``clock`` returns Unix seconds.
+    The token is also renewed when the secret's keys change. ``clock`` returns Unix seconds.
     """
 
     def __init__(self, secret: Secret, *, clock: Callable[[], float] = time.time) -> None:
@@ -174,7 +179,7 @@ class AdminKey:
         self._changes = 0
 
     def __call__(self) -> str:
-        """The key to send now."""
+        """Return the token to send now."""
         now, changes = self._clock(), self._tokens.changes()
         # Renewed at half of its life: clocks of two machines may differ by minutes.
         if changes != self._changes or now >= self._until - _ADMIN_S / 2:
@@ -185,7 +190,7 @@ class AdminKey:
 
 
 class IssuedClaim(Claim, frozen=True, kw_only=True):
-    """A claim with the token of its attempt, for a worker that has no key to sign one with."""
+    """A claim with the token of its attempt, for a worker without a signing key."""
 
     token: str
 
@@ -194,8 +199,8 @@ class IssuedClaim(Claim, frozen=True, kw_only=True):
 
 
 def issue_token(tokens: AttemptTokens, rollout: Rollout, attempt: Attempt) -> str:
-    """Issue a token for this attempt, valid for slightly longer than the attempt may take."""
-    # The token ends soon after the attempt must have ended, so a leaked one is of little use.
+    """Issue a token for this attempt that expires shortly after the attempt's time limit."""
+    # An attempt has ended by then, so a leaked token is of little use.
     limit = rollout.retry.timeout_s
     seconds = TOKEN_HOURS * 3600 if limit is None else limit + TOKEN_SLACK_S
     return tokens.issue(rollout.rollout_id, attempt.attempt_id, expires_at=time.time() + seconds)

@@ -1,7 +1,8 @@
-"""The authorities whose certificates a gateway or a served store may have: the system's, or those of a file.
+"""The certificate authorities that are trusted for a gateway or a served store: the system's, or those of a file.
 
-The file is named by ``AGL_CA_FILE``, by ``[gateway] ca`` or in the store's URL, and counts for gateway and store alone.
-Agents bring clients of their own, which call other servers too; for them the file is added to what they trust anyway.
+The file is named by ``AGL_CA_FILE``, by ``[gateway] ca`` or in the store's URL. For connections to the gateway and the
+store, only the file's authorities count. The HTTP clients of agents also call other servers, so for them the file is
+added to the authorities that they trust already.
 """
 
 import hashlib
@@ -15,13 +16,13 @@ from agl.errors import ConfigError
 from agl_inspect.keys import state_dir
 
 CA_ENV = "AGL_CA_FILE"
-"""The environment variable that names a file with authorities, in PEM."""
+"""The environment variable that names a file of certificate authorities in PEM."""
 
 _BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-"""Variables whose file is all that a client trusts: Python's and httpx's, requests', curl's."""
+"""Variables that name the only file of authorities a client trusts: Python's and httpx's, requests', curl's."""
 
 _ADDED = "NODE_EXTRA_CA_CERTS"
-"""The variable whose file Node adds to what it trusts."""
+"""The variable that names a file of authorities that Node trusts in addition to its own."""
 
 
 def ca_file(given: str | Path | None = None) -> Path | None:
@@ -31,11 +32,10 @@ def ca_file(given: str | Path | None = None) -> Path | None:
 
 
 def client_context(given: str | Path | None = None) -> ssl.SSLContext:
-    """Return what checks the certificate of a gateway: against the file alone, if one is named.
+    """Return the TLS context that verifies a gateway's certificate, against only the file if one is named.
 
     Args:
-        given: A file of authorities in PEM; by default that of :func:`ca_file`.
-
+        given: A file of authorities in PEM; by default the result of :func:`ca_file`.
     Raises:
         ConfigError: The file cannot be read, or holds no certificate.
     """
@@ -43,7 +43,8 @@ def client_context(given: str | Path | None = None) -> ssl.SSLContext:
     if path is None:
         return ssl.create_default_context()
     try:
-        # The file alone: an authority of one's own is meant to be the only one that counts here.
+        # Only the file counts: whoever names an authority of their own wants no other to be trusted
+        # here.
         return ssl.create_default_context(cafile=str(path))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
@@ -53,11 +54,11 @@ def client_context(given: str | Path | None = None) -> ssl.SSLContext:
 
 
 def refusal_of(error: BaseException, given: str | Path | None = None) -> str:
-    """Explain why a connection has no TLS that can be trusted, and what to do; ``""`` for other failures.
+    """Explain why a TLS connection failed and what to do; ``""`` for failures that have another cause.
 
     Args:
-        error: The failure of the connection.
-        given: The file of authorities that counted, as for :func:`client_context`.
+        error: The connection's failure.
+        given: The file of authorities that was used, as for :func:`client_context`.
     """
     # Clients wrap the error of the TLS layer in errors of their own, each under another name.
     inner = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
@@ -74,12 +75,12 @@ def refusal_of(error: BaseException, given: str | Path | None = None) -> str:
 
 
 def trust_variables(given: str | Path | None = None) -> dict[str, str]:
-    """Return the variables with which agents' clients trust the file as well as the system's authorities.
+    """Return the variables that make agents' clients trust the file as well as the system's authorities.
 
-    Those that are set already are left out, so that a person's own setting counts.
+    Variables that are already set are left out, so that a person's own setting counts.
 
     Raises:
-        ConfigError: The file cannot be read, or what is trusted together cannot be written to the state folder.
+        ConfigError: The file cannot be read, or the combined authorities cannot be written to the state folder.
     """
     path = ca_file(given)
     if path is None:
@@ -90,7 +91,7 @@ def trust_variables(given: str | Path | None = None) -> dict[str, str]:
 
 
 def _bundle(path: Path) -> Path:
-    """Write the system's authorities and those of ``path`` to a file that is named by its content; return it."""
+    """Write the system's authorities and those of ``path`` to one file, named by its content, and return its path."""
     try:
         # Most clients trust exactly one file, so the system's authorities have to be in it too.
         content = b"\n".join([*(one.read_bytes() for one in _usual()), path.read_bytes()])
@@ -102,8 +103,8 @@ def _bundle(path: Path) -> Path:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             draft = bundle.with_suffix(f".{secrets.token_hex(8)}")
             draft.write_bytes(content)
-            # Atomic: a client that starts meanwhile reads the old file or the new one, never half
-            # of one.
+            # Atomic: a client that starts at this moment reads the old file or the new one, never
+            # half of one.
             draft.replace(bundle)
     except OSError as error:
         raise ConfigError(
@@ -114,7 +115,7 @@ def _bundle(path: Path) -> Path:
 
 
 def _usual() -> list[Path]:
-    """Return the file of the system's authorities, or that of certifi where the system has none."""
+    """Return the file of the system's authorities, else the one of certifi; an empty list if neither exists."""
     system = ssl.get_default_verify_paths().cafile
     if system:
         return [Path(system)]

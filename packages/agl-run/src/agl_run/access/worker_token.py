@@ -1,6 +1,6 @@
-"""The token of a worker that runs the attempts of one experiment and has no signing key, from the environment.
+"""The token, taken from the environment, of a worker that has no signing key and runs one experiment's attempts.
 
-A file is read again when it changes, so that a new token takes the place of one that expires without a restart.
+A token file is read again when it changes, so that a new token can replace an expiring one without a restart.
 """
 
 from agl_inspect.keys import Keys
@@ -14,22 +14,22 @@ WORKER_TOKEN_FILE_ENV = "AGL_WORKER_TOKEN_FILE"
 
 
 class WorkerKey:
-    """A worker's token; a call returns the one to send now."""
+    """Returns a worker's current token when called."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
 
     def __call__(self) -> str:
-        """The token to send now."""
+        """Return the token to send now."""
         # A file may end with a newline, and a token never has one.
         return self._keys().splitlines()[0].decode("utf-8", "replace")
 
 
 def worker_key() -> WorkerKey | None:
-    """Return the environment's worker token; ``None`` if it has none.
+    """Return the worker's token from the environment; ``None`` if neither variable is set.
 
     Raises:
-        ConfigError: Both variables are set, the file cannot be read, or what is given is too short for a token.
+        ConfigError: Both variables are set, the file cannot be read, or the value is too short for a token.
     """
     remedy = "write what `agl worker-token EXPERIMENT` prints into it"
     keys = environment_keys(WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV, purpose="worker's token", remedy=remedy)

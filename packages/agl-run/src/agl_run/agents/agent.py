@@ -1,4 +1,4 @@
-"""Agents and their calls: functions, classes with methods for rollouts, and command lines."""
+"""Agents and the way they are called: functions, classes with rollout methods, and commands."""
 
 import inspect
 import sys
@@ -13,18 +13,18 @@ from agl.schemas import LLM, Json, Mode, NamedResources, PromptTemplate, Rollout
 from agl_run.agents.importing import import_attribute
 
 BUILT_IN_PARAMETERS = ("task", "resources", "rollout", "llm", "prompt_template")
-"""Parameter names of an agent function that need no resource of that name."""
+"""Parameter names that an agent function may have without a resource of that name."""
 
 _RUNS = ("rollout", "rollout_async")
 _TRAINS = ("training_rollout", "training_rollout_async", *_RUNS)
 _VALIDATES = ("validation_rollout", "validation_rollout_async", *_RUNS)
 _METHODS: dict[Mode, Sequence[str]] = {"train": _TRAINS, "val": _VALIDATES, "test": _VALIDATES}
-"""Methods of a class, of which the first that an agent has runs its rollouts of a mode."""
+"""Method names by mode; the first one that an agent's class defines runs its rollouts of that mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSpec:
-    """An agent by import path, by object, as a command, as a coding harness, or by a runner's name for it.
+    """An agent, given by import path, as an object, as a command, as a coding harness, or by a runner's name for it.
 
     Attributes:
         path: ``"module:attribute"``; importable in a child process.
@@ -32,12 +32,12 @@ class AgentSpec:
         command: Program and arguments; ``{task}`` in an argument is replaced by a file with the task's JSON.
         harness: Name or file of a coding harness, which the runner ``harness`` runs.
         workspace: The folder or git tree that a harness gets a copy of.
-        source: The runner that brings the agent, as in ``agent = "SOURCE:NAME"``; see
-            :class:`agl_run.programs.AgentSource`.
-        name: The agent's name there.
-        args: The agent's arguments there.
-        folder: First entry of ``sys.path`` when importing ``path``; a command's working directory; the base of a
-            harness's files; ``""`` for the current directory.
+        source: The name of the runner that brings the agent, as in ``agent = "SOURCE:NAME"``; see
+            :class:`AgentSource`.
+        name: The agent's name in ``source``.
+        args: The arguments that ``source`` gives the agent.
+        folder: First entry of ``sys.path`` when importing ``path``, working directory of a command, and folder to
+            which a harness's files are relative; ``""`` for the current directory.
     """
 
     path: str = ""
@@ -67,9 +67,10 @@ class AgentSpec:
 
     @property
     def identity(self) -> str:
-        """The agent's name in the record of its experiment: ``module:attribute`` without packages, or the command.
+        """The agent's name in the record of its experiment.
 
-        It is equal for a function of a script and for its import elsewhere.
+        It is ``module:attribute`` without the module's packages, ``SOURCE:NAME``, ``harness NAME``, or the command.
+        A function has the same identity in the script that defines it and when it is imported elsewhere.
         """
         if self.is_program:
             return f"harness {self.harness}" if self.harness else " ".join(self.command)
@@ -80,7 +81,7 @@ class AgentSpec:
 
     @property
     def is_program(self) -> bool:
-        """True if the agent is a program of its own, and nothing to import."""
+        """True if the agent is a command or a coding harness, so that there is nothing to import."""
         return bool(self.command or self.harness)
 
     @property
@@ -107,16 +108,18 @@ class AgentSpec:
 
 
 Agent: TypeAlias = Callable[..., Any] | LitAgent[Any] | str | Sequence[str] | AgentSpec
-"""A function, a ``LitAgent`` or its class, ``"module:attribute"``, or a command as its words."""
+"""A function, a ``LitAgent`` or its class, ``"module:attribute"``, or a command as a sequence of words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedAgent:
-    """An agent as a function of (rollout, resources).
+    """An agent that is ready to be called.
 
     Attributes:
+        call: Runs the agent on a rollout with its resources.
         is_async: Whether ``call`` returns a coroutine.
-        parameters: Names of the function's parameters without a default; empty for a ``LitAgent``.
+        parameters: The names of the function's required parameters, or of its first parameter if all have defaults;
+            empty for a ``LitAgent``.
     """
 
     call: Callable[[Rollout, NamedResources], Any]
@@ -144,7 +147,7 @@ def _named(target: Any) -> Any:
 
 
 def _path_of(target: Any) -> str:
-    """Return the path of an agent that cannot be imported, with its script for a module."""
+    """Return ``module:name`` for an agent that cannot be imported; the script's name replaces ``__main__``."""
     owner = _named(target)
     script: str = getattr(sys.modules["__main__"], "__file__", None) or "__main__"
     return f"{Path(script).stem if owner.__module__ == '__main__' else owner.__module__}:{owner.__qualname__}"
@@ -206,22 +209,22 @@ TaskSets: TypeAlias = tuple[Sequence[Json], Sequence[Json]]
 
 @runtime_checkable
 class AgentSource(Protocol):
-    """The class of a runner that brings agents; both functions are static, and called before a runner is built."""
+    """A runner class that brings its own agents; both methods are static and are called before a runner is built."""
 
     @staticmethod
     def check(agent: AgentSpec) -> None:
-        """Look for the agent called ``agent.name``.
+        """Check that the agent ``agent.name`` exists and accepts ``agent.args``.
 
         Raises:
-            ConfigError: It does not exist, or refuses ``agent.args``; says what to install or to write.
+            ConfigError: It does not; the message says what to install or to write.
         """
         ...
 
     @staticmethod
     def tasks(agent: AgentSpec) -> TaskSets:
-        """Return the tasks that belong to the agent; called where the experiment names none.
+        """Return the agent's own tasks; called only if the experiment names no tasks.
 
         Raises:
-            ConfigError: They cannot be had.
+            ConfigError: The tasks cannot be loaded.
         """
         ...

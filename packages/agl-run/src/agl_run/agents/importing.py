@@ -1,7 +1,7 @@
-"""Imports what an experiment names: agents and rewards as ``module:attribute``, and the frameworks of its tracers.
+"""Imports the agents and rewards that an experiment names as ``module:attribute``, and its tracers' frameworks.
 
-A failure is an error for the author of the module: it names the part that is missing, the file that needs it, and
-the next step.
+Import errors are raised as errors for the module's author: they name the missing part, the file that needs it, and the
+next step.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from agl.hints import did_you_mean
 
 
 class OtherModuleError(ConfigError):
-    """This process has already imported another module of the same name."""
+    """This process has already imported a different module of the same name."""
 
 
 def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any:
@@ -27,11 +27,12 @@ def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any
     Args:
         path: The module and the attribute.
         folder: Put first in ``sys.path``; ``""`` for nothing.
-        kind: Its part in the experiment, as messages name it.
+        kind: What the object is to the experiment, such as ``"agent"``; used in messages.
 
     Raises:
-        ConfigError: The module or the attribute cannot be had; names the missing part and a close match.
-        OtherModuleError: A module of that name was imported from another folder before.
+        ConfigError: The module or the attribute does not exist or cannot be imported; the message names it and a
+            close match.
+        OtherModuleError: A module of that name with other contents was imported from another folder before.
     """
     module_name, _, attribute = path.partition(":")
     if not attribute:
@@ -47,13 +48,13 @@ def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any
 
 
 def make_importable(folder: str) -> None:
-    """Append a folder to ``sys.path``, where its modules hide no installed ones; once."""
+    """Append a folder to ``sys.path`` unless it is there; at the end, its modules hide no installed ones."""
     if folder not in sys.path:
         sys.path.append(folder)
 
 
 def _meant_by(path: str, folder: str) -> str:
-    """Guess ``module:attribute`` from the name of a file, of a module alone, or of an attribute after a dot."""
+    """Guess ``module:attribute`` from a file's name, a module's name, or a path with a dot before the attribute."""
     words = path.split()
     if len(words) > 1:
         return f"a command as an array of words: {json.dumps(words)}"
@@ -100,7 +101,7 @@ def _import_module(name: str, folder: str, kind: str) -> Any:
 
 
 def _refuse_other_folder(module: Any, own: Path, kind: str) -> None:
-    """Refuse a module that has the name of the folder's and other contents, and was imported from elsewhere before."""
+    """Refuse ``module`` if it was imported from another folder and its file differs from ``own``."""
     found = Path(getattr(module, "__file__", None) or own)
     # Equal copies are fine: tests and notebooks often load the same file from two folders.
     if own.is_file() and found.is_file() and own.read_bytes() != found.read_bytes():
@@ -111,7 +112,7 @@ def _refuse_other_folder(module: Any, own: Path, kind: str) -> None:
 
 
 def _other_module(name: str, folder: Path) -> str:
-    """Return what to write instead of the name of a module that does not exist."""
+    """Advise what to write instead of the name of a module that does not exist."""
     if name.endswith(".py"):
         return f"write the module without .py: '{name.removesuffix('.py')}:NAME'"
     there = sorted(path.stem for path in folder.glob("*.py"))
@@ -125,7 +126,7 @@ def _at(error: BaseException, folder: str) -> str:
 
 
 def place_of(error: BaseException, folder: str | Path) -> str:
-    """Return the last line of a folder's code that an error came through, as ``agent.py:3``; ``""`` for none."""
+    """Return the innermost line of a folder's code in the error's traceback, as ``agent.py:3``; ``""`` if none is."""
     root = str(Path(folder).absolute())
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename.startswith(root) and "site-packages" not in frame.filename]
@@ -133,7 +134,7 @@ def place_of(error: BaseException, folder: str | Path) -> str:
 
 
 def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:
-    """Install tracers, given with their names; raises :class:`ConfigError` where a framework is missing."""
+    """Install tracers, given as pairs of name and tracer; raises :class:`ConfigError` if a framework is missing."""
     for name, tracer in tracers:
         try:
             tracer.install()
@@ -144,7 +145,7 @@ def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:
 def _needs(error: ModuleNotFoundError) -> str:
     """Name the missing module, the file and the line that import it, and the next step."""
     frames = traceback.extract_tb(error.__traceback__)
-    # The last frame of a person's code; those of Python's import machinery say nothing.
+    # The last frame of a person's code; the frames of Python's import machinery are no help.
     frame = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen importlib"))
     return (
         f"needs the missing module {error.name!r}, which {frame.filename}:{frame.lineno} imports; install it into "

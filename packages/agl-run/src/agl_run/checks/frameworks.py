@@ -1,6 +1,6 @@
-"""Compares the frameworks that are installed, and that the agent imports, with the tracers of an experiment.
+"""Compares the installed frameworks, and those that the agent imports, with the tracers of an experiment.
 
-A tracer's distribution requires the releases of its framework that it works with; nothing is imported to read that.
+The requirements of a tracer's distribution say which releases of its framework it works with, so nothing is imported.
 """
 
 import ast
@@ -21,7 +21,7 @@ CORE = "agl-core"
 
 
 def check_frameworks(plan: Plan) -> None:
-    """Raise :class:`ConfigError` if a tracer's framework is not installed, or is a release that the tracer excludes."""
+    """Raise :class:`ConfigError` if a tracer's framework is missing or is a release that the tracer excludes."""
     for name in plan.config.tracers:
         status = _status(plan.manager, name)
         if status is None:
@@ -39,7 +39,7 @@ def check_frameworks(plan: Plan) -> None:
 
 
 def unlisted_tracers(plan: Plan) -> list[str]:
-    """Describe each installed tracer whose framework the agent imports and that the experiment does not list."""
+    """Describe each installed tracer that the experiment does not list although the agent imports its framework."""
     manager, tracers = plan.manager, plan.config.tracers
     entries = [entry for entry in manager.entries("tracer") if isinstance(entry, TracerEntry)]
     covered = {entry.factory for entry in entries if entry.name in tracers}
@@ -62,7 +62,7 @@ def _status(manager: PluginManager, tracer: str) -> PluginStatus | None:
 
 
 def _frameworks(distribution: str) -> Iterator[Requirement]:
-    """Yield the requirements of an adapter, without those on agl and those of its extras."""
+    """Yield the requirements of an adapter's distribution, except agl packages and requirements of its extras."""
     if distribution in ("", CORE):
         return
     for requirement in map(Requirement, requires(distribution) or ()):
@@ -80,7 +80,7 @@ def _version(distribution: str) -> str:
 
 
 def _imports(plan: Plan, framework: str) -> bool:
-    """Return true if the loaded agent has imported a framework, or does so in one of its functions."""
+    """Return true if the process or the agent's source imports a framework that is not the experiment's own module."""
     if not plan.agent.is_imported or not (framework in sys.modules or framework in _named_in_source(plan)):
         return False
     spec, folder = find_spec(framework), plan.folder.absolute()

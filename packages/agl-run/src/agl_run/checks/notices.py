@@ -1,4 +1,4 @@
-"""Notices about an experiment that nothing is wrong with: settings without effect, and crowded loops."""
+"""Notices about valid experiments: settings without effect, and too many rollouts on one event loop."""
 
 from agl_run.config.records import ASYNC, EPISODE
 from agl_run.fleet import LOOP_ROLLOUTS
@@ -27,12 +27,12 @@ def unused_credits(plan: Plan) -> list[str]:
 
 
 def crowded_loop(use: str, concurrency: int, *, key: str) -> list[str]:
-    """Describe that a runner would hold too many rollouts on one event loop; no line for one that would not.
+    """Return a notice if a runner would run too many rollouts on one event loop, else an empty list.
 
     Args:
-        use: The runner. Only ``async`` runs agents on the loop of the process.
-        concurrency: Rollouts at once.
-        key: The place where the user wrote that number.
+        use: The runner. Only ``async`` runs agents on the process's event loop.
+        concurrency: The number of rollouts at once.
+        key: The setting that holds this number, for the notice.
     """
     if use != ASYNC or concurrency <= LOOP_ROLLOUTS:
         return []

@@ -43,10 +43,10 @@ def make_plan(
     store: Store | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Plan:
-    """Check a configuration and make its plan; the other arguments replace settings of the configuration.
+    """Check a configuration and return its plan; the optional arguments replace settings of the configuration.
 
     Raises:
-        ConfigError: A setting is wrong; names the next step.
+        ConfigError: A setting is wrong; the message names the next step.
         PluginError: A component is unknown or broken.
     """
     section = config.experiment
@@ -57,7 +57,8 @@ def make_plan(
     config = with_runner(config, spec)
     _check_agents_runner(config, spec, manager)
     train, val = section.train if train is None else train, section.val if val is None else val
-    # Tasks that a runner brings are read only where the experiment names none: some are downloaded.
+    # A runner's own tasks are read only if the experiment names no tasks, because some are
+    # downloaded.
     if isinstance(train, str) and isinstance(val, str) and not (train or val):
         train, val = tasks_of(spec, manager)
     plan = Plan(
@@ -81,12 +82,12 @@ def make_plan(
     _check_roles(plan)
     _check_algorithms(plan)
     _check_agent(plan)
-    check_known(plan)  # behind the agent, whose module may hold rewards and is imported with placeholders for keys
+    check_known(plan)  # after the agent, whose module may hold rewards and is imported with placeholders for keys
     return plan
 
 
 def _check_agents_runner(config: ExperimentConfig, agent: AgentSpec, manager: PluginManager) -> None:
-    """Refuse an agent that a runner brings with another runner, and one that the runner does not have."""
+    """Refuse an agent whose runner is not the experiment's, or that its runner does not have."""
     if not agent.source:
         return
     if config.runner.use != agent.source:
@@ -98,7 +99,7 @@ def _check_agents_runner(config: ExperimentConfig, agent: AgentSpec, manager: Pl
 
 
 def _with_targets(config: ExperimentConfig, manager: PluginManager) -> ExperimentConfig:
-    """Set the target of algorithms that name none and can tune only one resource."""
+    """Set ``tunes`` of algorithms that name no target, if there is exactly one resource that they can tune."""
     algorithms = (
         msgspec.structs.replace(
             algorithm, tunes=algorithm.tunes or _only_target(config, manager.algorithm(algorithm.use))
@@ -114,7 +115,7 @@ def _only_target(config: ExperimentConfig, entry: AlgorithmEntry) -> tuple[str, 
 
 
 def _kinds(config: ExperimentConfig) -> dict[str, str]:
-    """Return what each resource is for an algorithm that tunes it, by name."""
+    """Return the kind of each resource and policy, by name: ``json``, ``prompt_template`` or ``weights``."""
     kinds = {name: "json" if given.template is None else "prompt_template" for name, given in config.resource.items()}
     return kinds | dict.fromkeys(config.policy, "weights")
 
@@ -229,7 +230,7 @@ def _check_group_key(tasks: Sequence[Json], key: str, *, name: str) -> None:
 
 
 def _check_validation(plan: Plan) -> None:
-    """Refuse settings of the validations that would be ignored."""
+    """Refuse validation settings that would be ignored."""
     section, default = plan.config.experiment, ExperimentSection()
     settings = ["validate_every"]
     if section.train or not plan.train:  # Trainer.dev gets training tasks only, whatever fit gets
@@ -249,7 +250,7 @@ def _check_validation(plan: Plan) -> None:
             f"experiment.on_collapse is {section.on_collapse!r}, and only validations between the steps show a "
             "collapse; set validate_every, or remove it"
         )
-    # With fewer tasks chance alone explains any fall, and the guard would never act.
+    # With fewer tasks, chance can explain any fall, and the guard would never act.
     if count < FEWEST_TASKS:
         raise ConfigError(
             f"experiment.on_collapse is {section.on_collapse!r}, and a collapse shows from {FEWEST_TASKS} validation "
@@ -329,8 +330,8 @@ def _check_algorithms(plan: Plan) -> None:
         names.add(algorithm.name)
         for name in algorithm.tunes:
             _check_target(plan, algorithm, name)
-            # One after the other, algorithms may tune one resource: the later one goes on from the
-            # earlier.
+            # Sequential algorithms may tune the same resource: the later one continues from the
+            # earlier one.
             if not _takes_turns(plan, algorithm):
                 continue
             other = owners.setdefault(name, algorithm.name)
@@ -343,7 +344,7 @@ def _check_algorithms(plan: Plan) -> None:
 
 
 def _takes_turns(plan: Plan, algorithm: AlgorithmConfig) -> bool:
-    """Return true if an algorithm's steps alternate with those of others, or run at the same time."""
+    """Return true if an algorithm's steps alternate with, or run at the same time as, those of others."""
     schedule = plan.config.schedule
     return schedule.mode != "sequential" and algorithm.name not in schedule.first
 
@@ -388,7 +389,7 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
 
 
 def _check_experiment(plan: Plan, algorithm: AlgorithmConfig, source: str) -> None:
-    """Refuse a source that names this experiment or no experiment, or that is mixed with algorithms."""
+    """Refuse a source that names no other experiment, or that is combined with algorithms."""
     if experiment_of(source) in ("", plan.name):
         raise ConfigError(
             f"algorithm {algorithm.name!r} has the source {source!r}, which names no other experiment; write "
@@ -454,12 +455,12 @@ def _check_agent(plan: Plan) -> None:
 
 
 def check_patterns(patterns: Mapping[str, str]) -> None:
-    """Refuse ``agents`` patterns, by policy name, that are not regular expressions or that share an agent's name.
+    """Refuse ``agents`` patterns, given by policy name, that are invalid or that name the same agent twice.
 
-    Two expressions can overlap in ways that only a call shows; the gateway refuses such a call.
+    Only whole names are compared. Expressions can overlap in other ways; the gateway refuses a call that two match.
 
     Raises:
-        ConfigError: A pattern is wrong; names the policies and the agent that both claim.
+        ConfigError: A pattern is not a regular expression, or two policies claim one agent; the message names them.
     """
     for policy, pattern in patterns.items():
         _check_pattern(f"[policy.{policy}]", pattern)

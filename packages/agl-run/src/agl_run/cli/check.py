@@ -1,4 +1,4 @@
-"""What a person does before a run: ``agl check`` with its forecast, and ``agl dev``; nothing is trained."""
+"""The commands before a run, ``agl check`` with its forecast and ``agl dev``; they train nothing."""
 
 import asyncio
 import sys
@@ -87,7 +87,7 @@ def forecast(
     """
     made = make_trainer(file, settings, manager=manager).plan()
     target = _target(made, device, model)
-    # What is recorded already costs nothing, so a trial runs only where it is too little.
+    # Recorded rollouts cost nothing, so a trial runs only if there are too few.
     material = None if runs else asyncio.run(_recorded(made))
     if runs is None and material is not None and not material.source.is_enough:
         material = None
@@ -108,7 +108,7 @@ def forecast(
 
 
 def _target(plan: Plan, device: str | None, model: str | None) -> tuple[Device, ModelShape] | None:
-    """Return the device and the model to compute for; the model is by default that of the policy in training."""
+    """Return the device and the model to compute costs for; by default that of a policy in training."""
     if device is None:
         if model is not None:
             raise ConfigError(f"--model {model!r} says nothing without a device; add --device h100, or another one")
@@ -127,7 +127,7 @@ def _target(plan: Plan, device: str | None, model: str | None) -> tuple[Device, 
 
 
 async def _recorded(plan: Plan) -> Material | None:
-    """Read the rollouts that are recorded; ``None`` without any."""
+    """Read the recorded rollouts or trial of the experiment; ``None`` if there are none."""
     url = store_url_of(plan)
     if url.startswith("memory:"):
         return None
@@ -165,7 +165,7 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...], ray_add
 
 
 async def _layout(plan: Plan) -> list[str]:
-    """Return the places of workers and algorithms on a cluster, as lines; none without one."""
+    """Return lines that say where workers and algorithms run on the cluster; an empty list without a cluster."""
     if plan.fleet is None:
         return []
     placed = [algorithm for algorithm in plan.config.algorithm if algorithm.resources is not None]

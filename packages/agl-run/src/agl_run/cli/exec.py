@@ -1,7 +1,7 @@
-"""``agl exec -- COMMAND``: record one run of any program, with no experiment.
+"""``agl exec -- COMMAND``: record one run of any program, without an experiment.
 
 With agl-gateway installed and an upstream endpoint, any program is recorded through the gateway. Without them, a
-Python program is recorded from within. What was recorded, and what was missed, is said on standard error.
+Python program is recorded from within. A summary of the recorded and the missed calls is printed on standard error.
 """
 
 import asyncio
@@ -54,13 +54,13 @@ def exec_(
 def exec_program(
     manager: PluginManager, command: tuple[str, ...], *, url: str | None, upstream: str | None, timeout_s: float | None
 ) -> NoReturn:
-    """Run a program once with its model calls recorded, and exit with its status.
+    """Run a program once, record its model calls, and exit with its status.
 
     Args:
-        manager: Finds the gateway and the tracers.
+        manager: The plugin manager, which finds the gateway and the tracers.
         command: The program and its arguments.
-        url: The store; by default ``runs/agl.db``.
-        upstream: Where the program's model calls go, as an OpenAI-compatible base URL.
+        url: The store's URL or path; by default ``runs/agl.db``.
+        upstream: The OpenAI-compatible base URL to which the program's model calls go.
         timeout_s: Seconds after which the program is stopped.
     """
     store_url = as_url(url or DEFAULT_STORE)
@@ -102,7 +102,7 @@ def _stopped(by: str) -> str:
 
 
 def _missed(run: RecordedRun, store_url: str) -> Iterator[str]:
-    """Describe the model calls that the record lacks, and those that it cannot attribute."""
+    """Describe the model calls that were not recorded, and recorded calls that belong to no agent."""
     unseen, unattributed = run.agreement.unseen, run.agreement.unattributed
     see = proposal("See", "why", run.rollout_id, store_url=store_url)
     if unseen:

@@ -17,7 +17,7 @@ COMMON = "common"
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """One kind of experiment: its summary, the distributions that it needs, and what to do before it runs."""
+    """One kind of experiment: its summary, the distributions it needs, and a step to do before it runs."""
 
     summary: str
     needs: tuple[str, ...]
@@ -72,7 +72,7 @@ def init(folder: Path, template: str) -> None:
 
 
 def _files(template: str) -> list[Path]:
-    """Return a template's files, which take the place of common ones of the same name."""
+    """Return a template's files, with the common files for all names that it does not have itself."""
     found = {file.name: file for name in (COMMON, template) for file in (FOLDER / name).glob("*.*")}
     return [found[name] for name in sorted(found)]
 

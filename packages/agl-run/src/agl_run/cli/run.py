@@ -1,4 +1,4 @@
-"""``agl run``: run an experiment to its end, continue one that was stopped, or write what its sinks lack of a run."""
+"""``agl run``: run an experiment to its end, continue a stopped one, or send missing data of a run to its sinks."""
 
 import asyncio
 import errno
@@ -55,16 +55,16 @@ def sync(manager: PluginManager, file: Path, settings: tuple[str, ...], run: int
 
 
 async def sync_plan(plan: Plan, *, run: int | None, say: Callable[[str], None]) -> None:
-    """Give every sink all of a run, and wait for it.
+    """Send every sink all data of a run, and wait until the sinks have it.
 
     Args:
-        plan: The experiment; its sinks and its configuration are those of now.
+        plan: The experiment, with its current sinks and configuration.
         run: The number of the run; ``None`` for the newest.
         say: Called with a line for each sink.
 
     Raises:
-        ConfigError: The experiment names no sink, never ran in its store, has no such run, or runs now.
-        ExportError: A sink did not take everything; the reason was logged.
+        ConfigError: The experiment names no sink, never ran in its store, has no such run, or is running now.
+        ExportError: A sink did not accept all data; the log has the reason.
     """
     if not build_sinks(plan):
         raise ConfigError(
@@ -90,7 +90,7 @@ async def sync_plan(plan: Plan, *, run: int | None, say: Callable[[str], None]) 
 
 
 async def _end(store: Store, source: SinkSource, record: ExperimentRecord) -> SinkOutcome:
-    """Return how a run ended, as far as the store knows."""
+    """Return the outcome of a run, as far as the store knows it."""
     saved = (await store.load_state(source.end_key)).get(source.end_key)
     if saved is not None:
         return msgspec.json.decode(saved, type=SinkOutcome)
@@ -127,7 +127,7 @@ def run(
         raise click.UsageError("--resume continues and --fresh starts again; give one")
     if is_next:
         settings = _proposed(manager, file, settings, as_json=as_json)
-    # A service manager stops with SIGTERM; the run saves what it can, as after Ctrl-C.
+    # A service manager stops a process with SIGTERM; the run then saves its state, as after Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _interrupt)
@@ -155,7 +155,7 @@ def run(
 
 
 def _proposed(manager: PluginManager, file: Path, settings: tuple[str, ...], *, as_json: bool) -> tuple[str, ...]:
-    """Return the settings with those of the proposed run, after printing how they were found."""
+    """Print how the next run is proposed, and return ``settings`` followed by the proposed ones."""
     found, proposed = propose_for(file, manager, settings)
     if not as_json:
         print_fit(found)
@@ -175,13 +175,13 @@ def _say_finished(name: str, text: str, *, as_json: bool) -> None:
 
 @contextmanager
 def _terminal_may_be_gone() -> Generator[None]:
-    """Print the last words, unless the terminal was closed while the run lasted; that changes no exit status."""
+    """Ignore the write error of a terminal that was closed during the run, so that the exit status stays the same."""
     try:
         yield
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        # Python flushes both streams at its end, and would fail once more.
+        # Python flushes both streams when it exits, and would fail again.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):  # they are flushed when Python ends
             os.dup2(nowhere, stream.fileno())
@@ -206,7 +206,7 @@ def _summary(result: FitResult, *, config: ExperimentConfig, store_url: str) -> 
 
 
 def _commands(result: FitResult, store_url: str) -> list[str]:
-    """Return the commands that show the run; curves and suggestions need a step."""
+    """Return the commands that show the run; those for curves and suggestions only if it has steps."""
     looks = [("runs",), ("show", "latest"), ("why", "latest"), ("data", "export", "--output", "runs.jsonl")]
     of_steps = (
         [("metrics", "--plot", result.experiment), ("metrics", "--suggest", result.experiment)]
@@ -217,7 +217,7 @@ def _commands(result: FitResult, store_url: str) -> list[str]:
 
 
 def _exports(result: FitResult, config: ExperimentConfig, store_url: str) -> dict[str, str]:
-    """Return the commands that show and write out the live versions of what the algorithms tuned, by resource."""
+    """Return, for each resource that an algorithm tuned, the commands that show or export its live version."""
     tuned = dict.fromkeys(name for algorithm in config.algorithm for name in algorithm.tunes)
     found: dict[str, str] = {}
     for name in tuned:
@@ -231,7 +231,7 @@ def _exports(result: FitResult, config: ExperimentConfig, store_url: str) -> dic
 
 
 def _loss(result: FitResult) -> list[str]:
-    """Return the line that says so when the end of the steps is worse than the start or than the best one between."""
+    """Return a line of warning if the last validation was not the best one, else an empty list."""
     last, best = result.last, result.best
     if last is None or best is None or (last >= best and result.kept_step is None):
         return []
@@ -244,10 +244,10 @@ def _loss(result: FitResult) -> list[str]:
 
 @contextmanager
 def console_of(manager: PluginManager, store_url: str) -> Generator[str]:
-    """Serve the console over a store for as long as the block lasts; yields its address.
+    """Serve the console over a store while the block runs; yields the console's address.
 
-    It has a process of its own, so that reading takes no time of the trainer, and ends with this one, after ``kill -9``
-    as well.
+    The console is a process of its own, so that reading the store takes no time of the trainer. It ends with this
+    process, even after ``kill -9``.
 
     Raises:
         UnknownComponentError: ``agl-console`` is not installed; the message says how to install it.
@@ -293,9 +293,9 @@ _NAMES = {"as_json": "--json", "has_console": "--console"}
 
 
 def run_again(file: Path, settings: tuple[str, ...], *flags: str) -> str:
-    """Return ``agl run FILE`` with ``--set`` the flags of the current command, and further ``flags``."""
+    """Return an ``agl run FILE`` command with the current command's flags, ``--set`` options, and further ``flags``."""
     context = click.get_current_context()
-    # The command that is proposed repeats what the person wrote, so that it can be pasted.
+    # The proposed command repeats the person's own options, so that it can be pasted.
     before = _given(context.find_root(), _OF_AGL)
     overrides = [word for setting in settings for word in ("--set", setting)]
     return command(*before, "run", str(file), *overrides, *_given(context, _FLAGS), *flags)
@@ -306,14 +306,14 @@ def _given(context: click.Context, names: tuple[str, ...]) -> list[str]:
 
 
 NEXT = "-next-"
-"""Stands between the name of an experiment and the number of a run of it that was proposed."""
+"""Separates the experiment's name from a number in the name of a proposed run."""
 
 
 def propose_for(file: Path, manager: PluginManager, settings: tuple[str, ...]) -> tuple[Fit, tuple[str, ...]]:
-    """Fit a model to the runs that compare with the one that a file asks for; returns it, and words for ``--set``.
+    """Fit a model to the runs that are comparable with a file's run; return the fit and settings for ``--set``.
 
     Raises:
-        ConfigError: There is nothing to propose, or the file's run has parameters that the proposal leaves out.
+        ConfigError: There is nothing to propose, or the file sets parameters that the proposed run leaves out.
     """
     plan = make_trainer(file, settings, manager=manager).plan()
     store_url = store_of(plan.config, file)
@@ -333,7 +333,7 @@ def propose_for(file: Path, manager: PluginManager, settings: tuple[str, ...]) -
 
 
 async def _history_of_plan(store: Store, plan: Plan) -> History:
-    """Read the runs that compare with the one that a file asks for."""
+    """Read the runs that are comparable with the planned one."""
     val = plan.val[: plan.config.experiment.validation_limit or None]
     settings = {each.name: training_settings(plan.config, each) for each in plan.config.algorithm}
     kind = kind_of(settings, agent=plan.agent.identity, train=digest_of(plan.train), val=digest_of(val))
@@ -341,7 +341,7 @@ async def _history_of_plan(store: Store, plan: Plan) -> History:
 
 
 def _check_left_out(plan: Plan, proposed: Mapping[str, str | None], *, file: str) -> None:
-    """Refuse a proposal to leave out what the file sets: ``--set`` cannot take a key away."""
+    """Refuse a proposal that leaves out a parameter set by the file: ``--set`` cannot remove a key."""
     own = parameters_of({each.name: training_settings(plan.config, each) for each in plan.config.algorithm})
     fixed = [key for key, text in proposed.items() if text is None and own.get(key, "null") != "null"]
     if fixed:
@@ -351,7 +351,7 @@ def _check_left_out(plan: Plan, proposed: Mapping[str, str | None], *, file: str
 
 
 def _new_name(name: str, taken: set[str]) -> str:
-    """Return a name for the next run of an experiment that no other one has."""
+    """Return a name for the next run of an experiment that no other experiment has."""
     base = name.partition(NEXT)[0][: MAX_NAME - len(NEXT) - 5]
     # Among one more number than there are names, one is free.
     return next(f"{base}{NEXT}{number}" for number in range(1, len(taken) + 2) if f"{base}{NEXT}{number}" not in taken)

@@ -92,14 +92,14 @@ def _stop_on_sigterm() -> None:
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         if task is not None:
-            # A handler runs between two bytecodes of whatever the loop does.
+            # A signal handler may interrupt the loop between any two bytecodes.
             loop.call_soon_threadsafe(task.cancel)
 
     signal.signal(signal.SIGTERM, stop)
 
 
 def _open(plan: Plan, given: str | None) -> Store:
-    """Open the experiment's store; raises :class:`ConfigError` for one that another process cannot share."""
+    """Open the experiment's store; raises :class:`ConfigError` if other processes cannot share it, or it is missing."""
     url = located(as_url(given) if given else plan.config.experiment.store, plan.folder)
     if url.startswith("memory:"):
         raise ConfigError(

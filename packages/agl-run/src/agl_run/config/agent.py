@@ -1,7 +1,7 @@
-"""Finds an experiment's agent: the user's own, a coding harness, or one that a runner brings.
+"""Finds an experiment's agent: the user's own, a coding harness, or an agent that a runner brings.
 
-``[experiment] harness = "pi"`` stands in the place of ``agent``; the runner ``harness`` of the package agl-harness runs
-it. Here is only what makes the configuration one.
+``[experiment] harness = "pi"`` replaces ``agent``. This module only reads the configuration; the runner ``harness`` of
+the package agl-harness runs the harness.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ HARNESS = "harness"
 
 
 def with_runner(config: ExperimentConfig, agent: AgentSpec) -> ExperimentConfig:
-    """Set the runner of an experiment whose agent has one of its own, and that names none."""
+    """Set the runner that the agent requires, unless the experiment names a runner."""
     use = HARNESS if agent.harness else agent.source
     # ``async`` is the default, so here it means that no runner was chosen.
     if not use or config.runner.use != ASYNC:
@@ -29,15 +29,15 @@ def with_runner(config: ExperimentConfig, agent: AgentSpec) -> ExperimentConfig:
 def agent_of(
     section: ExperimentSection, folder: Path, manager: PluginManager, *, given: Agent | None = None
 ) -> AgentSpec:
-    """Return the agent of an experiment; ``given`` comes before the one that it names.
+    """Return the agent of an experiment; ``given`` replaces the one that the experiment names.
 
     Raises:
-        ConfigError: It names none, or both an agent and a harness, or a workspace that nothing works in, or arguments
-            that nothing takes.
-        PluginError: The agent is one of a runner that is not installed.
+        ConfigError: The experiment names no agent, or both an agent and a harness; or it sets a workspace without a
+            harness, or arguments for an agent that takes none.
+        PluginError: The agent's runner is not installed.
     """
     agent = section.agent if given is None else given
-    # Asked first: the name before the colon is a runner's, and looks like a module's.
+    # Checked first, because a runner's name before the colon looks like a module's name.
     if is_brought(agent, folder=folder, manager=manager):
         if given is None and (section.harness or section.workspace):
             raise ConfigError(f"experiment.agent is {agent!r}, so remove experiment.harness and experiment.workspace")
@@ -71,7 +71,7 @@ def agent_of(
 
 
 def is_brought(agent: object, *, folder: Path, manager: PluginManager) -> bool:
-    """Return true if an agent is named as one that a runner brings.
+    """Return true if an agent is written as ``RUNNER:NAME``, with a runner that brings agents.
 
     Raises:
         ConfigError: A module of the experiment has the same name as the runner.
@@ -97,11 +97,11 @@ def is_brought(agent: object, *, folder: Path, manager: PluginManager) -> bool:
 
 
 def _home_of(name: str, manager: PluginManager) -> PluginError | None:
-    """Return the error for a runner that some package has, installed or not; ``None`` if none is known to have it."""
+    """Return the error for a known runner that cannot be used; ``None`` if no known package has it."""
     try:
         manager.runner(name)
     except UnknownComponentError as error:
-        # A list of what is available means that no known package has this name.
+        # The message lists the available components only if no known package has this name.
         return None if "; available: " in str(error) else error
     except PluginError as error:
         return error
@@ -109,7 +109,7 @@ def _home_of(name: str, manager: PluginManager) -> PluginError | None:
 
 
 def tasks_of(agent: AgentSpec, manager: PluginManager) -> TaskSets:
-    """Return the training and validation tasks that belong to an agent; none for one that no runner brings."""
+    """Return the training and validation tasks of an agent that a runner brings; both are empty for other agents."""
     if not agent.source:
         return (), ()
     source: AgentSource = manager.resolve(manager.runner(agent.source))

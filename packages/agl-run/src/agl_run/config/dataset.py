@@ -32,14 +32,14 @@ class Table(Protocol):
 
 
 Tasks = Iterable[Json] | Table | str | Path
-"""Tasks, a data frame or data set with a row for each, or the path of a file of them."""
+"""Tasks as an iterable, a data frame or data set with one task per row, or the path of a file of tasks."""
 
 
 def load_dataset(path: Path) -> list[Json]:
-    """Read the tasks in a JSON-lines file, blank lines skipped, in one JSON array of tasks, or in a table.
+    """Read the tasks from a table, from a file with one JSON array, or from a JSON-lines file without its blank lines.
 
     Raises:
-        DatasetError: The file is missing or empty, or a line is wrong; names file and line.
+        DatasetError: The file is missing or empty, or a task is wrong; the message names the file and the place.
     """
     try:
         # Folders of ``datasets`` are tables too, so this comes before the file is read.
@@ -54,7 +54,8 @@ def load_dataset(path: Path) -> list[Json]:
         raise DatasetError(f"the dataset {str(path)!r} is a directory; name a JSON-lines file in it") from None
     except OSError as error:
         raise DatasetError(f"cannot read the dataset {str(path)!r}: {error}") from error
-    # A file that begins with a bracket is one array, or else lines that are arrays.
+    # A file that begins with a bracket is either one array, or JSON lines of which each is an
+    # array.
     array = _array(data)
     if array is not None:
         tasks = {f"task {number}": task for number, task in enumerate(array, start=1)}
@@ -73,7 +74,7 @@ def _refuse_none(tasks: list[Json], path: Path, unit: str) -> list[Json]:
 
 
 def _array(data: bytes) -> list[Json] | None:
-    """Return the tasks if the whole file is one JSON array."""
+    """Return the tasks if the whole file is one JSON array, else ``None``."""
     if not data.lstrip().startswith(b"["):
         return None
     try:
@@ -106,7 +107,7 @@ def _refuse_large_integers(tasks: Mapping[str, Json], path: Path) -> None:
 
 
 def _refuse_a_mixture(tasks: Mapping[str, Json], path: Path) -> None:
-    """Refuse the first task that is not an object, where others are."""
+    """Refuse a file in which some tasks are objects and others are not."""
     others = [place for place, task in tasks.items() if not isinstance(task, dict)]
     if others and len(others) < len(tasks):
         raise DatasetError(
@@ -132,7 +133,7 @@ def _as_json(rows: Iterable[Any], *, name: str) -> list[Json]:
     for number, task in enumerate(rows):
         try:
             tasks.append(msgspec.to_builtins(task, builtin_types=(bytes, bytearray, memoryview)))
-            json.dumps(tasks[-1])  # refuses bytes, of which msgspec makes texts
+            json.dumps(tasks[-1])  # refuses bytes, which msgspec would convert to text
             encode(tasks[-1])
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise DatasetError(
@@ -154,7 +155,7 @@ def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> 
 
 
 def unkeyed_tasks(*datasets: Sequence[Json]) -> list[str]:
-    """Describe tasks that are not objects; they have no keys that could be hidden, compared or put into a prompt."""
+    """Return a warning if a task is not an object, and so has no keys for hiding, rewards or prompts."""
     first = next((task for tasks in datasets for task in tasks if not isinstance(task, dict)), None)
     if first is None:
         return []
@@ -171,7 +172,7 @@ _KIND = re.compile(r"([a-z][a-z0-9_-]+):(?!/{2}|\\)(.+)")
 
 
 def read_source(given: str, *, folder: Path) -> list[Json] | None:
-    """Return the tasks of ``KIND:NAME``; ``None`` for a text that names a file.
+    """Return the tasks that a package reads for ``KIND:NAME``; ``None`` for a file, or if no package reads ``KIND``.
 
     Raises:
         DatasetError: The tasks cannot be read, or the package that reads them cannot be imported.
@@ -216,7 +217,7 @@ def rows_of(data: Any, *, name: str) -> Iterable[Json]:
     """Return the rows of a data frame, of an Arrow table or of any iterable.
 
     Raises:
-        DatasetError: ``data`` maps names to something, such as splits to data sets.
+        DatasetError: ``data`` is a mapping, such as one from splits to data sets.
     """
     if isinstance(data, Mapping):
         splits = cast("Mapping[Any, Any]", data)
@@ -234,7 +235,7 @@ def rows_of(data: Any, *, name: str) -> Iterable[Json]:
 
 
 def _rows_of_csv(path: Path) -> Iterator[Json]:
-    """Yield the lines below the header; every value is a text."""
+    """Yield one task per line below the header, with every value as text."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)

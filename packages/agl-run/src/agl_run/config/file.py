@@ -1,6 +1,6 @@
 """Reads an experiment file: turns TOML into the records of :mod:`agl_run.config.records`.
 
-Unknown keys are refused before anything runs, with a close match.
+Unknown keys are refused before anything runs; the message suggests a similar key.
 """
 
 import re
@@ -18,13 +18,13 @@ from agl_run.config.records import ExperimentConfig, PolicyConfig
 from agl_run.config.wording import EXAMPLES, check_value, shown
 
 ONE_OR_SEVERAL = ("tunes", "source", "first")
-"""Keys that take one name or an array of names; the records always hold several."""
+"""Keys that accept one name or an array of names; the records always hold a tuple."""
 
 _POLICY_KEYS = ("use", "aliases", "agents", "label", "sampling")
 
 
 def load_config(path: Path) -> ExperimentConfig:
-    """Read an experiment file; raises :class:`ConfigError` that names file, key and remedy."""
+    """Read an experiment file; raises :class:`ConfigError`, which names the file, the key and the remedy."""
     return parse_config(load_data(path), source=str(path))
 
 
@@ -58,14 +58,15 @@ def _line_of(path: Path, problem: str) -> str:
 
 
 def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> ExperimentConfig:
-    """Build an experiment from plain data, as in the TOML file.
+    """Build an experiment from plain data with the structure of the TOML file.
 
     Args:
         data: The sections by name.
-        source: Name of the data's origin, for messages.
+        source: The data's origin, for messages.
 
     Raises:
-        ConfigError: A key is unknown or a value has the wrong type; names the key and the close match.
+        ConfigError: A key is unknown or a value has the wrong type; the message names the key and suggests a similar
+            one.
     """
     # One name may be written without brackets; the records know lists only.
     shaped: dict[str, Any] = {key: _with_lists(section) for key, section in data.items()}
@@ -81,7 +82,7 @@ def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> Exp
 
 
 def _with_lists(section: Any) -> Any:
-    """Turn single names into lists where the record holds several; takes a section or an array of them."""
+    """Replace a single name by a list under the keys of ``ONE_OR_SEVERAL``; takes a section or an array of sections."""
     if isinstance(section, list):
         return [_with_lists(item) for item in cast("list[Any]", section)]
     if not isinstance(section, dict):
@@ -98,22 +99,22 @@ def _shape_policy(table: dict[str, Any]) -> dict[str, Any]:
 
 
 _RENAMED = {"n_workers": "runner.concurrency", "n_runners": "runner.concurrency"}
-"""Names of the trainer's arguments in Python and in other tools, with those of the file."""
+"""Names of arguments in Python and in other tools, with the file's keys for the same settings."""
 
 _FILLED = {"policy": 'use = "openai" and model = {}', "resource": "template = {}", "experiment": "agent = {}"}
-"""The key that a text means where a section belongs; in the other sections it means ``use``."""
+"""What to write, by section, for a text in place of that section; for all other sections it is ``use``."""
 
 
 def check_shape(data: Mapping[str, Any], record: type[Record], *, path: str = "") -> None:
-    """Check the keys and values of a section, and of those within it.
+    """Check the keys and values of a section and of its nested sections.
 
     Args:
         data: The section.
-        record: The record that it becomes.
-        path: The section's place, as in ``--set``; empty for a whole experiment.
+        record: The record into which the section is converted.
+        path: The section's path as in ``--set``; empty for a whole experiment.
 
     Raises:
-        ConfigError: A key is unknown or missing, or has a value of another type.
+        ConfigError: A key is unknown or missing, or a value has another type.
     """
     hints = get_type_hints(record, include_extras=True)
     for key, value in data.items():
@@ -141,7 +142,7 @@ def _check_value(value: Any, hint: Any, where: str) -> None:
 
 
 def _sections(value: Any, hint: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield the sections that a key of the file holds, with their places."""
+    """Yield each section in a key's value, with its path."""
     origin = get_origin(hint)
     if origin is tuple and isinstance(value, list | tuple):
         items = cast("list[Any]", value)
@@ -155,14 +156,14 @@ def _sections(value: Any, hint: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _record_of(hint: Any) -> type[Record] | None:
-    """Return the record that a key's sections become; ``None`` for a plain value."""
+    """Return the record type of a key's sections; ``None`` for a key with a plain value."""
     # Sections stand alone, in a tuple, as values of a dict, or are optional.
     kinds = get_args(hint) or (hint,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Record)), None)
 
 
 def _no_section(item: Any, hint: Any, where: str, record: type[Record]) -> str:
-    """Word the error for something else in the place of a section."""
+    """Word the error for a value that stands where a section belongs."""
     key = where.partition(".")[0]
     origin = get_origin(hint)
     if origin is dict and isinstance(item, list):
@@ -202,7 +203,7 @@ def _hint(where: str, key: str, value: Any, data: Mapping[str, Any], known: list
 
 
 def _home(key: str) -> str:
-    """Return where a key belongs that stands in the wrong section; ``""`` for one that no section has."""
+    """Say where to write a key that stands in the wrong section; ``""`` if no section has this key."""
     for name, hint in get_type_hints(ExperimentConfig).items():
         record = _record_of(hint)
         if key == name and record is None:

@@ -1,8 +1,8 @@
-"""The configuration of an experiment: frozen records that a TOML file becomes and that Python builds.
+"""The configuration of an experiment: frozen records, read from a TOML file or built in Python.
 
-:class:`ExperimentConfig` is a whole experiment, and each section of the file is a record of its own; those of
-algorithms, rewards and credit are in :mod:`agl.algorithms`. :func:`policy` and :func:`runner` build theirs with the
-component's own parameters written next to the settings, as in a file.
+:class:`ExperimentConfig` is a whole experiment, and each section of the file has its own record; the records of
+algorithms, rewards and credit are in :mod:`agl.algorithms`. :func:`policy` and :func:`runner` build a section with the
+component's own parameters next to its settings, as in a file.
 """
 
 from collections.abc import Iterable
@@ -24,15 +24,15 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
     """``[runner]``: how attempts run.
 
     Attributes:
-        use: ``async``, ``process``, ``command`` or a plugin's.
-        concurrency: Attempts at once in the experiment's own process, 0 to leave them all to ``agl worker``; in each
-            worker where the runner places workers.
-        timeout_s: Seconds one attempt may take.
-        max_attempts: Attempts per rollout at most that may fail or take too long; see ``retry_on``.
-        max_losses: Attempts per rollout at most that may lose their worker, which is repeated always; with one more
-            the rollout fails, because it may be what ends its workers.
+        use: ``async``, ``process``, ``command`` or a runner of a plugin.
+        concurrency: Attempts that run at once in the experiment's own process, or in each worker if the runner places
+            workers; 0 leaves all attempts to ``agl worker``.
+        timeout_s: Time limit of one attempt in seconds.
+        max_attempts: The most attempts of a rollout that may fail or exceed their time limit; see ``retry_on``.
+        max_losses: How many times a rollout may lose its worker and be tried again; after one more loss the rollout
+            fails, because it may itself be what ends its workers.
         retry_on: Outcomes that lead to another attempt: ``failed``, ``timeout``, or both; by default neither.
-        resources: The part of a cluster that each worker gets; only for a runner that places workers, such as ``ray``.
+        resources: The cluster share of each worker; only for a runner that places workers, such as ``ray``.
         params: Further arguments of the runner.
     """
 
@@ -51,16 +51,16 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class PolicyConfig(Record, frozen=True, kw_only=True):
-    """``[policy.NAME]``: a model server; every other key is an argument of it.
+    """``[policy.NAME]``: a model server; keys that are not listed here are arguments of the policy.
 
     Attributes:
-        use: ``openai``, ``torch``, or a plugin's.
-        aliases: Model names (patterns) that agents use for it, besides NAME and its model.
-        agents: Regular expression over the whole names of agents, nodes and roles: the calls that these make go
-            here, whatever model name their code sends.
-        label: Label of the version of its weights to start from; where no version has it, ``model`` counts.
+        use: ``openai``, ``torch``, or a policy of a plugin.
+        aliases: Model names (patterns) that agents use for the policy, besides NAME and the name of its model.
+        agents: Regular expression over the whole names of agents, nodes and roles: their calls go to this policy,
+            whatever model name their code sends.
+        label: Label of the version of the weights to start from; if no version has it, ``model`` counts.
         sampling: Treatment of calls that ask for less than the full distribution (top-p, penalties, temperature 0) in
-            rollouts that train the policy: ``override`` that, ``refuse`` the call, or ``keep`` what it asks for.
+            rollouts that train the policy: ``override`` the parameters, ``refuse`` the call, or ``keep`` them.
         params: The policy's own arguments.
     """
 
@@ -73,13 +73,13 @@ class PolicyConfig(Record, frozen=True, kw_only=True):
 
 
 class ResourceConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[resource.NAME]``: a prompt (``template``) or any JSON value (``value``); exactly one of them is given.
+    """``[resource.NAME]``: a prompt (``template``) or any JSON value (``value``); exactly one of the two is given.
 
     Attributes:
         template: The text of a prompt.
         engine: How the prompt's placeholders are written; see :class:`agl.PromptTemplate`.
         value: Any JSON value.
-        label: Label of the version to start from; where no version has it, ``template`` or ``value`` counts.
+        label: Label of the version to start from; if no version has it, ``template`` or ``value`` counts.
     """
 
     template: str | None = None
@@ -99,9 +99,10 @@ class ScheduleConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """``[schedule]``: the order in which algorithms take their steps.
 
     Attributes:
-        mode: ``sequential`` one after the other, ``alternate`` ``every`` steps each in turn, ``concurrent``.
-        every: Steps in a turn.
-        first: Names of algorithms that run to their end before the others, in the order of the file.
+        mode: ``sequential``: one algorithm after the other; ``alternate``: each takes ``every`` steps in turn;
+            ``concurrent``: all at the same time.
+        every: The number of steps in a turn.
+        first: Algorithms that run to their end before all others start, in the order of the file.
     """
 
     mode: Literal["sequential", "alternate", "concurrent"] = "sequential"
@@ -110,15 +111,15 @@ class ScheduleConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[gateway]``: the capture proxy; ``use = "none"`` records calls in the agent's process instead.
+    """``[gateway]``: the proxy that records calls; ``use = "none"`` records them in the agent's process instead.
 
     Attributes:
-        use: ``auto``, ``none``, or a plugin's.
-        advertise: Host name or URL by which other machines reach it; by default the address that it listens at.
-        ca: File with the authorities of its certificate, in PEM, for workers and agents; by default that of
-            ``AGL_CA_FILE``, else the system's.
-        process: True for a process of its own; ``auto`` gives it one for more than 64 attempts at once, and where no
-            attempt runs here (``concurrency = 0``), if the store allows it.
+        use: ``auto``, ``none``, or a gateway of a plugin.
+        advertise: Host name or URL at which other machines reach the gateway; by default the address it listens at.
+        ca: PEM file with the certificate authorities that workers and agents trust for the gateway; by default the
+            file in ``AGL_CA_FILE``, else the system's authorities.
+        process: Whether the gateway runs in a process of its own; ``auto`` does so for more than 64 attempts at once,
+            or if no attempt runs here (``concurrency = 0``), provided that the store allows it.
         params: Further arguments of the gateway.
     """
 
@@ -130,14 +131,14 @@ class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RetentionConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[retention]``: old rollouts that a run removes once it has ended; without a limit it removes none.
+    """``[retention]``: which old rollouts a run removes after its end; without a limit it removes none.
 
     Attributes:
         older_than: Age from which a finished rollout is old, such as ``30d``; see ``agl runs gc``.
-        keep: Number of the newest finished rollouts, which stay whatever their age.
-        max_size: Size of the store's data, such as ``10GB``, up to which no rollout is removed.
-        experiments: ``own`` for rollouts of earlier runs of this experiment, ``all`` for those of every experiment in
-            the store.
+        keep: Number of the newest finished rollouts that are kept whatever their age.
+        max_size: Size of the store's data, such as ``10GB``; below it no rollout is removed.
+        experiments: ``own`` for rollouts of earlier runs of this experiment, ``all`` for rollouts of every experiment
+            in the store.
     """
 
     older_than: str = ""
@@ -154,30 +155,33 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
             such as ``verifiers:NAME``.
         agent_args: Arguments of an agent that a runner brings.
         harness: Coding harness to run instead of an agent: a name that ``agl harness list`` shows, or a TOML file.
-        workspace: Folder that a harness gets a copy of in every rollout, or ``git:FOLDER@REVISION``; fields of the task
-            stand in braces, and a task's own ``workspace`` comes first.
-        name: Name of the experiment; its rollouts, states and metrics carry it.
-        store: URL.
+        workspace: Folder, or ``git:FOLDER@REVISION``, that a harness gets a copy of in every rollout. ``{KEY}`` stands
+            for a field of the task; a task's own ``workspace`` takes precedence.
+        name: Name of the experiment, which its rollouts, states and metrics carry.
+        store: URL of the store.
         train: JSON-lines, CSV or Parquet file of training tasks, a file with one JSON array of them, or tasks that a
             package reads, such as ``harbor:FOLDER``.
-        val: The same for validation tasks.
-        seed: Of everything random.
+        val: Validation tasks, given in the same ways as ``train``.
+        seed: Seed of all random choices.
         hidden: Keys of a task that only reward emitters see.
         group_key: Key of a task that is its identity for group baselines; by default the whole task.
-        workdir: Folder in which each experiment has one of its own, by its name, for checkpoints and metrics.
-        validate_every: Steps between validations; 0 for only before and after.
-        validation_limit: Validation tasks at most; 0 for all.
-        final: The versions that are live at the end: ``best`` of those that were validated, or the ``last`` ones.
-        on_collapse: Reaction to a validation reward that fell below the best one by more than chance explains, twice in
+        workdir: Folder for checkpoints and metrics; each experiment gets a subfolder with its name.
+        validate_every: Steps between validations; 0 validates only before the first step and after the last.
+        validation_limit: The most validation tasks that are used; 0 for all.
+        final: The versions that are live at the end: the ``best`` validated ones, or the ``last`` ones.
+        on_collapse: Reaction to a validation reward that is below the best one by more than chance explains, twice in
             a row: ``rollback`` to the best versions with smaller steps, ``stop``, or ``continue``.
-        failed: Treatment of a failed rollout: left out of training, or trained with ``penalty``.
-        missing_reward: The same for a rollout without a reward.
-        penalty: The substitute reward.
-        unseen_calls: Treatment of a rollout with model calls that were seen and not recorded: ``drop``
+        failed: Treatment of a failed rollout: ``drop`` leaves it out of training, ``penalise`` trains on it with the
+            reward ``penalty``.
+        missing_reward: Treatment of a rollout without a reward: ``drop`` or ``penalise``, as for ``failed``.
+        penalty: The reward that ``penalise`` gives.
+        unseen_calls: Treatment of a rollout with model calls that were noticed but not recorded: ``drop``
             leaves it out, ``error`` ends the run, ``accept`` trains on the recorded calls.
-        unattributed_calls: The same for a rollout with recorded calls outside of the framework's spans.
+        unattributed_calls: Treatment of a rollout with recorded calls outside of the framework's spans; the values are
+            those of ``unseen_calls``.
         trust_agent_rewards: Whether rewards that the agent itself reported may train.
-        reward_weights: Weights of the named rewards in the scalar that trains; empty to use the only or unnamed one.
+        reward_weights: Weights by which named rewards are summed to the reward that trains; empty to use the only
+            reward, or the unnamed one.
     """
 
     agent: str | tuple[str, ...] = ""
@@ -208,25 +212,25 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 EPISODE = ComponentConfig(use="episode")
-"""The credit of experiments that name none."""
+"""The credit of experiments that do not set one."""
 
 
 class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole experiment, as in a file.
+    """A whole experiment, with one attribute for each top-level key of the file.
 
     Attributes:
         experiment: The agent, its tasks and the store.
         runner: How attempts run.
         policy: Model servers by resource name.
         resource: Prompts and other values by resource name.
-        algorithm: The algorithms, in order.
+        algorithm: The algorithms, in the order of the file.
         schedule: The order in which algorithms take their steps.
-        credit: How rewards reach calls.
+        credit: How rewards are assigned to calls.
         reward: Reward emitters, run after every attempt.
-        gateway: The capture proxy.
-        exporter: Destinations of finished rollouts, such as a tracing backend, or of the numbers of the run.
-        retention: Old rollouts that the run removes once it has ended.
-        tracers: Names of tracers of frameworks; ``otel``, ``wire`` and ``unrecorded`` are always on.
+        gateway: The proxy that records calls.
+        exporter: Destinations of finished rollouts, such as a tracing backend, or of the run's metrics.
+        retention: Which old rollouts the run removes after its end.
+        tracers: Names of the tracers to use; ``otel``, ``wire`` and ``unrecorded`` are always on.
         plugins: ``{ disabled = ["name"] }``.
     """
 
@@ -259,10 +263,12 @@ def policy(
 
     Args:
         use: Name of the policy, such as ``"openai"``, ``"torch"`` or ``"vllm"``.
-        aliases: Model name or names (patterns) that agents use for it, besides its own names.
-        agents: Regular expression: the calls of agents, nodes and roles whose whole name it matches go here.
-        label: Label of the version of its weights to start from.
-        sampling: ``"override"``, ``"refuse"`` or ``"keep"`` parameters that narrow the distribution in training.
+        aliases: Model name or names (patterns) that agents use for the policy, besides its own names.
+        agents: Regular expression that must match the whole name of an agent, node or role; its calls go to this
+            policy.
+        label: Label of the version of the weights to start from.
+        sampling: Treatment of parameters that narrow the distribution in training: ``"override"``, ``"refuse"`` or
+            ``"keep"``.
         params: The policy's own arguments.
     """
     return PolicyConfig(use=use, aliases=listed(aliases), agents=agents, label=label, sampling=sampling, params=params)
@@ -284,12 +290,12 @@ def runner(
 
     Args:
         use: Name of the runner, such as ``"async"``, ``"process"`` or ``"command"``.
-        concurrency: Attempts at once in the experiment's own process; 0 leaves them all to ``agl worker``.
-        timeout_s: Seconds one attempt may take.
-        max_attempts: Attempts per rollout at most that may fail or take too long; see ``retry_on``.
-        max_losses: Attempts per rollout at most that may lose their worker.
+        concurrency: Attempts at once in the experiment's own process; 0 leaves all attempts to ``agl worker``.
+        timeout_s: Time limit of one attempt in seconds.
+        max_attempts: The most attempts of a rollout that may fail or exceed their time limit; see ``retry_on``.
+        max_losses: How many times a rollout may lose its worker and be tried again.
         retry_on: Outcomes that lead to another attempt: ``"failed"``, ``"timeout"``, or both.
-        resources: The part of a cluster that each worker gets, where the runner places workers.
+        resources: The cluster share of each worker, if the runner places workers.
         params: Further arguments of the runner.
     """
     return RunnerConfig(
@@ -308,7 +314,7 @@ def validated(config: ExperimentConfig) -> ExperimentConfig:
     """Check that every value has the type that its section declares, and return the configuration.
 
     Raises:
-        ConfigError: A value has another type; names the section and the key.
+        ConfigError: A value has another type; the message names the section and the key.
     """
     hints = get_type_hints(ExperimentConfig)
     # From Python values arrive unchecked; msgspec checks types only when it decodes.
@@ -332,5 +338,5 @@ def _checked(value: Any, where: str) -> Any:
 
 
 def listed(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one name or several as a tuple."""
+    """Return a tuple of the names, which may be given as a single name."""
     return (names,) if isinstance(names, str) else tuple(names)

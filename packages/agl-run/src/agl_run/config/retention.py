@@ -1,4 +1,4 @@
-"""Applies ``[retention]``: which limits the section sets, and the removal at the end of a run."""
+"""Applies ``[retention]``: computes the limits from the section, and removes old rollouts at the end of a run."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,10 +10,10 @@ from agl_run.config.records import RetentionConfig
 
 
 def limits_of(config: RetentionConfig) -> RetentionLimits | None:
-    """Return the limits that a section sets, ``None`` if nothing is to be removed.
+    """Return the limits that a section sets; ``None`` if nothing is to be removed.
 
     Raises:
-        ConfigError: A value cannot be used; names it.
+        ConfigError: A value cannot be used, or the section sets no limit; the message names the key.
     """
     key = "older_than"
     try:
@@ -32,14 +32,14 @@ def limits_of(config: RetentionConfig) -> RetentionLimits | None:
 async def retain_after_run(
     store: Store, config: RetentionConfig, *, name: str, run: int, sources: Iterable[str], say: Callable[[str], None]
 ) -> None:
-    """Remove what the section of a run that has ended calls old, and say so; trouble is said, and ends nothing.
+    """Remove the rollouts that ``[retention]`` calls old after a run has ended; errors are shown and not raised.
 
     Args:
-        store: The store, as the run's owner has it.
+        store: The store, opened as the owner of the run.
         config: The section.
         name: The experiment's name.
-        run: The number of the run, whose rollouts stay.
-        sources: Experiments that this one learns from, whose rollouts stay.
+        run: The number of the run that has ended; its rollouts are never removed.
+        sources: Experiments from which this one learns; their rollouts are never removed.
         say: Shows one line.
     """
     limits = limits_of(config)
@@ -49,7 +49,7 @@ async def retain_after_run(
     prefix, others = f"{name}-{run}-", frozenset(sources)
 
     def spares(rollout: Rollout) -> bool:
-        # The run that has just ended stays whatever its age: a resume needs its rollouts.
+        # Rollouts of the run that has just ended are never removed, because a resume needs them.
         is_current = rollout.experiment == name and rollout.rollout_id.startswith(prefix)
         return is_current or rollout.experiment in others
 

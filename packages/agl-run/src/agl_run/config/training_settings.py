@@ -1,7 +1,7 @@
-"""The settings that decide an algorithm's training, as its state keeps them: a resumed run names those that differ.
+"""The settings that decide an algorithm's training, as texts in its saved state.
 
-They are kept as short texts by name. A value that is long, or may be a secret, is kept as a digest: that it changed can
-be said, and not from what.
+A resumed run compares them with the current settings and names the changed ones. A value that is long, or may be a
+secret, is saved as a digest, so that a change is noticed but the old value cannot be shown.
 """
 
 import hashlib
@@ -29,10 +29,10 @@ _DIGEST = "sha256:"
 
 
 def training_settings(config: ExperimentConfig, algorithm: AlgorithmConfig) -> dict[str, str]:
-    """Return the settings of an algorithm, and those of the experiment that decide its training, by name."""
+    """Return the settings of an algorithm, and the experiment's settings that influence its training, by name."""
     # Rewards belong to an algorithm's settings: with another reward it trains for something else.
     of_rewards = {item.use: _component(item) for item in config.reward}
-    # Of a policy only the model counts; where it is served changes nothing.
+    # Of a policy only the model matters; it makes no difference where the model is served.
     models = {name: policy.params.get("model") for name, policy in config.policy.items() if name in algorithm.tunes}
     of_experiment = {key: getattr(config.experiment, key) for key in _OF_EXPERIMENT}
     parts: dict[str, Any] = {
@@ -50,7 +50,7 @@ def training_settings(config: ExperimentConfig, algorithm: AlgorithmConfig) -> d
 
 
 def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Describe the settings that differ, such as ``lr 0.01 (was 0.1)``; nothing where none were kept before."""
+    """Describe the settings that differ, such as ``lr 0.01 (was 0.1)``; an empty list if ``before`` is empty."""
     if not before:
         return []
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -63,7 +63,7 @@ def is_secret(name: str) -> bool:
 
 
 def refuse_other_kind(experiment: str, algorithm: AlgorithmConfig, before: Mapping[str, str]) -> None:
-    """Raise :class:`ConfigError` if an algorithm of this name was of another kind: its state is of no use to this."""
+    """Raise :class:`ConfigError` if the saved state of this algorithm name belongs to another kind of algorithm."""
     kind = before.get("use")
     if kind not in (None, _text("use", algorithm.use)):
         raise ConfigError(
@@ -93,7 +93,7 @@ def _text(name: str, value: Any) -> str:
     except (TypeError, ValueError, OverflowError):
         text = f"an object of {type(value).__name__}"
     if len(text) > _LONGEST or (isinstance(value, str) and is_secret(name)):
-        # That it changed can be said without keeping what it was.
+        # With the digest a change is noticed although the old value is not saved.
         return _DIGEST + hashlib.sha256(text.encode()).hexdigest()
     return text
 

@@ -1,4 +1,4 @@
-"""Words the errors for values of another type than a setting's: the key, the value, and what to write instead."""
+"""Words the errors for settings with a value of the wrong type: the key, the value, and what to write instead."""
 
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,23 +18,23 @@ EXAMPLES = {
     "timeout_s": "write a number of seconds without quotes, such as timeout_s = 60",
     "use": 'write a name in quotes, such as use = "NAME"',
 }
-"""Examples of what to write for keys that a type alone does not explain."""
+"""Advice by key, for keys whose type alone does not say what to write."""
 
 
 def check_value(value: Any, hint: Any, where: str) -> Any:
-    """Return a key's value, as in a file, as ``hint`` says; raises :class:`ConfigError` for one of another type."""
+    """Convert a key's value to the type ``hint``; raises :class:`ConfigError` for a value that does not fit."""
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError:
         key = where.rpartition(".")[2]
-        # The most specific advice wins: the bounds of this key, an example for it, then what its
-        # type says.
+        # The most specific advice wins: the bounds of this key, then an example for it, then its
+        # type.
         remedy = _bounds(value, hint) or EXAMPLES.get(key) or _remedy(key, value, hint)
         raise ConfigError(f"{where} is {shown(value)}; {remedy}") from None
 
 
 def _bounds(value: Any, hint: Any) -> str:
-    """Return the description of the bounds that a number does not keep, ``""`` for a value of another type."""
+    """Return the description of the bounds that a number violates; ``""`` if the value is not a number."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = get_args(hint)[0]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -42,7 +42,7 @@ def _bounds(value: Any, hint: Any) -> str:
 
 
 def _remedy(key: str, value: Any, hint: Any) -> str:
-    """Return what to write for a value of another type."""
+    """Return what to write instead of a value of the wrong type."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = get_args(hint)[0]
     if get_origin(hint) is Annotated:

@@ -1,1 +1,1 @@
-"""Delivery of rollouts and numbers to other systems while a run goes on."""
+"""Delivery of rollouts and metrics to other systems during a run."""

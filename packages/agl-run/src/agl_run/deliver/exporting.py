@@ -1,8 +1,8 @@
-"""Sends the finished rollouts of a running experiment to an exporter, without holding the experiment up.
+"""Sends the finished rollouts of a running experiment to an exporter, without delaying the experiment.
 
-The change feed of the store is the queue: the experiment writes to its store as it always does, a task reads behind
-it, and nothing piles up in memory however slow the other system is. The position in the feed is saved in the store
-after every batch, so that a restarted experiment continues where the last one stopped.
+The store's change feed is the queue: a background task reads the feed behind the experiment, so nothing accumulates in
+memory however slow the other system is. The position in the feed is saved in the store after every batch, so that a
+restarted experiment continues where the last one stopped.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from agl_run.plan import Plan
 _LOG = logging.getLogger("agl_run.run")
 
 FLUSH_S = 5.0
-"""Seconds that an experiment waits at its end for rollouts that are not sent yet."""
+"""Seconds that an experiment waits at its end for rollouts that have not been sent yet."""
 
 WAIT_S = 20.0
 """Longest single wait for the change feed, in seconds; every change ends the wait early."""
 
 BATCH = 16
-"""Rollouts that are sent together at most."""
+"""The most rollouts that are sent in one batch."""
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-"""Pauses before a batch is sent again; each is twice the one before."""
+"""First and longest pause in seconds before a batch is sent again; each pause is twice the previous one."""
 
 
 def check_different(plan: Plan) -> None:
-    """Raise :class:`ConfigError` for two exporters of one name, which would share their position in the feed."""
+    """Raise :class:`ConfigError` for two exporters of one name, whose saved positions would collide."""
     counts = Counter(exporter.use for exporter in plan.config.exporter)
     for name, count in counts.items():
         if count > 1:
@@ -48,16 +48,17 @@ class Exporting:
     """Sends an experiment's finished rollouts while the context is open: ``async with Exporting(...):``.
 
     The first batch begins at the saved position, or at the end of the feed for an exporter that is new to the
-    experiment. Passing errors are repeated with growing pauses for as long as the experiment runs. A refused batch is
-    left out, and so is a rollout on which the exporter breaks. Each is reported once, and counted.
+    experiment. After a temporary error the batch is sent again, with growing pauses, for as long as the experiment
+    runs. A batch that the other system refuses is skipped, and so is a single rollout on which the exporter raises.
+    The first error of each kind is logged, and skipped rollouts are counted.
 
     Args:
-        store: The store of the experiment, for its owner.
+        store: The experiment's store, opened as its owner.
         exporter: The destination; closed at the end.
         experiment: The name of the experiment.
         name: The name of the exporter.
-        say: Called at the end with a line that counts the rollouts.
-        flush_s: Seconds to wait at the end for rollouts that are not sent yet.
+        say: Called at the end with a line that says how many rollouts were sent.
+        flush_s: Seconds to wait at the end for rollouts that have not been sent yet.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Exporting:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Send the rest within the limit of time, count what is left, and close the exporter."""
+        """Send the rest within the time limit, count the rollouts that were not sent, and close the exporter."""
         self._ending.set()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=self._flush_s)
@@ -115,7 +116,7 @@ class Exporting:
             _LOG.exception("the exporter %s stopped, and the experiment goes on without it", self._name)
 
     async def _next(self) -> Sequence[Change]:
-        """Wait for changes; none at the end of the experiment, once all were read."""
+        """Wait for changes; an empty result means that the experiment has ended and all changes were read."""
         # The end of the experiment interrupts the wait for changes, which may take 20 seconds.
         ending = asyncio.create_task(self._ending.wait())
         try:
@@ -126,7 +127,8 @@ class Exporting:
                     return changes
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-            # The last look, after the end: what finished until then is still sent.
+            # After the end of the experiment the feed is read once more, so that the last rollouts
+            # are sent.
             return await self._changes(wait_s=0)
         finally:
             ending.cancel()
@@ -135,7 +137,7 @@ class Exporting:
         return await self._store.changes(after=self._cursor, wait_s=wait_s)
 
     async def _take(self, changes: Sequence[Change]) -> None:
-        """Send the rollouts that finished, and save the position after every batch."""
+        """Send the rollouts that these changes finish, and save the position after every batch."""
         ends = [change for change in changes if self._is_end(change)]
         for start in range(0, len(ends), BATCH):
             batch = ends[start : start + BATCH]
@@ -153,7 +155,7 @@ class Exporting:
         return is_own and change.status in TERMINAL_ROLLOUT
 
     async def _deliver(self, recordings: Sequence[Recording]) -> None:
-        """Send recordings again and again until they are taken or refused; where the exporter breaks, one by one."""
+        """Send recordings until they are accepted or refused; if the exporter raises, send them one by one."""
         pause = FIRST_PAUSE_S
         while True:
             try:
@@ -174,7 +176,7 @@ class Exporting:
                 return
 
     async def _single_out(self, recordings: Sequence[Recording]) -> None:
-        """Leave out the one recording on which the exporter broke; deliver several one by one."""
+        """Deliver several recordings one by one; skip a single recording, on which the exporter has just raised."""
         if len(recordings) > 1:
             for each in recordings:
                 await self._deliver([each])
@@ -195,7 +197,7 @@ class Exporting:
             _LOG.warning("%s: %s; the experiment goes on, and %s", self._name, error, rest)
 
     async def _read(self, rollout_ids: Sequence[str]) -> list[Recording]:
-        """Read rollouts with all of their spans; leaves out those that were removed meanwhile."""
+        """Read rollouts with all of their spans, except rollouts that were removed in the meantime."""
         query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
         try:
             return [each async for each in read_recordings(self._store, query, spans="all")]
@@ -204,7 +206,7 @@ class Exporting:
             return [recording for found in one_by_one for recording in found]
 
     async def _pause(self, seconds: float) -> None:
-        """Wait before a batch is sent again, less long at the end of the experiment."""
+        """Wait before a batch is sent again; the pause is shorter at the end of the experiment."""
         if self._ending.is_set():
             await asyncio.sleep(min(seconds, FIRST_PAUSE_S))
             return
@@ -223,7 +225,7 @@ class Exporting:
         return count
 
     async def _conclude(self, *, left: int) -> None:
-        """Say how many rollouts were sent; warn of those that were not."""
+        """Say how many rollouts were sent, and warn about those that were refused, skipped or left over."""
         sent, refused = self._counts["sent"], self._counts["refused"]
         if sent and self._say is not None:
             self._say(f"{self._name}: {sent} rollouts sent to {self._exporter.destination}")

@@ -1,4 +1,4 @@
-"""Reads from the store what sinks show of a run: its numbers, its configuration, and tables of what it made."""
+"""Reads from the store what sinks show of a run: metrics, the configuration, and tables of resources and rollouts."""
 
 from collections.abc import AsyncIterator
 from typing import Any, cast
@@ -18,10 +18,10 @@ from agl_run.config.records import ExperimentConfig
 from agl_run.config.training_settings import is_secret
 
 NEWEST = 200
-"""Rollouts in the table of rollouts, and versions of one resource in that of resources: the newest ones."""
+"""Limit of the newest rollouts in their table, and of the newest versions of one resource in the resources' table."""
 
 LONGEST_TEXT = 8000
-"""Characters of a text in a table."""
+"""The most characters of one text in a table."""
 
 _LONGEST_SETTING = 1000
 _BY_USE = ("reward", "exporter")
@@ -29,7 +29,7 @@ _NAMED = ("policy", "resource", "algorithm", *_BY_USE)
 
 
 async def read_rows(store: Store, experiment: str, run: int) -> list[SinkRow]:
-    """Read the numbers of a run in order of their place; each row has all numbers of its step."""
+    """Read a run's metrics, one row per algorithm and step, ordered by the experiment's step."""
     metrics: dict[tuple[str, int], dict[str, float]] = {}
     places: dict[tuple[str, int], tuple[int, float]] = {}
     for metric in await store.metrics(experiment, run=run):
@@ -46,7 +46,7 @@ async def read_rows(store: Store, experiment: str, run: int) -> list[SinkRow]:
 
 
 async def read_tables(store: Store, experiment: str, run: int, *, store_url: str) -> list[SinkTable]:
-    """Read the tables that have a row: versions, candidates of prompt searches, the newest rollouts, and alerts."""
+    """Read the tables of versions, prompt candidates, newest rollouts, and alerts, without those that have no row."""
     resources = [row async for row in _resources(store, experiment, run, store_url)]
     candidates = [row async for row in _candidates(store, experiment, run)]
     rollouts = [row async for row in _rollouts(store, experiment, run, store_url)]
@@ -82,7 +82,7 @@ async def read_tables(store: Store, experiment: str, run: int, *, store_url: str
 
 
 def shown_config(config: ExperimentConfig) -> dict[str, Json]:
-    """Return an experiment's configuration without secrets, its algorithms by name, and without empty sections."""
+    """Return an experiment's configuration without secrets and empty sections, and with algorithms keyed by name."""
     # Configurations may hold objects that only Python can pass; they are named by their type.
     plain = cast("dict[str, Any]", msgspec.to_builtins(config, enc_hook=_described, str_keys=True))
     by_name = {str(item["name"]): item for item in plain.get("algorithm", ())}
@@ -93,7 +93,7 @@ def shown_config(config: ExperimentConfig) -> dict[str, Json]:
 
 
 def _without_paths(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of an exporter, of an address under ``url`` the host alone: its path may be a secret."""
+    """Return an exporter's parameters with ``url`` reduced to its scheme and host, because the path may be a secret."""
     url = params.get("url")
     if not isinstance(url, str):
         return params
@@ -102,7 +102,7 @@ def _without_paths(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(key: str, value: Any) -> Json:
-    """Return a section; names of components that stand as keys in it say nothing about secrets."""
+    """Return a section without secrets; component names used as keys are not tested for words such as ``token``."""
     if key in _NAMED:
         return {_text(str(name)): _public(item, "") for name, item in value.items()}
     return _public(value, "")
@@ -130,7 +130,7 @@ def _text(value: str) -> str:
 
 
 async def _resources(store: Store, experiment: str, run: int, store_url: str) -> AsyncIterator[tuple[Cell, ...]]:
-    """Yield the versions that the run made, and those that they were made from."""
+    """Yield the versions that the run made, and their parents."""
     for newest in await store.resources():
         every = await store.resources(newest.name)
         own = {version.version for version in every if _is_of(version, f"{experiment}-{run}-")}
@@ -154,7 +154,7 @@ async def _resources(store: Store, experiment: str, run: int, store_url: str) ->
 
 
 def _is_of(version: ResourceVersion, prefix: str) -> bool:
-    """Return true if a version was made in the run whose versions begin with ``prefix``, or is its first one."""
+    """Return true if the run whose versions begin with ``prefix`` made this version, or registered it at its start."""
     made = f"{prefix}{version.algorithm}-{version.step}" if version.algorithm else f"{prefix}initial"
     return version.version.startswith(made)
 
@@ -193,7 +193,7 @@ def _alert(alert: Alert) -> tuple[Cell, ...]:
 
 
 async def _rollouts(store: Store, experiment: str, run: int, store_url: str) -> AsyncIterator[tuple[Cell, ...]]:
-    """Yield the run's rollouts that finished last, the newest first."""
+    """Yield the most recently finished rollouts of the run, the newest first."""
     ends = tuple(sorted(TERMINAL_ROLLOUT))
     fields = {"experiment": experiment, "status": ends, "sort": "finished_at", "is_newest_first": True, "limit": NEWEST}
     count = 0

@@ -1,8 +1,8 @@
-"""Shows a running experiment in its sinks, without holding it up.
+"""Shows a running experiment in its sinks, without delaying it.
 
-The store is the queue: a sink gets what the store has of the run and this process has not given it yet, so a sink that
-was away misses nothing, and a resumed run fills the gaps of the one before. A step that gets a further number later
-comes again, as a row of that number alone.
+The store is the queue: a sink gets all data of the run that the store has and that this process has not sent to it
+yet. So a sink that was unreachable misses nothing, and a resumed run fills the gaps of the one before. If a metric of a
+step arrives later than the others, it is sent in a further row for that step.
 """
 
 import asyncio
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("agl_run.run")
 
 END_S = 30.0
-"""Seconds that an experiment waits at its end for what its sinks do not have yet."""
+"""Seconds that an experiment waits at its end for data that its sinks have not received yet."""
 
 PAUSE_S = 2.0
 """Least pause between two readings of the store."""
 
 SHARE = 20
-"""A pause is at least this many times as long as the reading before it, so that reading takes 5 % of the time."""
+"""The pause after a reading is at least this many times as long as the reading, which limits its time to 5 %."""
 
 TABLES_S = 60.0
-"""Least pause between two writings of the tables, which are whole each time."""
+"""Least pause between two updates of the tables, which are sent whole each time."""
 
 LONGEST_PAUSE_S = 60.0
-"""Longest pause after an error; the first one is :data:`PAUSE_S`, and each is twice the one before."""
+"""Longest pause after an error; the first is :data:`PAUSE_S`, and each is twice the previous one."""
 
 _LONGEST_PROBLEM = 1000
 
@@ -56,7 +56,7 @@ class SinkSource:
     Attributes:
         plan: The experiment.
         store: The store of the experiment.
-        store_url: The store's address without passwords; ``""`` where it does not say.
+        store_url: The store's URL without passwords; ``""`` if the store has none to show.
         run: The number of the run.
     """
 
@@ -67,16 +67,16 @@ class SinkSource:
 
     @property
     def end_key(self) -> str:
-        """The key under which the store has how the run ended."""
+        """The key under which the store holds the run's outcome."""
         return run_key(self.plan.name, self.run, "sinks/end")
 
     async def described(self, sink: str) -> SinkRun:
-        """Describe the run for a sink; its id has a random end, which the store keeps for when the run is resumed."""
+        """Describe the run for a sink; the id has a random suffix, which is saved in the store for a resumed run."""
         plan, key = self.plan, run_key(self.plan.name, self.run, f"sinks/{sink}/id")
         known = (await self.store.load_state(key)).get(key)
         if known is None:
-            # Services address runs by id for ever, so a name that is used again in another store
-            # must not collide.
+            # Services keep the ids of runs forever, so the same name in another store must not
+            # collide.
             known = secrets.token_hex(4).encode()
             await self.store.save_state({key: known})
         return SinkRun(
@@ -91,7 +91,7 @@ class SinkSource:
 
 
 class Sinks:
-    """Every sink of a run: ``async with Sinks(source, say=...) as sinks:``, with the summary set before it ends.
+    """All sinks of a run: ``async with Sinks(source, say=...) as sinks:``; set ``summary`` before the block ends.
 
     Args:
         source: The run.
@@ -100,8 +100,8 @@ class Sinks:
 
     Attributes:
         summary: Facts about the end of the run by name, for the sinks.
-        end: The whole end; by default it follows from the summary and from the exception that ended the run.
-        has_all: True if every sink was given everything; known at the end.
+        end: The run's outcome; if not set, it follows from the summary and from the exception that ended the run.
+        has_all: True if every sink received everything; set at the end.
     """
 
     def __init__(self, source: SinkSource, *, say: Callable[[str], None], end_s: float | None = END_S) -> None:
@@ -112,13 +112,13 @@ class Sinks:
         self.has_all = False
 
     async def __aenter__(self) -> "Sinks":
-        """Start to give each sink what there is; the run does not wait for them."""
+        """Start to send each sink the data that the store has; the run does not wait for the sinks."""
         found = [(name, sink, await self._source.described(name)) for name, sink in build_sinks(self._source.plan)]
         self._running = [_Sinking(self._source, sink, run, name=name) for name, sink, run in found]
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Give all sinks the rest at once, within the limit of time, and say what is left."""
+        """Send the rest to all sinks at the same time, within the time limit, and show a line for each sink."""
         status = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
         why = _problem(error) if status == "failed" and isinstance(error, Exception) else ""
         end = self.end or SinkOutcome(status=status, summary=self.summary, error=why, time=time.time())
@@ -133,18 +133,18 @@ class Sinks:
                 await self._source.store.save_state({self._source.end_key: msgspec.json.encode(end)})
 
     def wake(self) -> None:
-        """Note that the store has new numbers."""
+        """Note that the store has new metrics."""
         for one in self._running:
             one.wake()
 
     def alert(self) -> None:
-        """Note that the store has a new alert, which does not wait for the next time that tables are written."""
+        """Note that the store has a new alert, so that the tables are sent without waiting for their next update."""
         for one in self._running:
             one.alert()
 
 
 class _Sinking:
-    """Gives one sink what the store has of a run."""
+    """Sends one sink the data that the store has of a run."""
 
     def __init__(self, source: SinkSource, sink: Sink, run: SinkRun, *, name: str) -> None:
         self._store, self._store_url = source.store, source.store_url
@@ -165,7 +165,7 @@ class _Sinking:
         self._task = asyncio.create_task(self._follow())
 
     def wake(self) -> None:
-        """Note that the store has new numbers."""
+        """Note that the store has new metrics."""
         self._news.set()
 
     def alert(self) -> None:
@@ -174,7 +174,7 @@ class _Sinking:
         self._news.set()
 
     async def conclude(self, end: SinkOutcome, *, within_s: float | None) -> str:
-        """Give the rest within a limit of time; returns a line that says what was written, ``""`` after a warning."""
+        """Send the rest within a time limit; return a line that says what was written, or ``""`` after a warning."""
         self._end = end
         self._ending.set()
         self._news.set()
@@ -193,11 +193,11 @@ class _Sinking:
         return ""
 
     async def _follow(self) -> bool:
-        """Give until the run ends; returns true if everything was given in the end."""
+        """Send new data until the run ends; return true if the sink has everything by then."""
         pause = PAUSE_S
         while True:
             is_last, has_failed = self._ending.is_set(), False
-            # Before the reading: numbers that arrive meanwhile set it again.
+            # Cleared before the reading: metrics that arrive during the reading set it again.
             self._news.clear()
             try:
                 wait_s, pause = await self._give(is_last=is_last), PAUSE_S
@@ -220,10 +220,10 @@ class _Sinking:
             await self._news.wait()
 
     async def _give(self, *, is_last: bool) -> float:
-        """Give what is new, and finally the end of the run; returns the seconds to wait before the next time."""
+        """Send new data, and finally the end of the run; return the seconds to wait before the next reading."""
         sink, run = self._sink, self._run
         started = time.monotonic()
-        # The store is read anew each time: it also has what earlier processes of the run wrote.
+        # The whole run is read each time, because earlier processes of the run wrote some of it.
         every = await read_rows(self._store, run.experiment, run.run)
         seconds = time.monotonic() - started
         self._known = len(every)
@@ -246,7 +246,7 @@ class _Sinking:
         return max(PAUSE_S, SHARE * seconds)
 
     def _rest(self, row: SinkRow) -> SinkRow:
-        """Return a row without the numbers that the sink was given; some are logged later than the others."""
+        """Return a row without the metrics that the sink already has; some metrics are logged later than others."""
         given = self._given.get((row.algorithm, row.step), ())
         return msgspec.structs.replace(row, metrics={key: row.metrics[key] for key in row.metrics if key not in given})
 
@@ -254,7 +254,7 @@ class _Sinking:
         self._written = self._sink.end(self._end) or ""
 
     async def _give_tables(self) -> None:
-        """Give the tables that changed."""
+        """Send the tables that changed."""
         sink, run = self._sink, self._run
         tables = await read_tables(self._store, run.experiment, run.run, store_url=self._store_url)
         changed = [table for table in tables if table not in self._tables]
@@ -278,14 +278,14 @@ def _problem(error: Exception) -> str:
 
 
 class OwnThread:
-    """Runs calls one after the other in one thread; call ``close`` at the end."""
+    """Runs calls one after the other in a thread of its own; call ``close`` at the end."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def call(self, work: Callable[[], None]) -> None:
-        """Return when ``work`` is done, or raise what it raises; a caller that is cancelled leaves it to the thread."""
+        """Run ``work`` in the thread and raise its error here; if the caller is cancelled, the work still runs."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -300,14 +300,14 @@ class OwnThread:
             # Some libraries exit the interpreter when they cannot log in.
             except (Exception, SystemExit) as error:  # noqa: BLE001  # raised again where it is awaited
                 failure = error if isinstance(error, Exception) else RuntimeError(f"the library exits: {error}")
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so no caller is waiting
                 loop.call_soon_threadsafe(settle, failure)
 
         self._calls.put(run)
         await done
 
     def close(self) -> None:
-        """Let the thread end after the calls that it has."""
+        """End the thread after the calls that are queued."""
         self._calls.put(None)
 
     def _run(self) -> None:

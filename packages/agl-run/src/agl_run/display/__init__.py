@@ -1,1 +1,1 @@
-"""What a person sees while a run goes on."""
+"""The display of runs and their results in a terminal or a notebook."""

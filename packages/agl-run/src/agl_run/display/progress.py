@@ -28,13 +28,13 @@ class Quiet:
     """Shows nothing."""
 
     def say(self, text: str) -> None:
-        """Ignore."""
+        """Ignore the line."""
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Ignore."""
+        """Ignore the state."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class Lines:
@@ -42,7 +42,7 @@ class Lines:
 
     Args:
         every_s: Seconds between two lines on one task.
-        on_errors: Print to standard error.
+        on_errors: Print to standard error instead of standard output.
     """
 
     def __init__(self, *, every_s: float = 5.0, on_errors: bool = False) -> None:
@@ -51,11 +51,11 @@ class Lines:
         self._last: dict[str, float] = {}
 
     def say(self, text: str) -> None:
-        """Print it."""
+        """Print the line."""
         print(text, flush=True, file=sys.stderr if self._on_errors else None)
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Print the task's state if ``every_s`` seconds have passed since the last time."""
+        """Print the task's state if ``every_s`` seconds have passed since its last line."""
         now = time.monotonic()
         if total == 0:
             self._last.pop(name, None)
@@ -65,14 +65,14 @@ class Lines:
             self.say(f"{name}: {done}/{total} {text}".rstrip())
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def default_progress(*, on_errors: bool = False) -> Progress:
-    """Return the summary of a run if all output goes to a terminal that can draw, else lines.
+    """Return a :class:`LiveSummary` if all output goes to a terminal that can draw, else :class:`Lines`.
 
     Args:
-        on_errors: Print the lines to standard error.
+        on_errors: Whether :class:`Lines` prints to standard error.
     """
     # Both: what goes to a file or a pipe must stay free of control sequences.
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Results as a terminal and as a notebook show them: one table each, as aligned text or as HTML."""
+"""Formats results as tables: aligned text for a terminal, or HTML for a notebook."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -10,11 +10,11 @@ from agl_inspect.text import visible
 Rows = Sequence[Sequence[str]]
 
 SHOWN = 20
-"""Most rollouts that a table shows."""
+"""The most rollouts that a table shows."""
 
 
 def reward_text(before: float | None, after: float | None, others: Iterable[tuple[float | None, str]]) -> str:
-    """Describe validation rewards, each with its moment; ``none`` without validation tasks."""
+    """Return one line of validation rewards, each with the moment of its validation; ``none`` without any reward."""
     values = [(before, "before"), (after, "after"), *others]
     return "; ".join(f"{value:.3f} {when}" for value, when in values if value is not None) or "none"
 
@@ -25,7 +25,7 @@ def pairs(values: Mapping[str, object]) -> str:
 
 
 def episode_rows(episodes: Iterable[Episode]) -> Rows:
-    """Return a head and one row for each rollout, the first :data:`SHOWN`; with errors where some failed."""
+    """Return a header and one row per rollout, at most :data:`SHOWN`; the error column appears only with errors."""
     every = list(episodes)
     rows = [("rollout", "status", "reward", "calls", "rows", "error"), *map(_row, every[:SHOWN])]
     if len(every) > SHOWN:
@@ -44,14 +44,14 @@ def _row(episode: Episode) -> tuple[str, ...]:
 
 
 def as_text(title: str, rows: Rows) -> str:
-    """Return a title and the rows below it in aligned columns."""
+    """Return a title, and below it the rows in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join([title, *lines])
 
 
 def as_html(title: str, rows: Rows, *, has_head: bool) -> str:
-    """Return the same as a table; without a head the first column names the rows."""
+    """Return the rows as an HTML table with a caption; without a header row, the first column holds the names."""
     shown = "".join(
         "<tr>" + "".join(_cell(cell, is_name=(number if has_head else column) == 0) for column, cell in enumerate(row))
         for number, row in enumerate(rows)
@@ -65,7 +65,7 @@ def _cell(text: str, *, is_name: bool) -> str:
 
 
 def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
-    """Describe a rollout in a few lines: its status, reward and calls, with the reasons of rejected ones."""
+    """Describe a rollout in a few lines: its status, its reward, and its calls with the reject reasons."""
     rollout = episode.rollout
     reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
     lines = [f"{rollout.rollout_id}: {rollout.status}, {reward}, {len(episode.rows)} rows"]

@@ -1,6 +1,7 @@
-"""The numbers that a terminal shows of a run: what the trainer knows anyway, kept where a display reads it.
+"""The numbers of a run that a terminal shows, recorded by the trainer for the display.
 
-The trainer writes and one display reads, from a thread of its own: every field is replaced or appended to as a whole.
+The trainer writes them and the display reads them from another thread, so every field is replaced or appended to in
+one operation.
 """
 
 import math
@@ -22,15 +23,15 @@ _MOST_REWARDS = 10_000
 
 
 class Tally:
-    """Counts the rollouts of one caller: in the queue, running, failed, and finished per second.
+    """Counts the rollouts of one caller: queued, running, failed, and finished per second.
 
     Args:
         clock: Returns seconds.
 
     Attributes:
         asked: Rollouts of the requests under way.
-        done: Those of them that are finished.
-        failed: Rollouts that failed, of all requests.
+        done: Finished rollouts of the requests under way.
+        failed: Failed rollouts of all requests.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,8 +44,9 @@ class Tally:
         self.failed: int = 0
 
     def ask(self, rollout_ids: Sequence[str]) -> None:
-        """Count the rollouts of a request; those of earlier ones are forgotten once all of them are finished."""
-        # Requests that overlap count together; once all are finished the count starts anew.
+        """Count the rollouts of a request; once all requests are finished, the next one starts a new count."""
+        # Overlapping requests count together; once all are finished, the next one starts a new
+        # count.
         if self.done == self.asked:
             self.asked, self.done = 0, 0
         self.asked += len(rollout_ids)
@@ -53,7 +55,7 @@ class Tally:
             self._began_at = self._clock()
 
     def note(self, rollout_id: str, status: str) -> None:
-        """Note that a rollout changed its status; one that nobody asked for is not counted."""
+        """Note a rollout's new status; rollouts of no request are ignored."""
         if rollout_id not in self._statuses:
             return
         # A second attempt puts a rollout back into the queue.
@@ -66,19 +68,19 @@ class Tally:
         self._count_end()
 
     def drop(self, rollout_ids: Iterable[str]) -> None:
-        """Forget the rollouts of a request that nobody waits for any more."""
+        """Forget the rollouts of a request that was given up."""
         for rollout_id in rollout_ids:
             if self._statuses.pop(rollout_id, None) is not None:
                 self.asked -= 1
 
     @property
     def running(self) -> int:
-        """Rollouts that a worker has."""
+        """The number of rollouts that a worker is running."""
         return list(self._statuses.values()).count("running")
 
     @property
     def queued(self) -> int:
-        """Rollouts that wait for a worker."""
+        """The number of rollouts that wait for a worker."""
         return list(self._statuses.values()).count("queued")
 
     def per_second(self) -> float:
@@ -102,19 +104,19 @@ class Tally:
 
 @dataclass(kw_only=True)
 class AlgorithmView:
-    """The numbers of one algorithm.
+    """The progress and rewards of one algorithm, for the display.
 
     Attributes:
-        name: Its name within the experiment.
-        total: Its steps in all, 0 if it sets no limit.
-        step: Its steps so far.
-        left: The time that it still takes, as a text.
-        has_begun: It is set up.
-        is_finished: It takes no further step.
-        reward: The mean training reward of its newest step, ``None`` without any.
-        spread: Half the width of that reward's 95 % interval over the groups; ``None`` for fewer than two.
-        rewards: The mean training rewards of the steps that this process saw, first to last.
-        work: What it does within a step, as (done, total, text); ``None`` between two.
+        name: The algorithm's name within the experiment.
+        total: The number of steps it will take; 0 if it sets no limit.
+        step: The number of steps it has taken.
+        left: The estimated time that remains, as text.
+        has_begun: Whether the algorithm is set up.
+        is_finished: Whether the algorithm will take no further step.
+        reward: The mean training reward of the newest step; ``None`` before the first reward.
+        spread: Half the width of the 95 % interval of ``reward`` over the groups; ``None`` for fewer than two groups.
+        rewards: The mean training rewards of the steps that this process ran, oldest first.
+        work: The progress of the current step's work as (done, total, text); ``None`` between two steps.
     """
 
     name: str
@@ -130,15 +132,15 @@ class AlgorithmView:
     _groups: dict[str, list[float]] = field(default_factory=lambda: defaultdict[str, list[float]](list))
 
     def collected(self, episodes: Iterable[Episode]) -> None:
-        """Note the rewards of training rollouts of the step under way."""
+        """Note the rewards of training rollouts of the current step."""
         for episode in episodes:
             if episode.reward is not None:
                 self._groups[episode.rollout.group_id].append(episode.reward)
 
     def stepped(self, report: StepReport) -> None:
-        """Note the end of a step, whose reported reward counts before the mean of its rollouts."""
+        """Note the end of a step; a reward in the report takes precedence over the mean reward of the rollouts."""
         self.step, self.is_finished, self.work = report.step, report.is_finished, None
-        # Groups and not rollouts are independent: those of one task share its difficulty.
+        # Only groups are independent; the rollouts of one group share the difficulty of their task.
         means = [fmean(rewards) for rewards in self._groups.values()]
         self._groups.clear()
         reward = report.metrics.get("reward", fmean(means) if means else math.nan)
@@ -151,13 +153,13 @@ class AlgorithmView:
 
 @dataclass(kw_only=True)
 class RunView(Observer):
-    """The numbers of a run.
+    """The progress and rewards of a run, for the display.
 
     Attributes:
         algorithms: The algorithms by name, in the order of the experiment's file.
-        tallies: The rollouts by caller: an algorithm, or another part of the run.
-        validation: The newest validation as (steps before it, mean reward), ``None`` without any.
-        best: The best validation, likewise.
+        tallies: The counts of rollouts by caller: an algorithm, or another part of the run.
+        validation: The newest validation as (steps before it, mean reward); ``None`` before the first one.
+        best: The best validation as (steps before it, mean reward); ``None`` before the first one.
     """
 
     algorithms: dict[str, AlgorithmView] = field(default_factory=dict[str, AlgorithmView])
@@ -166,7 +168,7 @@ class RunView(Observer):
     best: tuple[int, float] | None = None
 
     def batch(self, batch: Batch) -> None:
-        """Note the rewards of a step under way."""
+        """Note the rewards of the current step of an algorithm."""
         if batch.trains and batch.is_own and batch.caller in self.algorithms:
             self.algorithms[batch.caller].collected(batch.kept)
 

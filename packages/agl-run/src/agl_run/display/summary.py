@@ -1,8 +1,8 @@
-"""Shows a run in a terminal: a small block at its end that is drawn anew, and above it everything that is printed.
+"""Shows a run in a terminal: a small block below all other output, which is redrawn as the run proceeds.
 
-Nothing here ends or delays a run: the block is drawn by a thread of its own from numbers that the trainer knows
-anyway, and a terminal that went away is not written to again. The cursor stays visible, because a process that is
-killed cannot bring it back.
+The display never ends or delays a run: a thread of its own draws the block from numbers that the trainer records, and
+after a failed write to the terminal nothing more is written. The cursor stays visible, because a killed process could
+not bring it back.
 """
 
 import io
@@ -28,10 +28,10 @@ _COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")
 
 
 class LiveSummary:
-    """Shows the progress of a run in a terminal; prints plain lines until it watches one, and after it is closed.
+    """Shows the progress of a run in a terminal; before ``watch`` and after ``close`` it prints plain lines.
 
     Attributes:
-        lock: Held while something is written.
+        lock: Held while something is written to the terminal.
     """
 
     def __init__(self) -> None:
@@ -48,14 +48,14 @@ class LiveSummary:
         self._thread = threading.Thread(target=self._follow, name="agl-summary", daemon=True)
 
     def say(self, text: str) -> None:
-        """Print it above the block."""
+        """Print a line above the block."""
         self._print(visible(text))
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Ignore: the block shows the run that it watches."""
+        """Ignore the state: the block shows the progress of the watched run."""
 
     def watch(self, view: RunView) -> None:
-        """Begin to draw a run; what this process prints comes above it from now on."""
+        """Start to draw a run; from now on this process's output appears above the block."""
         if self._terminal is not None or isinstance(sys.stdout, _Above):
             return  # another run of this process has the terminal
         self._view, self._terminal = view, _Terminal(sys.stdout)
@@ -75,7 +75,7 @@ class LiveSummary:
             self._drawn = []
 
     def print_above(self, line: str) -> None:
-        """Print a line that a program wrote: its colours stay, and other control characters are shown as such."""
+        """Print a program's line with its colours; other control characters are shown as visible text."""
         # Of a bar that was drawn over itself only the last state stays.
         pieces = _COLOUR.split(line.rstrip("\r").rpartition("\r")[2])
         tamed = "".join(piece if place % 2 else visible(piece) for place, piece in enumerate(pieces))
@@ -100,13 +100,13 @@ class LiveSummary:
                     self._terminal.write(erased + block)
 
     def _latest_block(self) -> str:
-        """Return the block as it was drawn last, if it still fits: drawing takes longer than printing a line."""
+        """Return the last drawn block if the terminal has the same size, since drawing is slower than printing."""
         if not self._drawn or self._size != shutil.get_terminal_size():
             return self._block()
         return "\n".join(line for line, _ in self._drawn)
 
     def _block(self) -> str:
-        """Draw the block, and keep its lines with their widths."""
+        """Draw the block, and save its lines with their widths for erasing."""
         from rich.console import Console
 
         self._size = size = shutil.get_terminal_size()
@@ -123,21 +123,21 @@ class LiveSummary:
         return "\n".join(line for line, _ in self._drawn)
 
     def _erased(self) -> str:
-        """Return what takes the cursor to the block's start and erases it, at the terminal's width of now."""
-        # The width of now: a terminal that became narrower has wrapped the lines that were drawn.
+        """Return the control sequence that erases the block, computed for the terminal's current width."""
+        # The current width counts: a terminal that became narrower has wrapped the drawn lines.
         columns = max(1, shutil.get_terminal_size().columns)
         rows = sum(max(1, -(-width // columns)) for _, width in self._drawn)
         up = f"\x1b[{rows - 1}A" if rows > 1 else ""
         return f"\r{up}\x1b[J" if self._drawn else ""
 
     def _redirect(self) -> None:
-        """Let everything that this process prints and logs come above the block."""
+        """Redirect this process's printed and logged output to appear above the block."""
         for name in ("stdout", "stderr"):
             real = getattr(sys, name)
             above = _Above(self, real)
             for handler in logging.getLogger().handlers:
-                # Handlers hold the stream that was there when they were made, so replacing
-                # sys.stderr alone misses them.
+                # Logging handlers hold the stream from their creation, so replacing sys.stderr does
+                # not reach them.
                 if getattr(handler, "stream", None) is real:
                     cast("logging.StreamHandler[TextIO]", handler).setStream(cast("TextIO", above))
                     self._redirected.append((handler, real))
@@ -148,14 +148,14 @@ class LiveSummary:
         for place, real in self._redirected:
             if isinstance(place, logging.Handler):
                 cast("logging.StreamHandler[TextIO]", place).setStream(real)
-            # Somebody may have replaced the stream once more, and that is left alone.
+            # Other code may have replaced the stream again; its replacement stays.
             elif isinstance(getattr(sys, place), _Above):
                 getattr(sys, place).end_line()
                 setattr(sys, place, real)
 
 
 class _Terminal:
-    """A terminal that may go away, and that may lack characters."""
+    """A terminal that may be closed at any time, and whose encoding may lack characters."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -164,11 +164,11 @@ class _Terminal:
 
     @property
     def is_unicode(self) -> bool:
-        """True if it has every character."""
+        """True if the terminal's encoding has every Unicode character."""
         return self._encoding.lower().replace("-", "").startswith("utf")
 
     def write(self, text: str) -> None:
-        """Write, unless the terminal went away."""
+        """Write the text; do nothing once the terminal was closed."""
         if self._is_gone or not text:
             return
         try:
@@ -180,7 +180,7 @@ class _Terminal:
 
 
 class _Above(io.TextIOBase):
-    """Stands for ``sys.stdout`` or ``sys.stderr``, and prints whole lines above the block."""
+    """Replaces ``sys.stdout`` or ``sys.stderr``, and prints whole lines above the block."""
 
     def __init__(self, summary: LiveSummary, real: TextIO) -> None:
         self._summary, self._real, self._rest, self._pid = summary, real, "", os.getpid()
@@ -202,7 +202,7 @@ class _Above(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Print the lines that are complete; a forked process writes past the block, of which it knows nothing."""
+        """Print the complete lines above the block; in a forked process, write straight to the real stream."""
         if os.getpid() != self._pid:
             return self._real.write(text)
         with self._summary.lock:
@@ -213,7 +213,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Print what may be a question, but no bar that a program draws over and over."""
+        """Print an unfinished line, which may be a question, unless a carriage return marks it as a progress bar."""
         with self._summary.lock:
             # A prompt is flushed without a line's end and has to be seen.
             if self._rest and "\r" not in self._rest:
@@ -221,7 +221,7 @@ class _Above(io.TextIOBase):
                 self._summary.print_above(line)
 
     def end_line(self) -> None:
-        """Print what stands on a line that has no end yet."""
+        """Write an unfinished line to the real stream."""
         rest, self._rest = self._rest, ""
         if rest:
             with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Draws what a terminal shows of a run: one or two short lines for each algorithm, and one for validations."""
+"""Draws a run for a terminal: one or two short lines for each algorithm, and one line for validations."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,10 +17,10 @@ _LONGEST_NAME = 16
 _WIDEST_BAR = 24
 _WIDEST_CURVE = 32
 _LEAST = 5
-"""Columns below which neither a bar nor a curve says anything."""
+"""The least columns for a bar or a curve; with less room it is left out."""
 
 _NARROW = 60
-"""Columns below which one space stands between two parts, and two otherwise."""
+"""Terminals with fewer columns get one space between two parts of a line, others get two."""
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _ASCII_LEVELS = "_.-=+*%#"
@@ -31,15 +31,15 @@ Part = tuple[str, str]
 
 
 def draw(view: RunView, *, width: int, height: int, is_ascii: bool = False) -> "list[Text]":
-    """Return the lines, none of them wider than ``width`` columns, and at most ``height`` of them.
+    """Return at most ``height`` lines of at most ``width`` columns each.
 
-    Where there is no room for all, algorithms that wait or are finished are left out first.
+    If there is no room for all algorithms, those that wait or are finished are left out first.
 
     Args:
-        view: What is known of the run.
+        view: The run.
         width: Columns of the terminal.
         height: Lines that may be drawn.
-        is_ascii: Draw with characters that every terminal has.
+        is_ascii: Whether to draw with ASCII characters only.
     """
     parts = [_algorithm(one, view.tallies.get(one.name), width) for one in _shown(view, height)]
     # A copy of the keys: the trainer adds callers while this thread draws.
@@ -67,7 +67,7 @@ def _algorithm(one: AlgorithmView, tally: Tally | None, width: int) -> list[list
         tail += [(f"±{one.spread:.3f}", "dim")] if one.spread is not None else []
     elif not one.has_begun:
         tail.append(("finished" if one.is_finished else "waits", "dim"))
-    # What matters least stands last and goes first.
+    # The least important part is last, and is dropped first.
     while len(tail) > 1 and _columns([*head, *tail], width) > width:
         tail.pop()
     gap = len(_gap(width))
@@ -92,7 +92,7 @@ def _doing(one: AlgorithmView, tally: Tally | None) -> list[Part]:
 
 
 def _counts(tally: Tally | None) -> list[Part]:
-    """Return the rollouts of the request under way, and the ones that failed so far."""
+    """Return the counts of the requests under way, and the number of rollouts that have failed so far."""
     if tally is None:
         return []
     parts: list[Part] = []
@@ -104,7 +104,7 @@ def _counts(tally: Tally | None) -> list[Part]:
 
 
 def _caller(name: str, tally: Tally, width: int) -> list[Part]:
-    """Return the line of rollouts that no algorithm asked for."""
+    """Return the line for the rollouts of a caller that is not an algorithm."""
     bar = min(_WIDEST_BAR, max(_LEAST, width // 4))
     return [(_name(name), "bold"), *_bar(tally.done, tally.asked, bar), *_counts(tally)]
 
@@ -125,7 +125,7 @@ def _bar(done: int, total: int, width: int) -> list[Part]:
 
 
 def _curve(values: Sequence[float], width: int) -> str:
-    """Return the values, or means of neighbours where there are too many, as blocks from the lowest to the highest."""
+    """Draw the values as block characters, scaled from lowest to highest; neighbours are averaged if there are many."""
     count = min(width, len(values))
     # Integer arithmetic spreads the remainder, so that neighbours differ by one value at most.
     ends = [len(values) * place // count for place in range(count + 1)]
@@ -156,7 +156,7 @@ def _columns(parts: Sequence[Part], width: int) -> int:
 
 
 def _text(parts: list[Part], width: int, *, is_ascii: bool) -> "Text":
-    """Join the parts that there is room for; the first is cut if it is too wide alone."""
+    """Join the parts that fit into ``width``; if not even the first one fits, it is truncated."""
     from rich.text import Text
 
     while len(parts) > 1 and _columns(parts, width) > width:

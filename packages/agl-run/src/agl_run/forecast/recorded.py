@@ -1,4 +1,4 @@
-"""Finds the rollouts that a plan is made from: training rollouts of the experiment, or those of its newest trial."""
+"""Finds the rollouts on which a forecast is based: recorded training rollouts, or the experiment's newest trial."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,26 +12,26 @@ from agl_run.plan import Plan
 from agl_run.run.episodes import episode_of, read_finished, selection_of, training_reward
 
 LIMIT = 256
-"""Rollouts at most that a plan is made from: the newest."""
+"""The most rollouts on which a forecast is based; the newest ones are read."""
 
 ENOUGH = 8
-"""Rollouts that are enough for a plan, if a task was run twice among them."""
+"""The least number of rollouts for a forecast; among them at least one task must have run twice."""
 
 _BATCH = 16
-"""Rollouts that are in memory at once."""
+"""The most rollouts that are in memory at once."""
 
 _FINISHED = ("succeeded", "failed")
 
 
 class Source(Record, frozen=True, kw_only=True):
-    """The origin of a plan's rollouts.
+    """The origin of the rollouts of a forecast.
 
     Attributes:
-        experiment: The experiment that they are recorded as.
-        run: Its run, from 1; 0 for a trial.
-        rollouts: Their number.
+        experiment: The experiment under which the rollouts are recorded.
+        run: The number of its run, from 1; 0 for a trial.
+        rollouts: The number of rollouts.
         tasks: The number of different tasks.
-        until: Unix seconds of the last one's end.
+        until: The time at which the last rollout finished, in Unix seconds.
     """
 
     experiment: str
@@ -42,19 +42,20 @@ class Source(Record, frozen=True, kw_only=True):
 
     @property
     def is_enough(self) -> bool:
-        """True if a plan can be made without running more."""
+        """True if these rollouts suffice for a forecast."""
         return self.rollouts >= ENOUGH and self.tasks < self.rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """The rollouts of a plan as each algorithm would train on them, and what a run has logged.
+    """The data of a forecast: facts about recorded rollouts, and the metrics that their run logged.
 
     Attributes:
         source: The origin of the rollouts.
-        observed: The facts by the algorithm's name; by ``""`` in an experiment without one.
-        metrics: The numbers of the run that made them; none for a trial.
-        weights: The weights that they ran with, by the policy's name.
+        observed: The facts about each rollout as an algorithm would train on it, by the algorithm's name; the key is
+            ``""`` in an experiment without algorithms.
+        metrics: The metrics of the run that recorded the rollouts; empty for a trial.
+        weights: The weights with which the rollouts ran, by the policy's name.
     """
 
     source: Source
@@ -64,11 +65,12 @@ class Material:
 
 
 async def find(store: Store, plan: Plan) -> tuple[Source, list[Rollout]] | None:
-    """Find the newest training rollouts of the experiment, or else those of its newest trial; ``None`` without any.
+    """Find the newest training rollouts of the experiment, or the rollouts of its newest trial.
 
-    Rollouts that a run has recorded are taken before those of a trial if they are enough.
+    A run's rollouts are preferred to a trial's, unless only the trial's are enough for a forecast. Returns ``None`` if
+    neither exists.
     """
-    # Rollouts of a run say more than those of a trial: their lengths are those of the policy in
+    # A run's rollouts are better evidence than a trial's: they have the lengths of the policy in
     # training.
     own, trial = await _of_run(store, plan.name), await _of_trial(store, f"{plan.name}{TRIAL}")
     found = [(_source(rollouts), rollouts) for rollouts in (own, trial) if rollouts]
@@ -76,13 +78,13 @@ async def find(store: Store, plan: Plan) -> tuple[Source, list[Rollout]] | None:
 
 
 async def find_trial(store: Store, plan: Plan) -> tuple[Source, list[Rollout]]:
-    """Find the rollouts of the experiment's newest trial, of which there must be one."""
+    """Find the rollouts of the experiment's newest trial, which must exist."""
     rollouts = await _of_trial(store, f"{plan.name}{TRIAL}")
     return _source(rollouts), rollouts
 
 
 async def read(store: Store, plan: Plan, source: Source, rollouts: Sequence[Rollout]) -> Material:
-    """Read finished rollouts, and reduce them to the facts that each algorithm of the experiment would see."""
+    """Read finished rollouts, and reduce them to the facts that each algorithm of the experiment would use."""
     selections = {config.name: selection_of(plan, config) for config in plan.config.algorithm}
     selections = selections or {"": selection_of(plan, None)}
     observed: dict[str, list[Observed]] = {name: [] for name in selections}
@@ -106,7 +108,7 @@ async def read(store: Store, plan: Plan, source: Source, rollouts: Sequence[Roll
 
 
 async def _weights(store: Store, versions: Mapping[str, str]) -> dict[str, Weights]:
-    """Return the weights among the versions of resources, where these are still in the store."""
+    """Return the weights among these versions of resources, as far as they are still in the store."""
     found: dict[str, Weights] = {}
     for name, version in versions.items():
         try:
@@ -143,7 +145,7 @@ def _source(rollouts: Sequence[Rollout]) -> Source:
 
 
 def _another(rollouts: Sequence[Rollout], place: int) -> Rollout | None:
-    """Return a rollout of another task, a different one for each task as far as there are."""
+    """Return a rollout of another task, from the places after this one; ``None`` if all have the same task."""
     own = rollouts[place].group_id
     behind = (rollouts[(place + shift) % len(rollouts)] for shift in range(1, len(rollouts)))
     return next((one for one in behind if one.group_id != own), None)

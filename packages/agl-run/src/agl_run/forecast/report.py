@@ -1,4 +1,4 @@
-"""Makes the plan of a run from recorded rollouts: a record, for programs and for the report in the terminal."""
+"""Makes the forecast of a run from recorded rollouts, as a record for programs and for the report in the terminal."""
 
 import random
 from collections.abc import Sequence
@@ -18,14 +18,17 @@ from agl_run.forecast.step_size import compares_groups, measured_update, shape_o
 from agl_run.plan import Plan
 
 _STEPS = 5
-"""Logged steps at the end whose times count."""
+"""The number of last logged steps whose times are used."""
 
 
 class RolloutSize(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The distribution of each measure over the recorded rollouts.
 
     Attributes:
-        seconds: Time of all attempts of a rollout: in model calls, in tools outside of these, and the rest.
+        seconds: Time of all attempts of a rollout; the sum of ``model_s``, ``tool_s`` and ``rest_s``.
+        model_s: Time in model calls.
+        tool_s: Time in tools, without the model calls within.
+        rest_s: All other time.
         context: Tokens of the longest prompt with its answer, or of the longest row.
     """
 
@@ -43,7 +46,14 @@ class RolloutSize(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class GroupSize(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A group size: the expected share of silent groups, and groups with a gradient among the rollouts of a step."""
+    """A possible group size, and what a step would get from it.
+
+    Attributes:
+        size: Rollouts per group.
+        silent_share: The expected share of silent groups.
+        basis: ``counted`` among the recorded rollouts of a task, or computed by a ``model`` for larger groups.
+        groups: Groups with a gradient that a step's rollouts would give; ``None`` if the step's size is not known.
+    """
 
     size: int
     silent_share: float
@@ -60,28 +70,28 @@ class Part(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class AlgorithmPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The plan of one algorithm.
+    """The forecast for one algorithm.
 
     Attributes:
-        algorithm: Its name; ``""`` in an experiment without one.
-        rollout: The rollouts as it would train on them.
-        trained_share: Share of the rollouts that it would train on.
-        reward: Mean of their rewards, ``None`` without any.
+        algorithm: The algorithm's name; ``""`` in an experiment without algorithms.
+        rollout: The measures of the rollouts as the algorithm would train on them.
+        trained_share: Share of the rollouts on which the algorithm would train.
+        reward: Mean reward of those rollouts; ``None`` if there are none.
         shape: The size of a step; ``None`` if it is not known.
-        step: The forecast of a step.
+        step: The forecast of a step; ``None`` if ``shape`` is.
         uncertainty: Half the 95 % interval of the mean tokens of a rollout, as a share of that mean; ``None`` if only
             one task was run.
-        gradient_share: Share of a step's groups that are expected to have a gradient; ``None`` where it is not known,
-            and where the rollouts of a task are not compared.
-        update_s: Seconds of a step's updates; ``None`` where they are not known.
-        update_basis: Their source: ``logged`` last by the run, ``measured`` on this machine on random rows of the
-            recorded lengths, or ``""``.
+        gradient_share: Expected share of a step's groups that have a gradient; ``None`` if it is not known, or if
+            the rollouts of a task are not compared.
+        update_s: Seconds of a step's updates; ``None`` if they are not known.
+        update_basis: The source of ``update_s``: ``logged`` by the run's last steps, ``measured`` on this machine on
+            random rows of the recorded lengths, or ``""``.
         parts: The parts of a step's time, the longest first.
-        silent: The expected shares of silent groups by size; empty if no task was run twice, or where none is silent
-            because the rollouts of a task are not compared.
-        best_size: The proposed group size; ``None`` if none gives a gradient.
-        faults: The faults of the recordings.
-        on_device: Memory and time of a step with another model or device, where these are named.
+        silent: The expected shares of silent groups by group size; empty if no task was run twice, or if the rollouts
+            of a task are not compared.
+        best_size: The proposed group size; ``None`` if no size gives a gradient.
+        faults: The faults that the recordings show.
+        on_device: Memory and time of a step on the named device; ``None`` if no device is named.
     """
 
     algorithm: str
@@ -102,15 +112,15 @@ class AlgorithmPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class RunPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The plan of an experiment.
+    """The forecast of an experiment.
 
     Attributes:
-        experiment: Its name.
+        experiment: The experiment's name.
         source: The origin of the rollouts.
-        concurrency: Rollouts at once in the experiment; 0 if workers run them all.
+        concurrency: Rollouts that the experiment runs at once; 0 if workers run them all.
         recorded_at_once: Mean number of rollouts that ran at once when they were recorded.
-        algorithms: The plans of its algorithms.
-        faults: The faults of its tasks.
+        algorithms: The forecasts for the algorithms.
+        faults: The faults of the experiment's tasks.
     """
 
     experiment: str
@@ -122,7 +132,7 @@ class RunPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def make_report(plan: Plan, material: Material, *, target: tuple[Device, ModelShape] | None = None) -> RunPlan:
-    """Make the plan of an experiment from recorded rollouts, and what ``target`` would make of it."""
+    """Make an experiment's forecast from recorded rollouts; with ``target`` also its costs on a device and a model."""
     configs: dict[str, AlgorithmConfig | None] = {config.name: config for config in plan.config.algorithm}
     observed = next(iter(material.observed.values()))
     beside = at_once(observed)
@@ -206,7 +216,7 @@ def _on_device(
     recorded: Recorded | None,
     target: tuple[Device, ModelShape] | None,
 ) -> DeviceForecast | None:
-    """Return what a step takes on the named device; ``None`` where none is named, or nothing trains on tokens."""
+    """Return a step's costs on the target; ``None`` without a target or for an algorithm that trains on no tokens."""
     if config is None or recorded is None or target is None or not plan.entry(config).needs_token_ids:
         return None
     return forecast_on(*target, training_of(plan, config), recorded)
@@ -215,7 +225,7 @@ def _on_device(
 async def _measured(
     plan: Plan, config: AlgorithmConfig, material: Material, shape: StepShape, share: float
 ) -> float | None:
-    """Return the seconds of the updates of a step, tried out on random rows as long as the recorded ones."""
+    """Measure the seconds of a step's updates on random rows of the recorded lengths; ``None`` if it cannot."""
     weights = material.weights.get(config.tunes[0]) if config.tunes else None
     # A fixed seed: the same recordings give the same forecast.
     drawn = random.Random(0).choices(material.observed[config.name], k=max(1, round(shape.rollouts * share)))
@@ -240,7 +250,7 @@ def _group(share: SilentShare, shape: StepShape | None) -> GroupSize:
 
 
 def _parts(rollouts: Sequence[Observed], step: StepForecast | None, update_s: float | None) -> list[Part]:
-    """Return the parts of a step's time, or of a rollout's where the step is not known, the longest first."""
+    """Return the parts of a step's time, or of a rollout's if the step is not known, the longest first."""
     seconds = sum(one.seconds for one in rollouts)
     if not seconds:
         return []
@@ -257,7 +267,7 @@ def _parts(rollouts: Sequence[Observed], step: StepForecast | None, update_s: fl
 
 
 def _logged(metrics: Sequence[Metric], algorithm: str, name: str) -> float | None:
-    """Return the median of a number over the last steps that logged it."""
+    """Return the median of a metric over the last steps that logged it; ``None`` if no step did."""
     found = [one for one in metrics if one.algorithm == algorithm and one.name == name]
     last = sorted(found, key=lambda one: one.step)[-_STEPS:]
     return median(one.value for one in last) if last else None

@@ -1,4 +1,4 @@
-"""Finds how many rollouts a step of an algorithm runs, and how it trains, from its class and its parameters."""
+"""Finds the number of rollouts in an algorithm's step, and the costs of its training, from its class and parameters."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,30 +14,30 @@ from agl_run.plan import Plan
 
 @runtime_checkable
 class MeasuredAlgorithm(Protocol):
-    """An algorithm that can try out how long its updates take on this machine."""
+    """An algorithm that can measure on this machine how long its updates take."""
 
     def measure_update(self, weights: Weights, rows: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of a step's updates; blocks for a few seconds, and changes no file.
 
-        Called on an object that is not set up and is closed afterwards.
+        The method is called before ``setup``, and the algorithm is closed afterwards.
 
         Args:
-            weights: The policy that it would tune.
-            rows: Tokens of each row that has a gradient, and those among them that train.
+            weights: The weights of the policy that the algorithm would tune.
+            rows: For each row with a gradient, its number of tokens and the number of its trained tokens.
         """
         ...
 
     async def close(self) -> None:
-        """See :class:`agl.contracts.Algorithm`."""
+        """Close the algorithm; see :class:`agl.contracts.Algorithm`."""
         ...
 
 
 async def shape_of(plan: Plan, config: AlgorithmConfig) -> StepShape | None:
-    """Return the size of an algorithm's step; ``None`` for one that does not say, or collects nothing itself.
+    """Return the size of an algorithm's step; ``None`` if it is unknown or the algorithm collects no rollouts itself.
 
-    An algorithm may have a method ``step_size(tasks)``, which returns how many of so many tasks a step draws, and how
-    many times it runs each; it is called on an object that is not set up and is closed afterwards. Otherwise the
-    parameters ``tasks_per_step`` and ``group_size`` count.
+    An algorithm may have a method ``step_size(tasks)``. It gets the number of training tasks, and returns the number
+    of tasks in a step and of rollouts per task; it is called before ``setup``, and the algorithm is closed afterwards.
+    Without this method, the parameters ``tasks_per_step`` and ``group_size`` count.
 
     Raises:
         ConfigError: A parameter is unknown or has the wrong type.
@@ -62,14 +62,14 @@ async def shape_of(plan: Plan, config: AlgorithmConfig) -> StepShape | None:
 
 
 def compares_groups(plan: Plan, config: AlgorithmConfig, shape: StepShape | None) -> bool:
-    """Return false for an algorithm that compares no rollouts of a task: it runs each once, or has a critic."""
+    """Return true if the algorithm compares rollouts of a task; it does not with one rollout per task or a critic."""
     return (shape is None or shape.samples > 1) and not training_of(plan, config).has_critic
 
 
 async def measured_update(
     plan: Plan, config: AlgorithmConfig, weights: Weights, rows: Sequence[tuple[int, int]]
 ) -> float | None:
-    """Return the seconds of an algorithm's updates as it measures them here; ``None`` for one that cannot."""
+    """Return the seconds of an algorithm's updates, measured on this machine; ``None`` if it cannot."""
     built: object = plan.manager.build(plan.entry(config), **config.params)
     if not isinstance(built, MeasuredAlgorithm) or not rows:
         return None
@@ -82,7 +82,7 @@ async def measured_update(
 
 
 def training_of(plan: Plan, config: AlgorithmConfig) -> Training:
-    """Return the settings of an algorithm that memory and time depend on; of one without such parameters, the usual."""
+    """Return an algorithm's settings that determine memory and time, with defaults for parameters that it lacks."""
     factory = plan.manager.resolve(plan.entry(config))
     rank = _number(factory, config, "lora.rank")
     updates = max(1, _number(factory, config, "updates_per_step"))
@@ -105,6 +105,6 @@ def training_of(plan: Plan, config: AlgorithmConfig) -> Training:
 
 
 def _number(factory: Any, config: AlgorithmConfig, name: str) -> int:
-    """Return an integer parameter or its default; 0 without one."""
+    """Return an integer parameter or its default; 0 if the algorithm has no such parameter."""
     found = parameter(factory, config.params, name)
     return found if isinstance(found, int) else 0

@@ -1,4 +1,4 @@
-"""Writes the plan of a run for people, in lines of at most 80 columns but for commands, which stay whole."""
+"""Writes a forecast for people, in lines of at most 80 columns; only commands may be longer, as they are not broken."""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -14,14 +14,14 @@ from agl_run.forecast.report import AlgorithmPlan, RolloutSize, RunPlan
 
 _WIDTH = 80
 _SURE = 0.1
-"""Uncertainty of a rollout's tokens from which the plan says what would make them surer."""
+"""If a rollout's tokens are less certain than this, the report says how to make them more certain."""
 
 _LABEL = 18
 _COLUMN = 10
 
 
 def as_lines(report: RunPlan, *, store_url: str = "") -> list[str]:
-    """Return the lines of a plan; ``store_url`` is for the commands in them."""
+    """Return the lines of a forecast's report; ``store_url`` is used in the commands that it proposes."""
     lines = _wrapped(f"{report.experiment}: {_origin(report)}")
     known: list[RolloutSize] = []
     stepping = [plan for plan in report.algorithms if plan.shape is not None]
@@ -195,11 +195,11 @@ def _short(seconds: float) -> str:
 
 _DEVICE_LABEL = 30
 _FULL = 0.9
-"""Share of a device's memory from which there is little room for what is not counted."""
+"""The share of a device's memory above which too little room is left for memory that is not counted."""
 
 
 def on_device(found: DeviceForecast) -> list[str]:
-    """Return the lines of a forecast."""
+    """Return the report's lines about a step's costs on a device."""
     model, device, memory = found.model, found.device, found.memory
     head = (
         f"on {device.title}, for {model.name} with {_count(found.weights)} weights: computed from the rates that its "
@@ -244,7 +244,7 @@ def _parts(memory: Memory) -> list[tuple[str, float]]:
 
 
 def _verdict(found: DeviceForecast) -> str:
-    """Return whether it fits, and what would make it fit."""
+    """Say whether trainer and server fit on the device, and which changes would make them fit."""
     memory, limit = found.memory, found.device.memory
     if memory.training + memory.serving <= _FULL * limit:
         return "trainer and server fit side by side"
@@ -278,7 +278,7 @@ def _count(number: int) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a duration for people."""
+    """Format a duration for people."""
     if value < 90:
         return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
     return f"{value / 60:.0f} min" if value < 5400 else f"{value / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""Runs the trial that a plan is made from: tasks until the tokens of a step are known well enough, or time is up."""
+"""Runs the trial for a forecast: tasks are added until a step's tokens are known well enough or the time is up."""
 
 import math
 import random
@@ -18,18 +18,24 @@ from agl_run.plan import Plan
 from agl_run.run.trial import Tasks, trial
 
 SURE = 0.05
-"""Half the 95 % interval of a step's tokens, as a share of them, at which a trial ends."""
+"""A trial ends when half the 95 % interval of a step's tokens is at most this share of them."""
 
 FIRST = 8
-"""Tasks of a trial before its first look at how sure it is."""
+"""The number of tasks that a trial runs before it first checks the uncertainty."""
 
 _GROWTH = 4
-"""Times as many tasks as before that the next look adds at most: the spread of few tasks is itself unsure."""
+"""Limit of the tasks that one round adds, as a multiple of those run so far: the spread of few tasks is uncertain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSize:
-    """The size of a trial: tasks, or ``None`` to go on until it is sure; rollouts of each; seconds of going on."""
+    """The size of a trial.
+
+    Attributes:
+        tasks: The number of tasks; ``None`` to add tasks until the tokens are known well enough.
+        samples: Rollouts of each task.
+        seconds: Time after which no tasks are added.
+    """
 
     tasks: int | None = None
     samples: int = 2
@@ -37,7 +43,7 @@ class TrialSize:
 
 
 async def try_out(plan: Plan, size: TrialSize, *, progress: Progress) -> Material:
-    """Run the trial as the experiment ``NAME-dev`` and read it; raises :class:`RunError` where every rollout failed."""
+    """Run a trial as the experiment ``NAME-dev``, and read it; raises :class:`RunError` if every rollout failed."""
     known = plan.train or plan.val
     draw = random.Random(plan.config.experiment.seed)  # any tasks, and the same ones again
     order = draw.sample(known, k=len(known))
@@ -60,7 +66,7 @@ async def try_out(plan: Plan, size: TrialSize, *, progress: Progress) -> Materia
 
 
 def _further(material: Material, done: int, *, tasks: int, most: float) -> int:
-    """Return how many tasks to add, of which ``most`` fit into the time."""
+    """Return how many tasks to add to make the tokens certain enough, at most ``most``."""
     found = [uncertainty_of(observed, tasks=tasks) for observed in material.observed.values()]
     unsure = max((each for each in found if each is not None), default=0.0)
     if unsure <= SURE:

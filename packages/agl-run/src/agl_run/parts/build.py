@@ -1,4 +1,4 @@
-"""Builds every component of a plan once, so that wrong parameters and missing packages show before a run."""
+"""Builds every component of a plan once, so that wrong parameters and missing packages are found before a run."""
 
 import os
 import re
@@ -31,10 +31,10 @@ from agl_run.plan import Plan
 
 
 async def check_components(plan: Plan, *, say: Callable[[str], None] | None = None) -> None:
-    """Build and release every component that can be built without being started; raises the first error.
+    """Build and close every component that can be built without being started; raises the first error.
 
-    Algorithms also check what they need of the plan, such as a budget for its tasks, and call the functions that they
-    are given. ``say`` is called with a line for what takes longer than a second.
+    Algorithms also check that the plan meets their needs, such as a budget for its tasks, and call the functions that
+    their parameters name. ``say`` is called with a line for each check that takes longer than a second.
     """
     config, manager = plan.config, plan.manager
     for credit in (config.credit, *(a.credit for a in config.algorithm if a.credit is not None)):
@@ -65,13 +65,13 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
 
 
 async def check_algorithms(plan: Plan) -> None:
-    """Build and release the algorithms, which check their parameters."""
+    """Build and close the algorithms, so that they check their parameters."""
     for algorithm in plan.config.algorithm:
         await plan.manager.build(plan.entry(algorithm), **algorithm.params).close()
 
 
 class _Policies(dict[str, LLM]):
-    """Policies by name; raises when one is asked for that this machine cannot reach."""
+    """Policies by name; raises :class:`ConfigError` on access to a policy that this machine cannot reach."""
 
     def __init__(self, policies: Mapping[str, LLM], unreachable: Mapping[str, str]) -> None:
         super().__init__(policies)
@@ -91,7 +91,7 @@ def build_rewards(
     Args:
         plan: The experiment.
         upstreams: The running policies.
-        unreachable: Policies that this machine cannot reach, with the reason; a reward that asks for one is refused.
+        unreachable: For each policy that this machine cannot reach, the reason; a reward that uses it is refused.
     """
     manager = plan.manager
     # Rewards call policies directly and not by the gateway: their calls are not the agent's.
@@ -116,7 +116,7 @@ def build_exporters(plan: Plan) -> list[tuple[str, Exporter]]:
 
 
 def build_sinks(plan: Plan) -> list[tuple[str, Sink]]:
-    """Build the destinations of the run's numbers, with their names."""
+    """Build the destinations of the run's metrics, with their names."""
     return [(name, built) for name, built in _destinations(plan) if isinstance(built, Sink)]
 
 
@@ -127,7 +127,7 @@ def _destinations(plan: Plan) -> Iterator[tuple[str, Exporter | Sink]]:
 
 
 def no_token_ids(name: str, use: str) -> str:
-    """Return the error text for training on the tokens of a backend that returns no token ids."""
+    """Return the error text for training on the tokens of a policy that returns no token ids."""
     return (
         f"an algorithm trains on the tokens of {name!r}, and its backend (use = {use!r}) returns no token ids; "
         "serve it with torch, vLLM or SGLang, or set has_token_ids = true if it does return them"
@@ -146,21 +146,21 @@ _FORMAT = re.compile(r"(.?[<>=^])?[+\- ]?z?#?0?\d*[,_]?(\.\d+)?[bcdeEfFgGnosxX%]
 
 
 def check_keys(plan: Plan) -> None:
-    """Raise :class:`ConfigError` for a variable that is named as ``api_key_env`` and not set."""
+    """Raise :class:`ConfigError` if ``api_key_env`` anywhere names a variable that is not set."""
     for place, params in _all_params(plan):
         for name in _variables(params):
             require_key(place, name)
 
 
 def check_policy_key(plan: Plan, name: str, resource: Resource) -> None:
-    """Check the key of a policy, which may come from its default; raises :class:`ConfigError`."""
+    """Raise :class:`ConfigError` if the variable with a policy's key, which may be the default one, is not set."""
     # A local server seldom needs a key, unless a gateway is set up to send one.
     if isinstance(resource, LLM) and ("api.openai.com" in resource.endpoint or _has_gateway(plan)):
         require_key(f"policy.{name}", resource.api_key_env)
 
 
 def require_key(place: str, variable: str) -> None:
-    """Raise :class:`ConfigError` if the environment lacks the variable; ``""`` needs none."""
+    """Raise :class:`ConfigError` if ``variable`` is not set in the environment; ``""`` means that no key is needed."""
     # A key that was pasted in place of its variable would end up in the store and in logs.
     if variable and not _VARIABLE.fullmatch(variable):
         raise ConfigError(
@@ -175,7 +175,7 @@ def require_key(place: str, variable: str) -> None:
 
 
 def check_template(name: str, template: PromptTemplate) -> None:
-    """Raise :class:`ConfigError` for braces of an f-string that are not a placeholder, such as ``{json: 1}``."""
+    """Raise :class:`ConfigError` for braces in an f-string template that are no placeholder, such as ``{json: 1}``."""
     if template.engine != "f-string":
         return
     remedy = 'write literal braces as {{ and }}, or set engine = "plain" or "jinja"'
@@ -206,7 +206,7 @@ def _has_gateway(plan: Plan) -> bool:
 
 
 def _all_params(plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the parameters of the components that call models, with their place in the file."""
+    """Yield the parameters of the components that call models, with their section in the file."""
     config = plan.config
     yield from ((f"policy.{name}", policy.params) for name, policy in config.policy.items())
     yield from (("[algorithm]", algorithm.params) for algorithm in config.algorithm)
@@ -214,7 +214,7 @@ def _all_params(plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _variables(value: Any) -> Iterator[str]:
-    """Yield every ``api_key_env`` within a value."""
+    """Yield every ``api_key_env`` at any depth of a value."""
     if isinstance(value, Mapping):
         for key, item in cast("Mapping[str, Any]", value).items():
             if key == _KEY and isinstance(item, str):
@@ -227,11 +227,11 @@ def _variables(value: Any) -> Iterator[str]:
 
 
 class _NotStartedError(Exception):
-    """Ends a check that asks for a part of a running experiment."""
+    """Raised when a check uses a part of a running experiment, which ends the check without an error."""
 
 
 class _Absent:
-    """A part of a running experiment; any use raises."""
+    """Stands for a part of a running experiment; any use raises :class:`_NotStartedError`."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _NotStartedError(name)
@@ -247,10 +247,10 @@ class _Absent:
 
 
 async def check_without_starting(plan: Plan, algorithm: AlgorithmConfig) -> None:
-    """Build and release an algorithm, which checks its parameters, its tasks and its budget.
+    """Build an algorithm, let it check its parameters, its tasks and its budget, and close it.
 
     Raises:
-        ConfigError: A run would refuse it, for a reason that is known without one.
+        ConfigError: A run would refuse the algorithm, for a reason that can be found without a run.
     """
     manager = plan.manager
     built = manager.build(plan.entry(algorithm), **algorithm.params)
@@ -299,7 +299,7 @@ def _context(plan: Plan, algorithm: AlgorithmConfig) -> AlgorithmContext:
 
 
 def _first_version(plan: Plan, name: str) -> ResourceVersion:
-    """Return a resource as the file has it; one with a label may have another version when the run starts."""
+    """Return a resource with its value from the file; raises if the run may start from another version."""
     # Its version is known only once the run has started.
     if name in plan.config.policy or plan.label(name):
         raise _NotStartedError(name)

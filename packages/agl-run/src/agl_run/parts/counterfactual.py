@@ -23,11 +23,11 @@ from agl_inspect.rollouts.answers import answer_counts
 from agl_run.plan import Plan
 
 RunAll = Callable[[Sequence[Rollout]], Awaitable[list[Episode]]]
-"""Enqueues rollouts and returns their episodes in order."""
+"""Enqueues rollouts and returns their episodes in the same order."""
 
 
 def check_replays(plan: Plan, credit: Credit) -> None:
-    """Raise :class:`ConfigError` if the credit replays rollouts and the runner cannot."""
+    """Raise :class:`ConfigError` if the credit replays rollouts and the runner cannot replay."""
     if isinstance(credit, CounterfactualCredit) and not can_replay(plan):
         raise ConfigError(
             f"the credit {type(credit).__name__} replays rollouts and answers the agents' model calls in their own "
@@ -42,18 +42,18 @@ def can_replay(plan: Plan) -> bool:
 
 
 class Replays:
-    """Runs the episodes of one step again; see :class:`agl_run.replay.ReplayFn`.
+    """Replays and forks the episodes of one step; see :class:`agl.contracts.ReplayFn`.
 
     Args:
         episodes: The episodes that may be replayed.
-        prefix: Start of the replays' ids.
+        prefix: Prefix of the replays' ids.
         run_all: Runs the replays.
-        store: The store that records them.
+        store: The store that records the replays.
 
     Attributes:
         count: Replays so far, including those that a repeated step found in the store.
         failed: Replays that did not succeed.
-        calls: Model calls that they paid for.
+        calls: Live model calls of the replays, which were paid for.
     """
 
     def __init__(self, episodes: Sequence[Episode], *, prefix: str, run_all: RunAll, store: Store) -> None:
@@ -68,7 +68,7 @@ class Replays:
         self.calls = 0
 
     async def __call__(self, plans: Sequence[AnyPlan]) -> list[Episode]:
-        """See :class:`agl_run.replay.ReplayFn`."""
+        """Run the replays and forks of some plans; see :class:`agl.contracts.ReplayFn`."""
         # By plan: equal plans are one rollout, and are paid for once.
         rollouts = {plan: self._rollout(plan) for plan in plans}
         episodes = dict(zip(rollouts, await self._run_all(list(rollouts.values())), strict=True))
@@ -116,9 +116,9 @@ class Replays:
         return replace(again, metadata={**then.metadata, **seed, REPLAY: to_builtins(replace(plan, mode=then.mode))})
 
     def _seed(self, plan: AnyPlan, then: Rollout) -> Mapping[str, int]:
-        """Return the seed of a replay's draws, which follows from its plan and the recorded rollouts' seeds.
+        """Return the seed of a replay, derived from its plan and the seeds of the recorded rollouts.
 
-        With the seed of the recorded rollout alone, all samples of a plan would draw the same tokens.
+        The plan is part of it because otherwise all samples of a plan would draw the same tokens.
         """
         if "seed" not in then.metadata:
             return {}
@@ -128,13 +128,13 @@ class Replays:
         return {"seed": int.from_bytes(hashlib.blake2b(words, digest_size=6).digest())}
 
     def _as_seed(self, plan: AnyPlan) -> AnyPlan | list[Json]:
-        """Return the parts of a plan that are the same in every run: all but the ids."""
+        """Return a plan without its ids, which differ from run to run."""
         if isinstance(plan, ReplayPlan):
             return replace(plan, rollout_id="", sibling="")
         return [FORK, self._places.get(plan.span_id, -1), plan.is_coupled, plan.sample]
 
     async def _check_answered(self, plan: ReplayPlan, episode: Episode) -> None:
-        """Raise :class:`CaptureError` if a model answered for a replaced agent, which makes the replay worthless."""
+        """Raise :class:`CaptureError` if a model answered for a replaced agent, which invalidates the replay."""
         live = _unanswered(plan, episode)
         spans = await all_spans(self._store, episode.rollout.rollout_id) if live else []
         for span in spans:
@@ -148,18 +148,18 @@ class Replays:
 
 
 def as_fork(rollout: Rollout, plan: ForkPlan, *, of: Rollout, metadata: Mapping[str, Json]) -> Rollout:
-    """Return a rollout as a fork of another one; it is tried once, because what diverged would diverge again."""
+    """Turn a rollout into a fork of ``of``; it gets one attempt, because another one would diverge in the same way."""
     retry = replace(rollout.retry, max_attempts=1)
     return replace(rollout, retry=retry, metadata={**metadata, FORK: to_builtins(replace(plan, mode=of.mode))})
 
 
 def _other(plan: AnyPlan) -> str:
-    """Return the rollout whose answers a plan needs besides those of its own, ``""`` for none."""
+    """Return the other rollout whose answers a plan needs; ``""`` if it needs only those of the replayed rollout."""
     return plan.answer_rollout if isinstance(plan, ForkPlan) else plan.sibling
 
 
 def _unanswered(plan: ReplayPlan, episode: Episode) -> dict[str, str]:
-    """Return the replaced agents whose calls the replay did not answer, by the call's span id."""
+    """Return the replaced agents whose calls a model answered, by the call's span id."""
     return {
         call.span_id: call.agent
         for call in episode.transitions

@@ -1,7 +1,7 @@
-"""Decides whether the gateway of a run shares the trainer's process, or has one of its own.
+"""Decides whether the gateway of a run shares the trainer's process or has a process of its own.
 
-In the trainer's process it costs nothing to start and needs no spool. Beyond a load, the trainer's own work delays its
-answers, and its answers delay the trainer, because one process runs Python in one thread at a time.
+In the trainer's process the gateway costs nothing to start and needs no spool. Under high load, however, gateway and
+trainer delay each other there, because one process runs Python in one thread at a time.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from agl.errors import ConfigError
 from agl_run.plan import Plan
 
 PROCESS_ABOVE = 64
-"""Attempts at once, in all workers that an experiment starts, beyond which its gateway gets a process."""
+"""With more attempts at once, over all workers that an experiment starts, its gateway gets a process of its own."""
 
 
 @runtime_checkable
@@ -20,25 +20,25 @@ class SeparableGateway(Protocol):
     """A gateway that can also run in a process of its own."""
 
     def apart(self, store_url: str, *, plugins: Mapping[str, str]) -> Gateway:
-        """Return a gateway with the same settings that runs there; raises :class:`ConfigError` if it cannot.
+        """Return a gateway with the same settings in another process; raises :class:`ConfigError` if it cannot.
 
         Args:
-            store_url: The store, which that process opens by itself.
-            plugins: Environment that makes it load the same plugins.
+            store_url: The store's URL, with which that process opens the store itself.
+            plugins: Environment variables that make that process load the same plugins.
         """
         ...
 
 
 def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, str]:
-    """Return the gateway to start, and the line that says where it runs.
+    """Return the gateway to start, and a line that says in which process it runs.
 
     Args:
-        gateway: One that runs in this process.
+        gateway: A gateway that runs in this process.
         plan: The experiment.
-        store_url: Its store; ``""`` for an object, which only this process has.
+        store_url: The store's URL; ``""`` for a store object, which other processes cannot open.
 
     Raises:
-        ConfigError: ``[gateway] process`` is true, and it cannot have a process of its own.
+        ConfigError: ``[gateway] process`` is true, and the gateway cannot have a process of its own.
     """
     config = plan.config.gateway
     load = plan.config.runner.concurrency if plan.fleet is None else plan.fleet.most_attempts
@@ -51,7 +51,8 @@ def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, st
     try:
         separate = _apart(gateway, plan, store_url)
     except ConfigError as error:
-        # What was asked for explicitly is refused; ``auto`` falls back and says so.
+        # An explicit request is refused; with ``auto`` the gateway runs here, and the line says
+        # why.
         if config.process is True:
             raise ConfigError(f"[gateway] process is true, and {error}") from error
         return gateway, f"the gateway runs in this process, although it would get its own ({count}): {error}"
@@ -59,7 +60,7 @@ def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, st
 
 
 def check_place(plan: Plan, *, store_url: str) -> None:
-    """Raise :class:`ConfigError` if the settings ask for a process that the gateway cannot have."""
+    """Raise :class:`ConfigError` if ``[gateway] process`` is true and the gateway cannot have its own process."""
     config = plan.config.gateway
     if config.process is not True or not plan.config.policy:
         return
@@ -69,11 +70,11 @@ def check_place(plan: Plan, *, store_url: str) -> None:
 
 
 _FILES = ("tls_cert", "tls_key", "audit_log")
-"""Parameters of a gateway that name files from the experiment's folder."""
+"""Parameters of a gateway that are file names, relative to the experiment's folder."""
 
 
 def gateway_params(plan: Plan) -> dict[str, Any]:
-    """Return the arguments of the gateway, with its files found from the experiment's folder."""
+    """Return the arguments of the gateway, with its file names joined to the experiment's folder."""
     params = plan.config.gateway.params
     return {**params, **{name: str(plan.folder / str(params[name])) for name in _FILES if name in params}}
 

@@ -1,8 +1,8 @@
-"""Finds the weights that policies start from, before a library looks for them.
+"""Checks the weights that policies start from, before a library loads them.
 
-``model`` of a policy that trains is a folder or the name of a model on a hub. A library takes a folder that is not
-there for a name on the hub, and asks the hub for a minute where it cannot be reached. Both are refused here at once.
-The cache and the variables are those of Hugging Face's libraries.
+``model`` of a policy that trains is a folder or the name of a model on a hub. Libraries take a folder that does not
+exist for the name of a model, and if the hub cannot be reached, they wait for about a minute. Here both mistakes are
+found at once. The cache and the environment variables are those of Hugging Face's libraries.
 """
 
 import os
@@ -20,22 +20,22 @@ from agl_run.plan import Plan
 HUB = "https://huggingface.co"
 
 ANSWER_S = 5.0
-"""Seconds that a hub has to answer in."""
+"""Seconds to wait for the hub's answer."""
 
 _FORMAT = (
     "Give a folder in Hugging Face's format (config.json, model.safetensors, tokenizer.json), relative to the "
     "experiment's file, or the name of a model on the hub"
 )
 _ELSEWHERE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
-"""Variables under which no library asks the hub for a model."""
+"""Environment variables with which libraries do not look for models on the Hugging Face hub."""
 
 
 def policy_params(plan: Plan, name: str) -> dict[str, Any]:
-    """Return a policy's parameters, with the path of a ``model`` folder made absolute; may take some seconds.
+    """Return a policy's parameters, with an absolute path if ``model`` is a folder; may take some seconds.
 
     Raises:
-        ConfigError: The policy loads weights, and ``model`` is a path without a folder, or the name of a model that
-            this machine does not have while the hub cannot be reached.
+        ConfigError: The policy loads weights, and ``model`` is the path of a folder that does not exist, or the name
+            of a model that is not on this machine while the hub cannot be reached.
     """
     config = plan.config.policy[name]
     model = config.params.get("model")
@@ -57,14 +57,14 @@ def policy_params(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def _is_path(model: str, folder: Path) -> bool:
-    """Return true for what can be no name on a hub, which has one slash at most, or what begins with a folder."""
+    """Return true if ``model`` cannot be a hub's name (at most one slash), or begins with an existing folder."""
     path = Path(model)
     begins_here = len(path.parts) == 2 and (folder / path.parts[0]).is_dir()
     return model.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or begins_here
 
 
 def _missing(path: Path) -> str:
-    """Describe the part of a path that is not there, with the closest name that is."""
+    """Describe the first part of a path that does not exist, with the closest name that does."""
     if path.is_file():
         return f"{str(path)!r} is a file, and a model is the folder {str(path.parent)!r}."
     parent = next(parent for parent in path.parents if parent.is_dir())
@@ -75,7 +75,7 @@ def _missing(path: Path) -> str:
 
 
 def _check_hub(asked: str, model: str, path: Path, *, environ: Mapping[str, str]) -> None:
-    """Raise :class:`ConfigError` for a model that is not in the cache if the hub does not answer."""
+    """Raise :class:`ConfigError` if a model is not in the cache and the hub does not answer."""
     if "://" in model or any(environ.get(name, "0").lower() not in ("", "0", "false") for name in _ELSEWHERE):
         return
     home = environ.get("HF_HOME") or "~/.cache/huggingface"

@@ -1,7 +1,7 @@
-"""Adapts a reward of the experiment's own, a function, an instance or a class, to a reward emitter.
+"""Adapts a reward that the experiment brings itself (a function, an instance or a class) to a reward emitter.
 
-The experiment names it as ``module:attribute``, or a trainer was given the object. Rewards of plugins have factories
-and need none of this.
+The experiment names the reward as ``module:attribute``, or the trainer was given the object. Rewards of plugins have
+factories and do not need this module.
 """
 
 import functools
@@ -24,7 +24,7 @@ def given_rewards(rewards: Sequence[Any]) -> dict[str, Callable[..., Any]]:
     """Return the functions, instances and classes among a trainer's rewards, by name.
 
     Raises:
-        ConfigError: Two have the same name.
+        ConfigError: Two rewards have the same name.
     """
     found: dict[str, Callable[..., Any]] = {}
     for reward in filter(callable, rewards):
@@ -39,12 +39,12 @@ def given_rewards(rewards: Sequence[Any]) -> dict[str, Callable[..., Any]]:
 
 
 def name_of(reward: Callable[..., Any]) -> str:
-    """Return the name of a function or a class, or that of an instance's class."""
+    """Return the name of a function or class, or the name of an instance's class."""
     return getattr(reward, "__name__", "") or type(reward).__name__
 
 
 def check_known(plan: Plan) -> None:
-    """Find every reward of the experiment, without building it.
+    """Check that every reward of the experiment exists, without building any.
 
     Raises:
         ConfigError: ``module:attribute`` cannot be imported.
@@ -67,17 +67,17 @@ def _check_registered(plan: Plan, name: str) -> None:
 
 
 def is_own(plan: Plan, name: str) -> bool:
-    """Return true if the experiment brings the reward itself."""
+    """Return true if the reward is the experiment's own, not a plugin's."""
     return ":" in name or name in plan.rewards
 
 
 def build_own(plan: Plan, name: str, params: Mapping[str, Json]) -> RewardEmitter:
     """Build the emitter of a reward that the experiment brings itself.
 
-    A class is made with the parameters; a function or an instance gets them as keyword arguments of every call.
+    A class is instantiated with the parameters; a function or an instance gets them as keyword arguments of every call.
 
     Raises:
-        ConfigError: It cannot be imported, or not be called with a rollout and its spans.
+        ConfigError: The reward cannot be imported, or cannot be called with a rollout and its spans.
     """
     found = plan.rewards.get(name)
     target = import_attribute(name, str(plan.folder), kind="reward") if found is None else found
@@ -96,7 +96,7 @@ def _instance(plan: Plan, name: str, target: Any, params: Mapping[str, Json]) ->
 
 
 def named(name: str, emitter: RewardEmitter, *, folder: Path) -> RewardEmitter:
-    """Return the emitter with its errors named: ``the reward 'judge:score' raised KeyError: 'anser' at judge.py:2``."""
+    """Wrap an emitter so that its errors name the reward, as in ``the reward 'judge:score' raised KeyError: 'x'``."""
 
     async def awaited(value: Awaitable[Any]) -> Any:
         with _naming(name, folder):

@@ -1,4 +1,4 @@
-"""Says what an experiment waits for, and how long its algorithms still take."""
+"""Shows long waits of an experiment, estimates the time its algorithms need, and reads algorithms' parameters."""
 
 import threading
 import time
@@ -10,28 +10,28 @@ from pathlib import Path
 from typing import Any
 
 FIRST_S = 1.0
-"""Seconds of silence before a wait is named."""
+"""Seconds before a wait is first shown."""
 
 AGAIN_S = 30.0
-"""Seconds between the reminders that follow."""
+"""Seconds between later reminders of a wait."""
 
 _KEPT = 5
-"""Steps whose mean length the time left is estimated from."""
+"""The number of recent steps from whose mean duration the remaining time is estimated."""
 
 
 @contextmanager
 def waiting_for(
     what: str, *, say: Callable[[str], None] | None, first_s: float = FIRST_S, again_s: float = AGAIN_S
 ) -> Generator[None]:
-    """Name a wait once it takes longer than a second, remind of it, and say when it is over.
+    """Show a line once the block takes longer than ``first_s``, remind of it, and show a line at its end.
 
     The lines come from a thread, because loading a model may keep the event loop busy.
 
     Args:
-        what: The work, such as ``loading 'some-model'``.
-        say: Called with each line; ``None`` says nothing.
+        what: The work in the block, such as ``loading 'some-model'``.
+        say: Called with each line; with ``None`` nothing is shown.
         first_s: Seconds before the first line.
-        again_s: Seconds between the lines that follow.
+        again_s: Seconds between the reminders.
     """
     if say is None:
         yield
@@ -45,7 +45,7 @@ def waiting_for(
         yield
     finally:
         is_over.set()
-        # So that no reminder follows the line which says that the wait is over.
+        # Joined, so that no reminder follows the line that reports the end of the wait.
         teller.join()
     if time.monotonic() - started >= first_s:
         say(f"{what}: done after {time.monotonic() - started:.0f} s")
@@ -62,7 +62,7 @@ def _tell(
 
 
 def loading(name: str, use: str, params: Mapping[str, Any], *, folder: Path) -> str:
-    """Describe the start of a policy: its model, the place that it comes from, and the server."""
+    """Describe the start of a policy: its model, the folder or address it comes from, and the server."""
     model, url = params.get("model"), params.get("base_url")
     shown = f"loading {model!r}" if model else "starting"
     if isinstance(model, str) and (folder / model).is_dir():
@@ -71,7 +71,7 @@ def loading(name: str, use: str, params: Mapping[str, Any], *, folder: Path) -> 
 
 
 def parameter(factory: Any, params: Mapping[str, Any], name: str) -> Any:
-    """Return a parameter or its default, such as ``lora.rank`` in a table; ``None`` if the algorithm has none."""
+    """Return a parameter or its default; ``lora.rank`` is a key of a table. ``None`` if the algorithm lacks it."""
     name, _, key = name.partition(".")
     try:
         default = signature(factory).parameters[name].default
@@ -83,13 +83,13 @@ def parameter(factory: Any, params: Mapping[str, Any], name: str) -> Any:
 
 
 def steps_in_all(factory: Any, params: Mapping[str, Any]) -> int:
-    """Return the number of steps that an algorithm takes, its parameter ``steps``; 0 if it sets no limit."""
+    """Return the number of steps that an algorithm takes (its parameter ``steps``); 0 if it sets no limit."""
     found = parameter(factory, params, "steps")
     return found if isinstance(found, int) else 0
 
 
 class StepTimes:
-    """The steps of an algorithm in this process, from which the time left is estimated.
+    """The durations of an algorithm's steps in this process, from which the remaining time is estimated.
 
     Args:
         clock: Returns seconds.
@@ -102,7 +102,7 @@ class StepTimes:
         self._ends: deque[float] = deque([clock()], maxlen=_KEPT + 1)
 
     def ended(self, *, left: int) -> str:
-        """Note the end of a step; returns the time that ``left`` further ones take, as a text."""
+        """Note the end of a step, and return the estimated time of ``left`` further steps as text; ``""`` below 1 s."""
         self._ends.append(self._clock())
         mean = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return f"about {_duration(mean * left)} left" if mean * left >= 1 else ""

@@ -1,4 +1,4 @@
-"""Players of replays and forks: they answer an attempt's model calls as a recorded rollout got them."""
+"""Answers an attempt's model calls from a recorded rollout, for replays and forks."""
 
 from agl_run.replay.fork_player import ForkScript as ForkScript
 from agl_run.replay.player import ReplayScript as ReplayScript

@@ -1,8 +1,8 @@
-"""Answers the calls of a fork: as recorded before the call that it forks at, and from there by a model.
+"""Answers the calls of a fork: from the recording before the call at which it forks, and then by a model.
 
-A call is found by its agent and its request. As long as everything that an agent read is recorded, it must ask what it
-asked then; the first other request is a divergence, which is refused with status 400 and fails the attempt. Agents that
-run side by side may make their calls in another order than in the recording.
+A call is found in the recording by its agent and its request. An agent that has read only recorded answers must make
+its recorded requests; the first other request is a divergence, which is refused with status 400 and fails the attempt.
+Agents that run in parallel may make their calls in another order than in the recording.
 """
 
 from collections import Counter, defaultdict, deque
@@ -17,19 +17,20 @@ from agl_inspect.rollouts.answers import RecordedAnswer, asked, encode_answer, k
 from agl_inspect.rollouts.conversations import ending, nearest
 
 REFUSED = 400
-"""Status of the answer to a request that diverged; clients do not repeat such a request."""
+"""Status of the answer to a request that diverged; clients do not retry a request after this status."""
 
 Place = tuple[str, bytes]
-"""An agent, and the key of its request."""
+"""The agent of a call, and the key of its request."""
 
 
 class ForkScript(Record, frozen=True, kw_only=True, tag="fork"):
     """A fork's plan with the answers that it needs; can be sent to the agent's process.
 
     Attributes:
-        recorded: The answers of the recorded rollout in order of time.
-        position: The one among them to fork at.
-        answer: The answer that the call to fork at gets, ``None`` if a model answers.
+        plan: The fork's plan.
+        position: The index in ``recorded`` of the call at which the rollout forks.
+        recorded: The answers of the recorded rollout, in order of time.
+        answer: The answer that this call gets instead; ``None`` if a model answers it.
     """
 
     plan: ForkPlan
@@ -39,7 +40,7 @@ class ForkScript(Record, frozen=True, kw_only=True, tag="fork"):
 
 
 class ForkPlayer:
-    """Answers the calls of one attempt; thread-safe.
+    """Answers the calls of one attempt of a fork; thread-safe.
 
     Equal requests of one agent are answered in the order in which they were recorded.
     """
@@ -59,7 +60,7 @@ class ForkPlayer:
         self._diverged = ""
 
     def respond(self, request: Request, *, agent: str) -> CannedAnswer | None:
-        """Return the answer to a request of ``agent``, ``None`` if a model has to answer."""
+        """Return the answer to a request of ``agent``; ``None`` if a model has to answer it."""
         body = request.to_dict()
         if body is None or request.dialect == "embeddings":
             return None
@@ -75,7 +76,7 @@ class ForkPlayer:
         return CannedAnswer(content_type=content_type, body=data, model_version=version)
 
     def divergence(self, *, is_over: bool) -> str:
-        """Describe the first divergence, ``""`` without one; ``is_over`` if the agent ended by itself."""
+        """Describe the first divergence; ``""`` if there is none. ``is_over`` says that the agent ended by itself."""
         if self._diverged or not is_over:
             return self._diverged
         missed = self._missed()
@@ -89,7 +90,7 @@ class ForkPlayer:
     def _answer(
         self, dialect: Dialect, body: Json, agent: str
     ) -> tuple[Literal["recorded", "sibling", "live", "diverged"], Json]:
-        """Return the source of the answer to a request, and the answer if it is there already."""
+        """Return the source of the answer to a request, and the answer, unless a model has yet to give it."""
         place = agent, key_of(dialect, body)
         if self._diverged:
             return "diverged", None
@@ -114,7 +115,7 @@ class ForkPlayer:
         return "live", None
 
     def _must_be_recorded(self, agent: str) -> bool:
-        """Return true if all that ``agent`` read so far is recorded."""
+        """Return true if ``agent`` has read only recorded answers so far."""
         is_before = self._owed[agent] > 0 or (agent == self._at[0] and not self._is_reached)
         return is_before or not self._is_anew
 
@@ -129,7 +130,7 @@ class ForkPlayer:
         return f"{told}. Due was {self._named(due)}: {where}"
 
     def _missed(self) -> list[RecordedAnswer]:
-        """Return the calls up to the one to fork at that the agent has not made yet, in order of time."""
+        """Return the calls, up to the one at which the rollout forks, that no agent has made yet, in order of time."""
         # By identity: two calls may be equal and are still two.
         waiting = {id(answer) for answers in self._before.values() for answer in answers}
         recorded, position = self._script.recorded, self._script.position

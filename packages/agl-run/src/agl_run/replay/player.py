@@ -1,7 +1,7 @@
 """Answers model calls of a replay in the agent's process, from the recording or with a replacement.
 
-The wire hook asks before a request leaves. A call that is answered here never reaches a model, costs no tokens, and is
-recorded with the model version ``replay:recorded``, ``replay:silent`` or ``replay:sibling``.
+The wire hook asks the player before a request is sent. A call that is answered here never reaches a model, costs no
+tokens, and is recorded with the model version ``replay:recorded``, ``replay:silent`` or ``replay:sibling``.
 """
 
 from collections import Counter, defaultdict, deque
@@ -17,7 +17,7 @@ Source = Literal["recorded", "silent", "sibling"]
 
 
 class ReplayScript(Record, frozen=True, kw_only=True, tag="replay"):
-    """A plan with the answers that it needs, in order of time; can be sent to the agent's process."""
+    """A replay's plan with the recorded answers that it needs, in order of time; can be sent to the agent's process."""
 
     plan: ReplayPlan
     recorded: tuple[RecordedAnswer, ...] = ()
@@ -25,9 +25,9 @@ class ReplayScript(Record, frozen=True, kw_only=True, tag="replay"):
 
 
 class Player:
-    """Answers the calls of one attempt; thread-safe.
+    """Answers the calls of one attempt of a replay; thread-safe.
 
-    Equal conversations of one agent are answered in the order in which they were recorded.
+    Equal requests of one agent are answered in the order in which they were recorded.
     """
 
     def __init__(self, script: ReplayScript) -> None:
@@ -42,7 +42,7 @@ class Player:
             self._siblings[answer.agent].append(answer)
 
     def respond(self, request: Request, *, agent: str) -> CannedAnswer | None:
-        """Return the answer to a request of ``agent``, ``None`` if a model has to answer."""
+        """Return the answer to a request of ``agent``; ``None`` if a model has to answer it."""
         dialect, asked = request.dialect, request.to_dict()
         if asked is None or dialect == "embeddings":
             return None

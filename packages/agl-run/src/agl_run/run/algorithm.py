@@ -22,17 +22,17 @@ from agl_run.run.recorded import SourceReader
 from agl_run.run.saving import Collecting, SaveFn, to_end
 
 ENDS_SOON_S = 1.0
-"""Seconds for which a run that stops says nothing, because a step that waits for rollouts ends at once."""
+"""Seconds without a message after a run is stopped, because a step that only waits for rollouts ends at once."""
 
 
 class DrivenAlgorithm:
-    """One algorithm in a schedule: sets it up when its turn comes, steps it, saves its state.
+    """One algorithm in a schedule: sets it up when its turn comes, takes its steps, and saves its state.
 
     Attributes:
-        name: Its name within the experiment.
-        tunes: Names of the resources that it tunes.
-        state: Its state after the last step.
-        is_finished: True if it takes no further step.
+        name: The algorithm's name within the experiment.
+        tunes: Names of the resources that the algorithm tunes.
+        state: The algorithm's state after its last step.
+        is_finished: True if the algorithm takes no further step.
     """
 
     def __init__(self, driver: Driver, config: AlgorithmConfig, state: AlgorithmState) -> None:
@@ -60,15 +60,19 @@ class DrivenAlgorithm:
 
     @property
     def steps(self) -> int:
-        """Steps so far, including those before a restart."""
+        """The number of steps so far, including those before a restart."""
         return self.state.step
 
     async def save(self, *, must: bool) -> bool:
-        """Let the algorithm write what its state names; returns true once it has, see ``defer`` of its context."""
+        """Let the algorithm write the files to which its state refers; see ``defer`` of its context.
+
+        Returns:
+            True once they are written; with ``must`` the algorithm may not put this off.
+        """
         return self._save is None or await self._save(must)
 
     async def check(self) -> None:
-        """Let the algorithm check its needs before its turn; builds and closes it."""
+        """Build the algorithm, let it check its requirements before its turn, and close it."""
         algorithm = self._build()
         try:
             # Algorithms whose turn is later are checked now, so that a night's run does not end at
@@ -79,12 +83,12 @@ class DrivenAlgorithm:
             await algorithm.close()
 
     async def begin(self) -> None:
-        """Build, set up and restore the algorithm, once."""
+        """Build, set up and restore the algorithm; does nothing when called again."""
         if self._algorithm is not None:
             return
         session, name = self._driver.session, self.name
         self._algorithm = algorithm = session.algorithm(self._config)
-        # Setting up may load a model, which takes minutes and looks like a hang otherwise.
+        # Setting up may load a model, which takes minutes and would look like a hang.
         with waiting_for(f"setting up the algorithm {name}", say=self._driver.progress.say):
             await algorithm.setup(self._context())
         # A state without a step is a new one; there is nothing to restore, and algorithms need not
@@ -103,8 +107,8 @@ class DrivenAlgorithm:
     async def step(self) -> None:
         """Take one step; raises :class:`AglError` if it trains a rollout twice.
 
-        A step that is cancelled while others wait to be saved is only interrupted where it collects: in the middle of
-        an update the weights would belong to no step.
+        If the step is cancelled while earlier steps wait to be saved, it is interrupted only where it collects
+        rollouts; interrupting an update would leave weights that belong to no step.
         """
         if self._algorithm is None:
             raise AglError("begin() was not called")
@@ -122,7 +126,7 @@ class DrivenAlgorithm:
             step=own.step,
             is_finished=own.is_finished,
             stop_reason=own.stop_reason,
-            # A copy, since the algorithm goes on to change its own.
+            # A copy, because the algorithm continues to change its own state.
             state=dict(self._algorithm.state()),
             settings=self._settings,
         )
@@ -136,7 +140,7 @@ class DrivenAlgorithm:
             raise asyncio.CancelledError
 
     def _check(self, report: StepReport) -> None:
-        """Raise :class:`AglError` for a step out of order, and for one that trains a rollout again."""
+        """Raise :class:`AglError` if a step is out of order, or trains a rollout a second time."""
         name = self.name
         if report.step != self.state.step + 1 and not (report.is_finished and report.step == self.state.step):
             raise AglError(
@@ -151,7 +155,7 @@ class DrivenAlgorithm:
             )
 
     async def _measured(self, report: StepReport) -> StepReport:
-        """Store what the step did with each call, and add what the observers measured, before the step is saved."""
+        """Store how the step used each call, and return its report with the observers' measurements added."""
         driver, name = self._driver, self.name
         records = {
             rollout_id: TrainingRecord(
@@ -168,7 +172,7 @@ class DrivenAlgorithm:
         return msgspec.structs.replace(report, metrics=metrics, published=published, uses={})
 
     async def _show(self, report: StepReport, metrics: Mapping[str, float]) -> None:
-        """Show a step by the algorithm's own metrics, and let the observers see all of them."""
+        """Show a step with the algorithm's own metrics, and pass the report with all metrics to the observers."""
         name, progress = self.name, self._driver.progress
         progress.update(f"{name} rollouts", 0, 0)
         left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
@@ -187,7 +191,7 @@ class DrivenAlgorithm:
             await observer.step(report, algorithm=name)
 
     async def _report(self, algorithm: Algorithm) -> tuple[StepReport, bool]:
-        """Take a step; returns its report, and true if the run was stopped meanwhile."""
+        """Take a step; return its report, and true if the run was stopped in the meantime."""
         step = asyncio.ensure_future(algorithm.step())
         try:
             # Shielded, so that a stop reaches this method first and decides what becomes of the
@@ -212,7 +216,7 @@ class DrivenAlgorithm:
                 telling.cancel()
 
     def _tell_stopping(self, step: "asyncio.Task[StepReport]") -> None:
-        """Say that a step goes on although the run stops: it is in its update."""
+        """Say that the run stops only after the current step's update, unless the step has just ended."""
         if not step.done():
             self._driver.progress.say(
                 f"stopping {self.name} once it has ended its update and saved it; stop it again to end at once, "
@@ -225,9 +229,10 @@ class DrivenAlgorithm:
         return isinstance(self._algorithm, ReversibleAlgorithm)
 
     async def go_back(self, state: AlgorithmState | None, *, rate: float) -> AlgorithmState:
-        """Let the algorithm, which has begun, continue from an earlier state with smaller steps; returns its new state.
+        """Let the algorithm continue from an earlier state with smaller steps, and return its new state.
 
-        The live versions must be those of that state already. ``None`` is the state before its first step.
+        The algorithm must have begun, and the live versions must already be those of the earlier state. ``None``
+        stands for the state before the first step.
         """
         if not isinstance(self._algorithm, ReversibleAlgorithm):
             raise AglError(f"algorithm {self.name!r} cannot go back to an earlier state")
@@ -236,11 +241,11 @@ class DrivenAlgorithm:
         return self.state
 
     def stopped(self, reason: str) -> AlgorithmState:
-        """Return the state of the algorithm as one that ended for ``reason`` before its last step."""
+        """Return the algorithm's state, marked as finished early for ``reason``."""
         return msgspec.structs.replace(self.state, is_finished=True, stop_reason=reason)
 
     async def end(self) -> None:
-        """Save what waits to be saved, and release the algorithm."""
+        """Save the steps that wait to be saved, and close the algorithm."""
         await self._save_last()
         self._view.has_begun = False
         self._driver.progress.update(f"{self.name} rollouts", 0, 0)
@@ -252,14 +257,13 @@ class DrivenAlgorithm:
             await algorithm.close()
 
     async def _save_last(self) -> None:
-        """Save the steps that wait where a run ends before its time; says how many are repeated if that fails."""
+        """Save the steps that still wait when a run ends early; if that fails, say how many will be repeated."""
         driver, waiting = self._driver, self._driver.waiting()
         if self._algorithm is None or not self._driver.waiting(self):
             return
         problem = "an update was interrupted"
         try:
-            # A run that ends early still saves what it can; see agl_run.run.saving for what that
-            # is.
+            # A run that ends early still tries to save its steps; see agl_run.run.saving.
             if await to_end(driver.save_waiting()):
                 return
         except (AglError, OSError) as error:  # the error that ends the run matters more than this one
@@ -310,7 +314,7 @@ class DrivenAlgorithm:
         self._save = save
 
     def _work(self, done: int, total: int, text: str) -> None:
-        """Show what the algorithm does within a step."""
+        """Show the algorithm's progress within a step."""
         self._view.work = (done, total, text)
         self._driver.progress.update(self.name, done, total, text)
 

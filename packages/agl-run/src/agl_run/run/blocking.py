@@ -1,7 +1,8 @@
-"""Runs an experiment's coroutine from a script, from a notebook, and next to the event loop of an async program.
+"""Runs an experiment's coroutine from a script, from a notebook, or next to the event loop of an async program.
 
-All of them run on one event loop, in a thread of its own, for as long as the process lives: an asynchronous client
-belongs to the loop that it was first used on, so one that an agent's module keeps also works in the next experiment.
+All experiments of a process run on one event loop, in a thread of its own, which lives as long as the process. An
+asynchronous client belongs to the loop on which it was first used; with one loop, a client that an agent's module
+creates also works in the next experiment.
 """
 
 import asyncio
@@ -23,10 +24,10 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 
 
 def require_blocking(method: str) -> None:
-    """Refuse to block the event loop of an async program, or of an agent; a notebook's loop may be blocked.
+    """Refuse to block the event loop of an async program or of an agent; a notebook's loop may be blocked.
 
     Raises:
-        ConfigError: A loop runs here; names the method to await instead.
+        ConfigError: An event loop runs in this thread; the message names the method to await instead.
     """
     # A notebook has a loop that its cells may block; an async program's loop serves others.
     running = _running_loop()
@@ -38,14 +39,14 @@ def require_blocking(method: str) -> None:
 
 
 def run_blocking(work: Work[T]) -> T:
-    """Run a coroutine to its end on the process's loop for experiments, and block until then."""
+    """Run a coroutine on the process's event loop for experiments, and block until it ends."""
     return _Run(work).wait()
 
 
 async def run_beside(work: Work[T]) -> T:
-    """Run a coroutine on the process's loop for experiments, so that it never delays the caller's loop.
+    """Run a coroutine on the process's event loop for experiments, so that it never delays the caller's loop.
 
-    Cancelling this stops the work and waits for its end.
+    If the caller is cancelled, the coroutine is cancelled too, and the caller waits for its end.
     """
     return await _Run(work).wait_async()
 
@@ -63,14 +64,14 @@ def _is_notebook() -> bool:
 
 
 SAME_S = 1.0
-"""Seconds in which interrupts count as one: a terminal and a program in between may each send it."""
+"""Interrupts within this many seconds count as one: the terminal and a wrapper program may each send it."""
 
 AT_ONCE_S = 10.0
-"""Seconds that a run has for its end after a second interrupt; a third one does not wait for it."""
+"""Seconds that a run may take to end after a second interrupt; a third interrupt ends the process at once."""
 
 
 class _Home:
-    """An event loop in a thread, until the interpreter ends."""
+    """An event loop in a thread of its own, which runs until the interpreter ends."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -102,14 +103,14 @@ class _Home:
 
 @cache
 def _home(process: int) -> _Home:
-    """Return the loop of this process; a forked child gets one of its own, because no thread survives a fork."""
+    """Return the event loop of this process; a forked child gets a new one, because no thread survives a fork."""
     # The argument is the key of the cache and nothing else.
     del process
     return _Home()
 
 
 class _Run(Generic[T]):
-    """A coroutine that runs on the process's loop for experiments."""
+    """A coroutine that runs on the process's event loop for experiments."""
 
     def __init__(self, work: Work[T]) -> None:
         self._work = work
@@ -120,7 +121,7 @@ class _Run(Generic[T]):
         self._loop.call_soon_threadsafe(self._start)
 
     def wait(self) -> T:
-        """Block until it ends; an interrupt stops it first, and a second one ends the step that it is in as well."""
+        """Block until the coroutine ends; an interrupt stops the run, and a second one also ends its current step."""
         try:
             while not self._ended.wait(0.2):  # waits without a limit ignore Ctrl-C on Windows
                 pass
@@ -136,8 +137,8 @@ class _Run(Generic[T]):
             try:
                 self._ended.wait(0.2)
             except KeyboardInterrupt:
-                # The terminal sends Ctrl-C to the whole process group, and wrappers pass it on once
-                # more.
+                # The terminal sends Ctrl-C to the whole process group, and wrapper programs may
+                # send it again.
                 if time.monotonic() - stopped < SAME_S:
                     continue
                 self._cancel()
@@ -145,7 +146,7 @@ class _Run(Generic[T]):
                 raise
 
     async def wait_async(self) -> T:
-        """Wait without blocking the loop; cancelling stops the work."""
+        """Wait for the coroutine without blocking the caller's loop; cancelling the wait stops the coroutine."""
         try:
             await asyncio.to_thread(self._ended.wait)
         except asyncio.CancelledError:

@@ -1,8 +1,8 @@
-"""Acts when training loses what it had learned: goes back to the best versions, stops, or only says so.
+"""Reacts when training loses what it had learned: goes back to the best versions, stops, or only reports it.
 
-A validation has fallen if its reward is below the best one by more than chance explains. The first time is reported;
-when the next validation has fallen too, the experiment does what ``on_collapse`` says. Everything that decides is in
-the store, so a run that is killed in between decides the same when it is resumed.
+A validation has fallen if its reward is below the best one by more than chance explains. The first such validation is
+reported; if the next one has fallen too, the reaction in ``on_collapse`` follows. The decision depends only on data in
+the store, so a run that is killed decides the same when it is resumed.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from agl_run.run.driver import Driver
 from agl_run.run.finalists import missing_files
 
 RATE = 0.5
-"""Factor of the step sizes after each time that a run goes back."""
+"""Factor by which the step sizes shrink each time that a run goes back."""
 
 MOST_BACK = 3
-"""Times that a run goes back at most; then it stops, because smaller steps do not help it."""
+"""The most times that a run goes back; after that it stops, because smaller steps do not help."""
 
 
 class CollapseError(AglError):
-    """The validation reward collapsed, and the experiment stops; the message is the reason."""
+    """Stops the experiment because the validation reward collapsed; the message gives the reason."""
 
 
 class _Rollbacks(Record, frozen=True, kw_only=True):
-    """The times that the run went back, and its steps when it did so last."""
+    """How often the run went back, and after how many steps it did so last."""
 
     count: int = 0
     turn: int = -1
@@ -40,7 +40,7 @@ class CollapseGuard:
 
     Args:
         driver: The run.
-        turns: Its algorithms.
+        turns: The run's algorithms.
     """
 
     def __init__(self, driver: Driver, turns: Sequence[DrivenAlgorithm]) -> None:
@@ -54,12 +54,14 @@ class CollapseGuard:
         self._past = await self._shelf.get(self._driver.session.store) or self._past
 
     async def check(self, turn: int) -> None:
-        """Act if the validation after ``turn`` steps, the newest one, and the one before it have fallen.
+        """React if the validation after ``turn`` steps, which is the newest one, has fallen.
+
+        A single fallen validation is only reported; after two in a row, the experiment does what ``on_collapse`` says.
 
         Raises:
             CollapseError: The experiment must stop.
         """
-        # A pure function of what the store has, so a run that was killed here decides the same
+        # Depends only on data in the store, so a run that was killed here makes the same decision
         # again.
         fallen = self._fallen(turn)
         if not fallen or all(turn.is_finished for turn in self._turns):
@@ -76,14 +78,14 @@ class CollapseGuard:
         try:
             text = await self._react(chosen, best, finding)
         except CollapseError as error:
-            # The alert is stored before the run ends, because afterwards nobody writes it.
+            # The alert is stored before the run ends, because nothing would write it afterwards.
             await self._alert(f"{error}; the run stops", step=last.turn, key=key)
             raise
         self._say(text)
         await self._alert(text, step=last.turn, key=key)
 
     async def _react(self, chosen: str, best: Validation, finding: str) -> str:
-        """Do what the configuration says about a collapse; returns a description."""
+        """Carry out the reaction that the configuration chooses, and return a description."""
         if chosen == "continue":
             return f'{finding}; training goes on, because on_collapse is "continue"'
         if chosen == "stop":
@@ -95,8 +97,8 @@ class CollapseGuard:
         await self._driver.alert("collapse", found, key=key)
 
     def _fallen(self, turn: int) -> list[Validation]:
-        """Return the last validations in a row, two at most, that have fallen since the run went back last."""
-        # Validations from before the last rollback say nothing about the weights of now.
+        """Return the newest validations, at most two in a row, that have fallen since the run last went back."""
+        # Validations from before the last rollback are no evidence about the present weights.
         since = [one for one in self._driver.validations.all() if one.turn > self._past.turn]
         if not since or since[-1].turn != turn:
             return []
@@ -116,7 +118,8 @@ class CollapseGuard:
             return f"{finding}, twice in a row, and the versions are the same: something else has changed"
         # Only algorithms that have trained what goes back need to change their optimizer's state.
         affected = [t for t in self._turns if not t.is_finished and t.steps and changed.intersection(t.tunes)]
-        # Asked before anything moves: a rollback that fails half way would mix versions and states.
+        # Checked before anything changes: a rollback that failed halfway would mix versions and
+        # states.
         obstacle = await self._obstacle(best, affected)
         if obstacle:
             raise CollapseError(f"{finding}, twice in a row; training cannot go back, because {obstacle}")
@@ -133,7 +136,7 @@ class CollapseGuard:
         return f"{finding}, twice in a row: back to the versions {best.place}{slower}"
 
     async def _obstacle(self, best: Validation, affected: Sequence[DrivenAlgorithm]) -> str:
-        """Return the reason why the run cannot go back, ``""`` if it can."""
+        """Return the reason why the run cannot go back; ``""`` if it can."""
         schedule = self._driver.session.plan.config.schedule
         unfinished = [turn for turn in self._turns if not turn.is_finished and turn.name not in schedule.first]
         if self._past.count >= MOST_BACK:

@@ -36,10 +36,10 @@ from agl_run.watch.observers import Batch, Observer
 T = TypeVar("T")
 
 GRACE_S = 90.0
-"""Seconds that a worker may take to start an agent's process and to stop an agent after its time limit."""
+"""Seconds that a worker may need to start an agent's process, and to stop an agent after its time limit."""
 
 READ_BATCH = 64
-"""Finished rollouts that are read in one batch."""
+"""The number of finished rollouts to wait for before a batch of them is read."""
 
 
 class Collector:
@@ -47,14 +47,14 @@ class Collector:
 
     Args:
         session: The running experiment.
-        run: Number of the fresh start.
-        caller: Name of the algorithm, or of another caller; part of the rollouts' ids.
-        algorithm: Selects the agents and the policy whose calls train; ``None`` selects all.
+        run: The number of the run.
+        caller: Name of the algorithm or other part of the run; it becomes part of the rollouts' ids.
+        algorithm: Its agents and tuned policies decide whose calls train; ``None`` selects all calls.
         observers: Watch the rollouts.
         tally: Counts the rollouts for a display.
         progress: Called with (done, total, text).
-        credit: Prepares training episodes if it is a counterfactual one.
-        log: Called with (step, metrics) of the replays.
+        credit: If it is a counterfactual credit, it prepares the training episodes with replays.
+        log: Called with (step, metrics) to log the metrics of replays.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Collector:
         keeps_all: bool = False,
         greedy: bool = False,
     ) -> Collected:
-        """See :class:`agl.contracts.CollectFn`."""
+        """Collect rollouts of tasks; see :class:`agl.contracts.CollectFn`."""
         # A trial runs training rollouts too, and keeps those that training would drop.
         trains = mode == "train" and not keeps_all
         rollouts = await self._request(tasks, step=step, n=n, mode=mode, resources=resources, key=key)
@@ -128,7 +128,7 @@ class Collector:
     async def _request(
         self, tasks: Sequence[Json], *, step: int, n: int, mode: Mode, resources: Mapping[str, str] | None, key: str
     ) -> list[Rollout]:
-        """Make the rollouts of a request, pinned to the live versions or to those of a request that it repeats."""
+        """Make a request's rollouts, pinned to the live versions, or to those of an interrupted request it repeats."""
         if key and not NAME.fullmatch(key):
             raise ConfigError(f"the key {key!r} may hold letters, digits, '_' and '-' only, because it is part of ids")
         prefix = _prefix(step, key)
@@ -147,7 +147,7 @@ class Collector:
     async def _prepare(
         self, episodes: Sequence[Episode], kept: Sequence[Episode], dropped: Mapping[str, int], *, step: int, key: str
     ) -> Sequence[Episode]:
-        """Refuse a step that nothing can train on; let the credit run its replays, and log their metrics."""
+        """Refuse a step without a trainable rollout; let the credit run its replays, and log their metrics."""
         # A step without any rollout would pass unnoticed as one without a gradient.
         if episodes and not kept:
             raise RunError(nothing_left(episodes, dropped, store_url=self._session.store_url))
@@ -155,7 +155,7 @@ class Collector:
             check_trainable(episodes)
         if self._credit is None:
             return kept
-        # Ids follow from the step, so a step that is repeated finds its replays and pays for none
+        # The ids are derived from the step, so a repeated step finds its replays and does not pay
         # again.
         prefix = f"{self._plan.name}-{self._run}-{self._caller}-{REPLAY}-{_prefix(step, key)}"
         replays = Replays(kept, prefix=prefix, run_all=self.run, store=self._store)
@@ -165,7 +165,7 @@ class Collector:
         return prepared
 
     async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
-        """Read the episodes of finished rollouts that other algorithms collected; counts the dropped ones by reason."""
+        """Read finished rollouts of other algorithms; return the kept episodes and the number dropped per reason."""
         episodes = await read_episodes(self._store, [r.rollout_id for r in rollouts], selection=self._selection)
         batch = Batch(
             caller=self._caller, algorithm=self._algorithm, episodes=episodes, trains=True, is_own=False, kept=()
@@ -175,16 +175,16 @@ class Collector:
         return await self._select(episodes, step=0)
 
     async def pinned_before(self, *, step: int, mode: Mode) -> dict[str, str] | None:
-        """Return the versions to which an earlier, equal request pinned its rollouts, ``None`` without one.
+        """Return the versions to which an earlier, equal request pinned its rollouts; ``None`` without such a request.
 
-        The live versions may have changed since; an existing rollout keeps its pinned versions.
+        The live versions may have changed since then, but an existing rollout keeps its pinned versions.
         """
         return await self._pinned(f"{self._ids(mode)}{step_name(step)}-{0:05d}-{0:03d}")
 
     async def collected_before(self, count: int, *, step: int, mode: Mode) -> tuple[Episode, ...]:
-        """Return the episodes of an earlier request with one rollout for each of ``count`` tasks.
+        """Return the episodes of an earlier request that ran each of ``count`` tasks once.
 
-        Empty if its rollouts were removed.
+        The result is empty if the rollouts were removed.
         """
         ids = [f"{self._ids(mode)}{step_name(step)}-{position:05d}-{0:03d}" for position in range(count)]
         try:
@@ -193,7 +193,7 @@ class Collector:
             return ()
 
     async def _pinned(self, rollout_id: str) -> dict[str, str] | None:
-        """Return the versions to which a rollout is pinned, ``None`` if there is no such rollout."""
+        """Return the versions to which a rollout is pinned; ``None`` if the rollout does not exist."""
         try:
             found = await self._store.rollouts(RolloutQuery(ids=(rollout_id,)))
         except NotFoundError:
@@ -201,16 +201,16 @@ class Collector:
         return found[0].resources
 
     def episode(self, recording: Recording) -> Episode:
-        """Build the episode of a finished rollout, with the rewards and calls that count here."""
+        """Build the episode of a finished rollout, with the rewards and calls that this collector's algorithm uses."""
         return episode_of(recording, self._selection)
 
     def side_by_side(
         self, tasks: Sequence[Json], arms: Sequence[Mapping[str, str]], *, n: int, mode: Mode
     ) -> list[Rollout]:
-        """Make ``n`` rollouts of each task for each of several sets of pinned versions, to be :meth:`run` together.
+        """Make ``n`` rollouts of each task for each arm, a set of pinned versions; pass them to :meth:`run` together.
 
-        The arms take turns, and each begins as often as the others, so that a server that gets slower or worse
-        meanwhile does so for all of them. The samples of one number have the same seed in all arms.
+        The arms alternate, and each comes first equally often, so that a server that becomes slower or worse affects
+        all arms alike. The same sample of a task has the same seed in all arms.
         """
         live = self._session.live.versions()
         # Interleaved, not arm by arm: see the docstring for the drift that this cancels.
@@ -219,15 +219,15 @@ class Collector:
         for number, (task, position, sample) in enumerate(pairs):
             seed = self._seed(f"{mode}-{step_name(0)}-{position:05d}-{sample:03d}")
             for arm in (*range(number % len(arms), len(arms)), *range(number % len(arms))):
-                # The arm is part of the id and not of the seed: arms must differ in their versions
-                # alone.
+                # The arm is part of the id but not of the seed, because arms must differ only in
+                # their versions.
                 place = 0, f"{step_name(0)}-{position:05d}-{sample:03d}-{arm:02d}"
                 rollout = self._rollout(task, place, mode, {**live, **arms[arm]})
                 found.append(msgspec.structs.replace(rollout, metadata={**rollout.metadata, "seed": seed}))
         return found
 
     def forks(self, recorded: Rollout, plan: ForkPlan, *, n: int) -> list[Rollout]:
-        """Make ``n`` rollouts that fork a recorded one by a plan, with draws of their own, to be :meth:`run`."""
+        """Make ``n`` rollouts that fork a recorded one by a plan, each with its own seed; pass them to :meth:`run`."""
         found: list[Rollout] = []
         for sample in range(n):
             place = 0, f"{step_name(0)}-00000-{sample:03d}"
@@ -261,11 +261,11 @@ class Collector:
         )
 
     def _ids(self, mode: Any) -> str:
-        """Return the beginning of the ids of rollouts."""
+        """Return the prefix of the ids of this caller's rollouts."""
         return id_prefix(self._plan.config.experiment.name, self._run, self._caller, mode)
 
     def _seed(self, place: str) -> int:
-        """Return the seed of a rollout's draws: the same in every run with the experiment's seed, under any name."""
+        """Return the seed of a rollout; it depends on the experiment's seed, but not on the experiment's name."""
         # The experiment's name is left out on purpose: two settings under two names are asked the
         # same draws.
         words = f"{self._plan.config.experiment.seed}/{self._caller}/{place}"
@@ -275,7 +275,7 @@ class Collector:
     async def run(self, rollouts: Sequence[Rollout], *, observed: Observed | None = None) -> list[Episode]:
         """Enqueue rollouts, wait for all of them, and return their episodes in the given order.
 
-        ``observed`` looks at the recordings of all.
+        ``observed``, if given, accumulates seconds, tokens and errors of their calls.
         """
         ids = [rollout.rollout_id for rollout in rollouts]
         episodes: dict[str, Episode] = {}
@@ -303,11 +303,12 @@ class Collector:
         return [episodes[rollout_id] for rollout_id in ids]
 
     async def _enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Enqueue rollouts; raises ConfigError if a step that was interrupted asked for others under their ids."""
+        """Enqueue rollouts; raises ConfigError if an interrupted step stored different rollouts under their ids."""
         try:
             return await self._store.enqueue(rollouts)
         except ConflictError as error:
-            # The store says only that some id is taken, so the culprit is looked for to name it.
+            # The store reports only that an id is taken, so the rollout that differs is searched
+            # for here.
             for rollout in rollouts:
                 if differing := await self._differing(rollout):
                     raise ConfigError(
@@ -318,7 +319,7 @@ class Collector:
             raise
 
     async def _differing(self, rollout: Rollout) -> str:
-        """Return the settings in which a rollout differs from the stored one of its id, ``""`` for none."""
+        """Name the settings in which a rollout differs from the stored one with its id; ``""`` if they are equal."""
         try:
             (stored,) = await self._store.rollouts(RolloutQuery(ids=(rollout.rollout_id,)))
         except NotFoundError:
@@ -330,7 +331,7 @@ class Collector:
         return " and ".join(differing)
 
     async def _unless_broken(self, waiting: Coroutine[Any, Any, T]) -> T:
-        """Await ``waiting``; raises the worker's error if the worker fails first."""
+        """Return the result of ``waiting``; raises the worker's error if the worker fails first."""
         # Without this a worker that gave up would leave its waiters waiting forever.
         failure, task = self._session.worker.failure, asyncio.create_task(waiting)
         if failure is None:
@@ -346,13 +347,13 @@ class Collector:
 
     @contextmanager
     def _counted(self, rollout_ids: Sequence[str]) -> Generator[None]:
-        """Count the rollouts of a request while it lasts, and show the joint progress of all running requests."""
+        """Count the rollouts of a request during the block, and show the joint progress of all running requests."""
         self._tally.ask(rollout_ids)
         self._progress(self._tally.done, self._tally.asked, "")
         try:
             yield
         finally:
-            # A request that was cancelled must not count as running for ever on the display.
+            # A cancelled request must not be displayed as running forever.
             self._tally.drop(rollout_ids)
 
     def _count(self, rollout_id: str, status: str) -> None:
@@ -361,7 +362,7 @@ class Collector:
             self._progress(self._tally.done, self._tally.asked, "")
 
     async def _select(self, episodes: Sequence[Episode], *, step: int) -> tuple[list[Episode], dict[str, int]]:
-        """Return the episodes that are kept and the number of others by reason; stores the reasons for ``agl why``."""
+        """Return the kept episodes and the number of dropped ones by reason, and store the reasons for ``agl why``."""
         kept: list[Episode] = []
         dropped: dict[str, str] = {}
         for episode in episodes:

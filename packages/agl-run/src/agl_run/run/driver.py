@@ -1,4 +1,4 @@
-"""Drives a run: commits the steps of its algorithms, validates between them, and tells its observers."""
+"""Drives a run: commits the steps of its algorithms, validates between them, and calls its observers."""
 
 import asyncio
 import time
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A moment of a run.
+    """The state of a run at one moment, for a validation of its versions.
 
     Attributes:
-        turn: Steps of all algorithms together until then.
-        versions: The versions that were live, by name.
+        turn: The number of steps of all algorithms together until this moment.
+        versions: The live versions, by resource.
         states: The states of the algorithms, by name.
     """
 
@@ -62,16 +62,17 @@ class Driver:
         session: The running experiment.
         state: The experiment's state at the start.
         progress: Shows the progress.
-        is_trial: Missed model calls are reported only, even if the settings say that they end the run.
+        is_trial: If true, missed model calls are only reported, even if the settings say that they end the run.
 
     Attributes:
-        observers: Everything that watches the run, in the order in which it is called.
-        failures: The observer that counts the rollouts that failed.
+        observers: The observers of the run, in the order in which they are called.
+        failures: The observer that counts failed rollouts.
         patterns: The observer of patterns that match no agent.
         agreement: The observer of model calls that are missing from the records.
         validations: The run's validations; load them first.
         view: The numbers of the run that a display shows.
-        on_logged: Called when the store has new numbers.
+        validated: The episodes of the validation before the first step.
+        on_logged: Called when the store has new metrics.
         on_alert: Called when the store has a new alert.
     """
 
@@ -134,10 +135,10 @@ class Driver:
         return plan.val[: plan.config.experiment.validation_limit or None]
 
     def credit(self, algorithm: AlgorithmConfig) -> Credit:
-        """Build an algorithm's credit assignment, its own or the experiment's.
+        """Build the credit that an algorithm sets, or the experiment's.
 
         Raises:
-            ConfigError: It replays rollouts, and the runner cannot.
+            ConfigError: The credit replays rollouts, and the runner cannot replay.
         """
         plan = self.session.plan
         config = algorithm.credit or plan.config.credit
@@ -160,15 +161,15 @@ class Driver:
         )
 
     async def _note_replays(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Show the counts of replays, and keep them for the step's report."""
+        """Show the counts of replays, and save them for the step's report."""
         self._replays[name] = values
         failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
         calls = f", {values['replay_calls']:.0f} model calls"
         self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{calls}{failed}")
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
-        """Return an algorithm's state, saved or waiting to be saved, or a new one before its first step."""
-        # What waits is newer than what the store has.
+        """Return an algorithm's newest state, whether saved or still waiting; a new state before its first step."""
+        # A waiting state is newer than the saved one.
         for turn, _ in reversed(self._waiting):
             if turn.name == algorithm.name:
                 return turn.state
@@ -177,33 +178,33 @@ class Driver:
 
     @property
     def can_wait(self) -> bool:
-        """True if steps may wait to be saved: algorithms side by side are never all between two steps."""
+        """True if steps may wait to be saved; concurrent algorithms cannot, as they are never all between two steps."""
         config = self.session.plan.config
         return config.schedule.mode != "concurrent" or len(config.algorithm) == 1
 
     def waiting(self, turn: "DrivenAlgorithm | None" = None) -> int:
-        """Return the number of steps that wait to be saved, of all algorithms or of one."""
+        """Return the number of steps that wait to be saved, of all algorithms or only of ``turn``."""
         return sum(turn is None or turn is each for each, _ in self._waiting)
 
     async def measure(
         self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]] | None = None
     ) -> dict[str, float]:
-        """Return the metrics of a step that its algorithm does not see: those of the observers, and of replays."""
+        """Return a step's metrics that do not come from its algorithm: those of the observers, and of replays."""
         found = dict(self._replays.pop(caller, {}))
         for observer in self.observers:
             found |= await observer.measure(caller, step=step, uses=uses or {})
         return found
 
     async def _suggest(self, algorithm: str, found: Suggestion) -> None:
-        """Show what keeps an algorithm from learning, and store it as an alert."""
+        """Show a suggestion about an algorithm, and store it as an alert."""
         self.progress.say(f"{algorithm}: {found.evidence}. To change that: {found.change}")
         await self.alert("suggestion", found, key=algorithm)
 
     async def commit(self, turn: "DrivenAlgorithm", report: StepReport, *, is_stopping: bool) -> None:
-        """Log a step's metrics, save it with all that waits unless it may wait too, then call the plugins' observers.
+        """Log a step's metrics, save the step with all waiting ones, and call the plugins' observers.
 
-        The metrics come first: a step that is saved is not repeated, so a kill in between would lose them. Those of a
-        step that is repeated replace them.
+        The step itself may wait too, in which case nothing is saved. Metrics are logged first, because a kill after
+        the save would lose them: a saved step is not repeated. A repeated step logs its metrics again, in their place.
         """
         async with self._lock:
             # The turn counts the steps of all algorithms; validations and plots are placed by it.
@@ -213,8 +214,8 @@ class Driver:
             # Appended before the algorithm is asked to save, because its save covers this step as
             # well.
             self._waiting.append((turn, report))
-            # A validation pins rollouts to the versions of now, and these must survive a kill, so
-            # the step may not wait.
+            # A validation pins rollouts to the present versions, which must survive a kill, so the
+            # step may not wait.
             is_validated = self.is_validated(number)
             # The algorithm's files are written first and the store's record second: a kill in
             # between repeats a step, and never leaves a record whose weights are missing.
@@ -234,26 +235,26 @@ class Driver:
         self._notify(turn.name, report, turn=number)
 
     async def now(self) -> Moment:
-        """Return the present moment."""
+        """Return the present state of the run."""
         states = {algorithm.name: await self.load(algorithm) for algorithm in self.session.plan.config.algorithm}
         return Moment(turn=self.state.turn, versions=dict(self.session.live.versions()), states=states)
 
     def take_due(self) -> Moment | None:
-        """Remove and return the first moment of which a validation is due, ``None`` without one."""
+        """Remove and return the first moment whose validation is due; ``None`` if none is due."""
         return self._due.popleft() if self._due else None
 
     def is_validated(self, turn: int) -> bool:
-        """Return true if a validation follows so many steps, whose versions must be on disk."""
+        """Return true if a validation follows after ``turn`` steps, so that their versions must be saved."""
         every = self.session.plan.config.experiment.validate_every
         return bool(turn and every and turn % every == 0 and self.validation_tasks)
 
     async def save_waiting(self) -> bool:
-        """Save all steps that wait; returns false if an algorithm cannot, because its last step was interrupted."""
+        """Save all waiting steps; return false if an algorithm cannot, because its last step was interrupted."""
         async with self._lock:
             return not self._waiting or await self._save_waiting()
 
     async def _save_waiting(self, *, besides: "DrivenAlgorithm | None" = None) -> bool:
-        """Save the algorithms whose steps wait, ``besides`` one that has just done so, then all steps at once."""
+        """Save the algorithms with waiting steps, except ``besides``, which has just saved; then save all steps."""
         # Each algorithm once, in the order of its first waiting step.
         turns = dict.fromkeys(turn for turn, _ in self._waiting)
         for turn in turns:
@@ -275,7 +276,7 @@ class Driver:
         return True
 
     async def go_back(self, algorithms: Mapping[str, AlgorithmState], *, others: Mapping[str, bytes]) -> None:
-        """Save the live versions and the states of algorithms that went back to them, with ``others`` by key."""
+        """Save the live versions after a rollback, with the new states of ``algorithms`` and ``others`` by key."""
         async with self._lock:
             self.state = msgspec.structs.replace(self.state, live=self.session.live.versions())
             await save_progress(self.session.store, self.state, algorithms=algorithms, others=others)
@@ -286,7 +287,7 @@ class Driver:
             await self._changed.wait()
 
     async def alert(self, kind: AlertKind, found: Suggestion, *, key: str) -> None:
-        """Keep what a rule found in the run, once for each key, and let plugins and sinks report it."""
+        """Store a finding about the run, once for each key, and let plugins and sinks report it."""
         # The store decides whether an alert is new, so a resumed run does not report it twice.
         if await add_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
             facts = msgspec.structs.asdict(found)
@@ -295,7 +296,7 @@ class Driver:
             self.on_alert()
 
     async def _log(self, name: str, report: StepReport, *, turn: int) -> None:
-        """Log a step's metrics to the store; ``turn`` counts the steps of all algorithms."""
+        """Log a step's metrics to the store; ``turn`` is the number of steps of all algorithms."""
         now, place = time.time(), self._place(name, turn)
         metrics = [
             Metric(step=report.step, name=key, value=value, time=now, **place) for key, value in report.metrics.items()
@@ -305,7 +306,7 @@ class Driver:
             self.on_logged()
 
     def _notify(self, name: str, report: StepReport, *, turn: int) -> None:
-        """Call the observers of a step."""
+        """Call the plugins' observers of a step."""
         plan = self.session.plan
         plan.manager.notify("agl_step_finished", report=report, workdir=plan.workdir, **self._place(name, turn))
 
@@ -329,7 +330,7 @@ class Driver:
             self.view.validation, self.view.best = (found[-1].turn, found[-1].mean), (best.turn, best.mean)
 
     async def validate_first(self) -> float | None:
-        """Return the mean reward before the first step; ``None`` where it was not measured then."""
+        """Return the mean validation reward before the first step; ``None`` if it was not measured at that time."""
         tasks, known = self.validation_tasks, self.validations.at(0)
         if known is None:
             return None if self.state.turn else await self.validate(await self.now())
@@ -337,9 +338,9 @@ class Driver:
         return known.mean
 
     async def validate(self, moment: Moment) -> float | None:
-        """Return the mean reward of a moment's versions on the validation tasks, ``None`` without any.
+        """Return the mean reward of a moment's versions on the validation tasks; ``None`` if there are no tasks.
 
-        A rollout that failed or has no reward counts 0.
+        A rollout that failed or has no reward counts as 0. A validation that is known already is not repeated.
         """
         tasks, step = self.validation_tasks, moment.turn
         if not tasks:
@@ -347,12 +348,12 @@ class Driver:
         if (known := self.validations.at(step)) is not None:
             return known.mean
         collector, states = self.collector(VALIDATION, None), moment.states
-        # A validation that was interrupted goes on with the versions that its first rollouts were
-        # pinned to.
+        # An interrupted validation continues with the versions to which its first rollouts were
+        # pinned.
         versions = await collector.pinned_before(step=step, mode="val") or moment.versions
         files = files_of([await self.session.store.resource(*version) for version in versions.items()], states)
-        # From now on the files of these versions are kept, even if the algorithm deletes old
-        # checkpoints meanwhile.
+        # From now on the files of these versions are protected, even if the algorithm deletes old
+        # checkpoints.
         self.validations.begin(files)
         episodes = (await collector(tasks, step=step, mode="val", resources=versions)).episodes
         if not step:
@@ -363,7 +364,7 @@ class Driver:
         # the numbers to.
         await self.measure(VALIDATION, step=step)
         await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated
-        # Added last: its presence is what says that the validation is complete.
+        # Added last, because its presence marks the validation as complete.
         await self.validations.add(turn=step, versions=versions, steps=files, episodes=episodes, states=states)
         self._notify(VALIDATION, report, turn=step)
         self.view_validations()

@@ -18,7 +18,7 @@ from agl_run.watch.failures import RolloutCounts
 
 
 def training_reward(episode: Episode, section: ExperimentSection) -> tuple[float | None, str]:
-    """Return the reward with which a rollout trains, or ``None`` and the reason for which it is left out."""
+    """Return the reward with which a rollout trains, or ``None`` and the reason why it is left out."""
     is_failed = episode.rollout.status != "succeeded"
     # Missing calls come first: a reward of a rollout that is incomplete would train on the wrong
     # calls.
@@ -32,12 +32,12 @@ def training_reward(episode: Episode, section: ExperimentSection) -> tuple[float
 
 
 class EpisodeSelection(Record, frozen=True, kw_only=True):
-    """The selection of the calls that train and the rewards that count.
+    """The calls that train and the rewards that count when an episode is built.
 
     Attributes:
         agents: Regular expression over agent names; ``None`` for all.
         policy: The policy whose calls train; ``None`` for any.
-        options: How the episode is built.
+        options: Further options for building the episode.
     """
 
     agents: str | None = None
@@ -46,17 +46,17 @@ class EpisodeSelection(Record, frozen=True, kw_only=True):
 
 
 def score_options(section: ExperimentSection) -> ScoreOptions:
-    """Return the selection of the rewards that train."""
+    """Return the options that select and weight the rewards that train."""
     return ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
 
 
 def selection_of(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelection:
-    """Return the calls and rewards that count for an algorithm; all calls for ``None``."""
+    """Return the calls and rewards that an algorithm uses; ``None`` selects all calls."""
     section = plan.config.experiment
     policies = [name for name in algorithm.tunes if name in plan.config.policy] if algorithm else []
     return EpisodeSelection(
         agents=(algorithm.agents or None) if algorithm else None,
-        # With several policies the algorithm tells their calls apart itself.
+        # With several policies, the algorithm itself distinguishes their calls.
         policy=policies[0] if len(policies) == 1 else None,
         options=EpisodeOptions(
             score=score_options(section),
@@ -74,12 +74,12 @@ async def read_episodes(store: Store, rollout_ids: Sequence[str], *, selection: 
 async def read_finished(
     store: Store, rollout_ids: Sequence[str], *, kept: Mapping[str, tuple[str, list[Span]] | None] | None = None
 ) -> list[Recording]:
-    """Read finished rollouts with the spans that decided them in the given order, with as few requests as possible.
+    """Read finished rollouts and the spans of their deciding attempts, in the given order, with few requests.
 
     Args:
-        store: The store that has them.
+        store: The store of the rollouts.
         rollout_ids: Distinct ids.
-        kept: Attempt id and spans by rollout, where they are known already.
+        kept: The attempt id and the spans of rollouts for which they are already known; others are missing or ``None``.
     """
     # What the worker handed over saves the larger part of the read: the spans.
     known = {rollout_id: found for rollout_id in rollout_ids if (found := (kept or {}).get(rollout_id)) is not None}
@@ -89,7 +89,8 @@ async def read_finished(
         if recording.rollout.attempt_id == attempt_id:  # another attempt may have decided the rollout
             recordings[recording.rollout.rollout_id] = msgspec.structs.replace(recording, spans=spans)
         else:
-            # Its spans are read below, with those of the rollouts that nobody handed over.
+            # The spans are read below, together with those of all rollouts that were not handed
+            # over.
             del known[recording.rollout.rollout_id]
     recordings |= await _recordings(store, [each for each in rollout_ids if each not in known], spans="deciding")
     return [recordings[rollout_id] for rollout_id in rollout_ids]
@@ -117,13 +118,13 @@ def episode_of(recording: Recording, selection: EpisodeSelection) -> Episode:
 
 
 def with_reward(episode: Episode, reward: float) -> Episode:
-    """Return an episode with the reward with which it trains."""
+    """Return the episode with ``reward`` as its reward."""
     # Most rewards stay as they are, and episodes are large.
     return episode if episode.reward == reward else msgspec.structs.replace(episode, reward=reward)
 
 
 def nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int], *, store_url: str) -> str:
-    """Word the error for a step none of whose rollouts trains."""
+    """Word the error for a step in which no rollout can be used for training."""
     first = episodes[0]
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
     errors = RolloutCounts((episode.rollout, episode.attempt) for episode in episodes)
@@ -146,7 +147,7 @@ def _without_reward(episodes: Iterable[Episode]) -> str:
 
 
 def check_trainable(episodes: Sequence[Episode]) -> None:
-    """Raise when no call of any episode can be trained on for lack of token ids."""
+    """Raise :class:`MissingTokenIdsError` if all calls lack token ids, so that none can be trained on."""
     calls = [transition for episode in episodes for transition in episode.transitions]
     missing = [call for call in calls if call.reject == "missing_token_ids"]
     # A few calls without ids are rejected one by one; all of them mean that the backend cannot give

@@ -1,9 +1,9 @@
-"""Chooses the versions that are live when an experiment ends, from all that were validated.
+"""Chooses the versions that are live when an experiment ends, from all validated ones.
 
-Where the last versions are not the best ones, and others are close to the best, the few best run on the validation
-tasks once more: the highest of many measurements flatters whatever it belongs to, and fresh rollouts do not. That costs
-rollouts which a budget does not know, so it happens only in experiments that validate between the steps; in others the
-last versions stay unless they are clearly worse than the first.
+If other versions scored better than the last ones and are close to each other, they run on the validation tasks once
+more: the highest of many measurements is biased upwards, and fresh rollouts are not. This costs rollouts that are in no
+budget, so it happens only in experiments that validate between steps; in others the last versions stay live unless they
+are clearly worse than the first.
 """
 
 from pathlib import Path
@@ -16,16 +16,16 @@ from agl_run.plan import VALIDATION
 from agl_run.run.driver import Driver
 
 _KEY = "final"
-"""Key of the rollouts that run at the end, part of their ids."""
+"""Key of the rollouts that compare the finalists; it is part of their ids."""
 
 
 class Choice(Record, frozen=True, kw_only=True):
-    """The versions that are live at the end.
+    """The versions that are live at the end of an experiment.
 
     Attributes:
-        turn: Steps of all algorithms together before these versions were validated.
-        reward: Their mean reward, on fresh rollouts if these decided.
-        is_last: They are those of the last step.
+        turn: The number of steps of all algorithms together before these versions were validated.
+        reward: The mean validation reward of the versions, on fresh rollouts if those decided.
+        is_last: Whether they are the versions of the last step.
     """
 
     turn: int
@@ -34,7 +34,7 @@ class Choice(Record, frozen=True, kw_only=True):
 
 
 async def choose(driver: Driver) -> Choice | None:
-    """Make the versions live with which the experiment ends; ``None`` without validations."""
+    """Choose the versions with which the experiment ends, and make them live; ``None`` without validations."""
     last = driver.validations.at(driver.state.turn)
     if last is None:
         return None
@@ -54,7 +54,7 @@ async def choose(driver: Driver) -> Choice | None:
 
 
 async def missing_files(store: Store, one: Validation) -> str:
-    """Return the reason why a validation's versions cannot be made live again, ``""`` if they can."""
+    """Return the reason why a validation's versions cannot be made live again; ``""`` if they can."""
     for name, version in one.versions.items():
         found = await store.resource(name, version)
         if isinstance(found.resource, Weights) and found.algorithm:
@@ -66,12 +66,12 @@ async def missing_files(store: Store, one: Validation) -> str:
 
 
 async def _available(driver: Driver, last: Validation) -> list[Validation]:
-    """Return the validations whose versions may be live at the end, the best one first, at least one."""
+    """Return the validations whose versions may be live at the end, the best one first; there is at least one."""
     best = driver.validations.best
     if best.versions == last.versions:
         return [last]
-    # With two measurements alone nothing was selected from many, so the last versions stay unless
-    # they are clearly worse.
+    # Two measurements are no selection from many, so the last versions stay unless they are clearly
+    # worse.
     if not driver.session.plan.config.experiment.validate_every:
         return [best if is_below(last, best, confidence=0.95) else last]
     found: list[Validation] = []
@@ -85,7 +85,7 @@ async def _available(driver: Driver, last: Validation) -> list[Validation]:
 
 
 async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Validation, float]:
-    """Run every finalist on the validation tasks again; returns the best one, of equals the better before."""
+    """Run every finalist on the validation tasks again, and return the best; the earlier reward breaks ties."""
     names = ", ".join(one.words for one in finalists)
     driver.progress.say(f"validation rewards that are close to each other: {names}; fresh rollouts decide")
     collector = driver.collector(VALIDATION, None)

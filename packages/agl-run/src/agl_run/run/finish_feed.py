@@ -15,7 +15,7 @@ PAUSE_S = 0.005
 
 
 class WatchedRollouts:
-    """The rollouts of one request, handed out as they finish."""
+    """The rollouts of one request, returned in batches as they finish."""
 
     def __init__(self, rollout_ids: Iterable[str], *, on_change: Callable[[str, str], None]) -> None:
         self._open = set(rollout_ids)
@@ -25,7 +25,7 @@ class WatchedRollouts:
         self._on_change = on_change
 
     def changed(self, rollout_id: str, status: str) -> None:
-        """Note a rollout's status; a terminal one finishes it, once."""
+        """Note a rollout's status; a terminal status finishes the rollout, and later changes have no effect."""
         # The feed may repeat a change, and a rollout that was requested twice ends once.
         if rollout_id not in self._open:
             return
@@ -36,12 +36,12 @@ class WatchedRollouts:
         self._on_change(rollout_id, status)
 
     def fail(self, error: Exception) -> None:
-        """End all waits with ``error``."""
+        """Make all present and later waits raise ``error``."""
         self._error = error
         self._news.set()
 
     async def take(self, count: int) -> list[str]:
-        """Return newly finished rollouts, once there are ``count`` or all are finished; empty at the end."""
+        """Wait until ``count`` further rollouts or all are finished, and return them; empty at the end."""
         while self._error is None and self._open and len(self._finished) < count:
             # Cleared before the wait and not after it: an end that arrives in between sets it
             # again.
@@ -79,9 +79,10 @@ class FinishFeed:
     def watch(
         self, rollout_ids: Sequence[str], *, on_change: Callable[[str, str], None] = lambda rollout_id, status: None
     ) -> Generator[WatchedRollouts]:
-        """Watch rollouts; must begin before they are enqueued. Raises the error that ended the reader, if one did.
+        """Watch rollouts during the block, which must begin before they are enqueued.
 
-        ``on_change`` is called with a rollout's id and its new status, with a terminal one once.
+        ``on_change`` is called with a rollout's id and new status, with a terminal status only once. If the reader of
+        the feed has failed, its error is raised.
         """
         if self._error is not None:
             raise self._error
@@ -102,7 +103,7 @@ class FinishFeed:
             self._kept[rollout_id] = (attempt_id, spans)
 
     def kept(self, rollout_id: str) -> tuple[str, list[Span]] | None:
-        """Remove and return the cached attempt id and spans of a rollout, ``None`` if there are none."""
+        """Remove and return the cached attempt id and spans of a rollout; ``None`` if nothing is cached."""
         return self._kept.pop(rollout_id, None)
 
     async def _read(self, cursor: int) -> None:

@@ -39,19 +39,21 @@ class FitResult(Record, frozen=True, kw_only=True):
 
     Attributes:
         experiment: The experiment's name.
-        before: Validation reward before the first step, ``None`` without validation tasks.
-        after: Validation reward of the versions that are live at the end, ``None`` without validation tasks; on fresh
-            rollouts where these chose the versions.
+        before: Validation reward before the first step; ``None`` without validation tasks.
+        after: Validation reward of the versions that are live at the end, measured on fresh rollouts if those chose
+            the versions; ``None`` without validation tasks.
         last: Validation reward after the last step, which differs from ``after`` if earlier versions are live.
-        kept_step: Steps of all algorithms together before those earlier versions; ``None`` if the last ones are live.
-        best: The highest validation reward, those before, after and between included; ``None`` without any.
-        best_step: Steps of all algorithms together that were taken before the best one; of equals, before the last.
+        kept_step: The number of steps of all algorithms before the live versions, if those are earlier ones; ``None``
+            if the last versions are live.
+        best: The highest reward of all validations, first and last included; ``None`` without any.
+        best_step: The number of steps of all algorithms before the validation with the reward ``best``; the latest
+            one if several have that reward.
         steps: Steps of each algorithm, by its name.
         resources: The live version of every resource, by name.
         workdir: The folder of checkpoints and metrics.
-        seconds: Wall time of this process's part.
-        failed: Rollouts of this process's part that failed.
-        errors: Their most frequent errors with counts, ``""`` if none failed.
+        seconds: Wall time in this process; time before a resume is not included.
+        failed: Number of rollouts that failed in this process.
+        errors: The most frequent errors of the failed rollouts, with counts; ``""`` if none failed.
     """
 
     experiment: str
@@ -96,14 +98,14 @@ class DevResult(Record, frozen=True, kw_only=True):
     """The result of :meth:`Trainer.dev`.
 
     Attributes:
-        episodes: One recorded episode for each task.
+        episodes: One recorded episode per task.
     """
 
     episodes: tuple[Episode, ...] = ()
 
     @property
     def errors(self) -> dict[str, str]:
-        """The error of each rollout that failed, by its id: the type and the first line of the message."""
+        """For each failed rollout, by id, the type of its error and the first line of the message."""
         failed = [episode for episode in self.episodes if episode.rollout.status != "succeeded"]
         return {episode.rollout.rollout_id: error_of(episode.rollout, episode.attempt) for episode in failed}
 
@@ -118,17 +120,17 @@ class DevResult(Record, frozen=True, kw_only=True):
 
 
 async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool) -> FitResult:
-    """Run the experiment to its end.
+    """Run the experiment to its end, from its start or from where it was stopped.
 
     Raises:
-        RunError: Every rollout failed, or every one on training tasks.
+        RunError: All rollouts failed, or all rollouts of training tasks.
     """
     started = time.monotonic()
     session = Session(plan)
     turns: list[DrivenAlgorithm] = []
     async with AsyncExitStack() as stack:
-        # Pushed in the reverse order of their ends: algorithms first, which still say what they
-        # could not save, then the display, then the parts that they used.
+        # Pushed in the reverse order of their ends: first the algorithms end and report unsaved
+        # steps, then the display, then the parts that the algorithms used.
         stack.push_async_callback(session.close)
         stack.callback(progress.close)
         stack.push_async_callback(_end, turns)
@@ -137,8 +139,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
             await check_algorithms(plan)
         # The first thing that touches the store, and that another trainer can make fail.
         store = await session.open_store()
-        # The record says ``running`` from here on, so that workers which look meanwhile do not
-        # leave.
+        # The record says ``running`` from here on, so that workers that read it do not leave.
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
         driver = await _start(session, beginning, progress, turns=turns)
         # Said after the start, because a refused run has a better message to show.
@@ -146,8 +147,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
             _LOG.warning("%s", text)
         source = SinkSource(plan=plan, store=session.store, store_url=session.store_url, run=driver.state.run)
         async with Sinks(source, say=progress.say) as sinks:
-            # Sinks read the store themselves; the driver only tells them when there is something
-            # new.
+            # Sinks read the store themselves; the driver only wakes them when there is new data.
             driver.on_logged, driver.on_alert = sinks.wake, sinks.alert
             result = await _fit(driver, turns)
             sinks.summary = _summary(result)
@@ -162,7 +162,7 @@ async def _end(turns: Sequence[DrivenAlgorithm]) -> None:
 
 
 async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
-    """Run the experiment from its start or where it was stopped, and conclude the reports."""
+    """Run the experiment from its start or from where it was stopped, end the observers, and return the result."""
     before, choice = await _run(driver, turns)
     for observer in driver.observers:
         observer.end()
@@ -186,7 +186,7 @@ async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
 
 
 def _summary(result: FitResult) -> dict[str, Json]:
-    """Return what sinks show of a result: rewards and steps as numbers, the live versions by name."""
+    """Return the facts that sinks show of a result: rewards and steps as numbers, and the live versions by name."""
     rewards = {"before": result.before, "after": result.after, "best": result.best}
     measured = {f"reward_{when}": value for when, value in rewards.items() if value is not None}
     best = {} if result.best is None else {"best_step": result.best_step}
@@ -196,7 +196,7 @@ def _summary(result: FitResult) -> dict[str, Json]:
 
 
 async def _retain(driver: Driver) -> None:
-    """Remove the old rollouts that the configuration names, once everything is saved."""
+    """Remove old rollouts as ``[retention]`` says."""
     config = driver.session.plan.config
     await retain_after_run(
         driver.session.store,
@@ -223,9 +223,9 @@ async def dev_plan(
 
 
 async def _start(session: Session, beginning: Beginning, progress: Progress, *, turns: list[DrivenAlgorithm]) -> Driver:
-    """Start every part and let the algorithms check their needs; only then the experiment counts as started.
+    """Start every part, let the algorithms check their requirements, and only then mark the experiment as started.
 
-    The algorithms are appended to ``turns``, also where one of them refuses; the caller ends them.
+    The algorithms are appended to ``turns`` even if one of them refuses; the caller must end them.
     """
     try:
         # Any failure up to the mark below leaves the experiment as if it had not been started.
@@ -239,7 +239,7 @@ async def _start(session: Session, beginning: Beginning, progress: Progress, *, 
             )
         await _begin(turns, session.plan.config.schedule)
     except BaseException:
-        # A finished experiment that was to go on and was refused is finished again.
+        # If a finished experiment was to continue and is refused, its record says finished again.
         await beginning.take_back(session.store)
         raise
     # The reopened states are saved here, together with the record: a resume after a kill sees both
@@ -249,7 +249,7 @@ async def _start(session: Session, beginning: Beginning, progress: Progress, *, 
 
 
 async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float | None, Choice | None]:
-    """Validate, run the schedule, validate again, make the best versions live, and mark the experiment as finished."""
+    """Validate, run the schedule, validate again, make the chosen versions live, and mark the run as finished."""
     plan = driver.session.plan
     before = await driver.validate_first()
     if not plan.config.algorithm and plan.train:
@@ -257,7 +257,7 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
     stopped = await _take_steps(driver, turns)
     if driver.state.turn:
         await driver.validate(await driver.now())
-    # Kept next to the chosen ones: a run that is given more steps later goes on from its last step,
+    # Saved besides the chosen versions: a run that is extended later continues from its last step,
     # not from its best.
     last = driver.session.live.versions()
     choice = await choose(driver)
@@ -270,9 +270,9 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
 
 
 async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[str, AlgorithmState]:
-    """Run the schedule and validate between its steps; returns the states of the algorithms that a collapse stopped."""
+    """Run the schedule with its validations; return the states of the algorithms that a collapse stopped."""
     # The guard counts rollbacks over restarts; otherwise a run that is resumed often could go back
-    # for ever.
+    # forever.
     plan, guard = driver.session.plan, CollapseGuard(driver, turns)
     await guard.load()
     # One validation at a time: two would share the slots, and the later one could end first.
@@ -302,7 +302,7 @@ async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[
 
 
 async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> None:
-    """Let the algorithms check their needs before the first rollout costs anything."""
+    """Set up or check all algorithms before the first rollout costs anything."""
     # Setting up takes memory, so algorithms whose turn is later are only checked.
     able = _able_to_begin(turns, schedule)
     for turn in turns:

@@ -1,6 +1,6 @@
-"""Marks rollouts in which policies answer at temperature 0, whatever the agent asks; the gateway reads the mark.
+"""Marks rollouts in which policies answer at temperature 0, whatever the agent requests; the gateway obeys the mark.
 
-Some algorithms compare sampled rollouts with a greedy one of the same task. Such a rollout never trains.
+Some algorithms compare sampled rollouts with a greedy rollout of the same task. Greedy rollouts never train.
 """
 
 from collections.abc import Iterable
@@ -17,10 +17,10 @@ _KEY = "agl.greedy"
 
 
 def as_greedy(rollout: Rollout, policies: Iterable[str]) -> Rollout:
-    """Return a rollout in which the named policies answer at temperature 0.
+    """Return a copy of a rollout in which the named policies answer at temperature 0.
 
     Raises:
-        ConfigError: The rollout may train.
+        ConfigError: The rollout's mode is ``train``.
     """
     # A greedy answer has no log-probability of a draw, so no gradient could be corrected for it.
     if rollout.mode == "train":
@@ -29,6 +29,6 @@ def as_greedy(rollout: Rollout, policies: Iterable[str]) -> Rollout:
 
 
 def greedy_policies(rollout: Rollout) -> frozenset[str]:
-    """Return the policies that answer a rollout at temperature 0; none for most rollouts."""
+    """Return the policies that answer at temperature 0 in this rollout; empty for most rollouts."""
     named = rollout.metadata.get(_KEY)
     return frozenset(str(name) for name in cast("list[object]", named)) if isinstance(named, list) else frozenset()

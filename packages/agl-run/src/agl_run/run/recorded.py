@@ -1,7 +1,8 @@
 """Reads rollouts that other algorithms or experiments collected, for an algorithm that learns from them.
 
-Only whole steps are shared: a finished step is never repeated, so its rollouts are final, and another algorithm learns
-the same from them after a restart. Rollouts of another experiment come in the order in which they finished.
+Only rollouts of finished steps are shared. A finished step is never repeated, so its rollouts are final, and another
+algorithm reads the same rollouts after a restart. Rollouts of another experiment are read in the order in which they
+finished.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ class SourceReader:
         self._experiments = [*filter(None, map(experiment_of, algorithm.source))]
 
     async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
-        """See :class:`agl.contracts.RecordedFn`."""
+        """Read the sources' rollouts after given steps; see :class:`agl.contracts.RecordedFn`."""
         if not self._algorithm.source:
             raise ConfigError('the algorithm has no source; name the algorithm to learn from: source = "grpo"')
         # Positions come from the caller, which saves them with its own state: a repeated step reads
@@ -67,7 +68,7 @@ class SourceReader:
         )
 
     async def _from_experiment(self, experiment: str, known: Mapping[str, int]) -> FinishedRollouts:
-        """Read the next rollouts of another experiment; raises :class:`ConfigError` if it has none at all."""
+        """Read the next rollouts of another experiment; raises :class:`ConfigError` if it has no rollouts at all."""
         after = known.get(PREFIX + experiment, 0)
         found = await finished(self._store, experiment, after=after)
         if not after and not found.rollouts:
@@ -78,7 +79,7 @@ class SourceReader:
         return found
 
     async def _changed_states(self, known: Mapping[str, int]) -> dict[str, AlgorithmState]:
-        """Wait until a source has a new step, or all are finished; returns the sources' states."""
+        """Wait until a source has a new step or all sources are finished, and return the sources' states."""
         goes_on = self._driver.session.plan.config.schedule.mode == "concurrent"  # while this algorithm waits
         while True:
             # Begun before the states are read; a step that ends in between still wakes this.
@@ -93,7 +94,7 @@ class SourceReader:
                 changed.cancel()
 
     async def _rollouts(self, algorithm: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
-        """Read the finished rollouts of the steps above ``after`` up to ``last``; ids sort by step."""
+        """Read the finished rollouts of the steps after ``after`` up to ``last``, in the order of the steps."""
         prefix = id_prefix(self._driver.name, self._driver.state.run, algorithm, "train")
         # Step names have leading zeros, so that the order of ids is the order of steps.
         first = prefix + step_name(after + 1)
@@ -111,7 +112,7 @@ class SourceReader:
             query = query.next(page[-1])
 
     async def _ages(self, max_age: int | None) -> dict[str, set[str]]:
-        """Return the versions of each tuned resource that are young enough, by its name."""
+        """Return, for each tuned resource, the versions that are young enough; empty without ``max_age``."""
         if max_age is None:
             return {}
         return {name: await self._lineage(name, max_age + 1) for name in self._algorithm.tunes}
@@ -119,7 +120,8 @@ class SourceReader:
     async def _lineage(self, name: str, count: int) -> set[str]:
         version = self._driver.session.live.current(name)
         found = {version.version}
-        # Along the parents, not by numbers: after a rollback the numbers no longer tell the age.
+        # Along the parents, not by numbers: after a rollback the numbers no longer correspond to
+        # the age.
         while len(found) < count and version.parent:
             version = await self._store.resource(name, version.parent)
             found.add(version.version)

@@ -1,7 +1,7 @@
-"""Finds the state from which a run begins: a fresh one, the one at which it was stopped, or an extended one.
+"""Finds the state from which a run begins: a new state, the one at which it was stopped, or that of a finished run.
 
 A finished experiment continues if its file asks for more: for further steps of an algorithm, or for a new algorithm.
-Each algorithm decides if further steps are left, see :class:`~agl.contracts.ExtendableAlgorithm`.
+Each algorithm decides whether it has further steps to take; see :class:`~agl.contracts.ExtendableAlgorithm`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,17 @@ from agl_run.run.saving import remove_unreachable
 
 
 class NothingMoreError(ConfigError):
-    """The experiment is finished and cannot continue, so that nothing is left to do for who asks it to resume."""
+    """The experiment to be resumed is finished, and its file asks for no further steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """The start of a run, which counts as started once every part is built and checked.
+    """The beginning of a run, which counts as started once every part is built and checked.
 
     Attributes:
         state: The state from which the run begins.
-        previous: The experiment's record before, ``None`` if it never ran.
-        reopened: States of the finished algorithms that continue.
+        previous: The experiment's earlier record; ``None`` if the experiment never ran.
+        reopened: States of the finished algorithms that continue, by name.
     """
 
     state: ExperimentRecord
@@ -40,21 +40,21 @@ class Beginning:
     reopened: Mapping[str, AlgorithmState] = field(default_factory=dict[str, AlgorithmState])
 
     async def mark_started(self, store: Store) -> None:
-        """Save the state: from now on the experiment is one that ran before."""
+        """Save the state, so that the experiment counts as one that ran before."""
         await save_progress(store, self.state, algorithms=self.reopened)
 
     async def take_back(self, store: Store) -> None:
-        """Restore the record of an experiment whose run was refused; a new one has none yet."""
+        """Restore the earlier record after the run was refused; a new experiment has no record to restore."""
         if self.previous is not None:
             await save_progress(store, self.previous)
 
 
 async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Beginning:
-    """Find the state from which a run begins; an experiment that ran before is running again from now on.
+    """Find the state from which a run begins, and mark an experiment that ran before as running.
 
     Raises:
-        ConfigError: The experiment ran before, and neither ``resume`` nor ``fresh`` is set or it cannot be continued.
-        NothingMoreError: It is to be resumed, and is finished.
+        ConfigError: The experiment ran before, and neither ``resume`` nor ``fresh`` is set, or it cannot be continued.
+        NothingMoreError: ``resume`` is set, and the finished experiment has nothing more to do.
     """
     name = plan.name
     previous = await load_experiment(store, name)
@@ -64,7 +64,7 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
     # before.
     if previous is None or fresh:
         state = ExperimentRecord(name=name, run=previous.run + 1 if previous else 1, owner=worker_name(), agent=agent)
-        # Workers elsewhere would otherwise go on to run what nobody waits for any more.
+        # Otherwise workers elsewhere would run rollouts that no run needs any more.
         await cancel_unfinished(store, name)
     # One name belongs to one agent; comparisons over its history would be meaningless otherwise.
     elif is_of_another_agent(previous, plan):
@@ -82,8 +82,8 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
         reopened = _reopened(plan, previous, states)
         # Rollouts of steps that were never saved wait for versions that are not live any more.
         await remove_unreachable(store, name, states)
-        # A finished run may have its best versions live; more steps go on from the last ones, whose
-        # optimizer state is saved.
+        # A finished run may have its best versions live; further steps continue from the last ones,
+        # whose optimizer state is saved.
         live = await load_last_versions(store, previous) if previous.status == "finished" else previous.live
         state = msgspec.structs.replace(previous, status="running", live=live, owner=worker_name(), agent=agent)
     elif previous.status == "finished":
@@ -97,19 +97,19 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
             "or --fresh (fresh=True) to start again"
         )
     if previous is not None:
-        await save_progress(store, state)  # a worker of this experiment must not take it for finished meanwhile
+        await save_progress(store, state)  # workers of this experiment must not see it as finished
     return Beginning(state=state, previous=previous, reopened=reopened)
 
 
 def is_of_another_agent(previous: ExperimentRecord, plan: Plan) -> bool:
-    """Return true if the experiment of this name ran another agent."""
+    """Return true if the experiment's earlier record names another agent."""
     return previous.agent not in ("", plan.agent.identity)
 
 
 def _reopened(
     plan: Plan, previous: ExperimentRecord, states: Mapping[str, AlgorithmState]
 ) -> dict[str, AlgorithmState]:
-    """Return the states of the finished algorithms that continue."""
+    """Return the states of finished algorithms that continue, by name; raises if there is nothing to continue."""
     configs = plan.config.algorithm
     for config in configs:
         refuse_other_kind(plan.name, config, states[config.name].settings)
@@ -162,7 +162,7 @@ def _refuse_outdated_steps(
     schedule: ScheduleConfig,
     states: Mapping[str, AlgorithmState],
 ) -> None:
-    """Refuse further steps of an algorithm whose resources a later one in the schedule has tuned since."""
+    """Refuse further steps of an algorithm if a later one in the schedule has tuned its resources since."""
     position = _position(config, configs, schedule)
     for later in configs:
         shared = set(config.tunes).intersection(later.tunes)
@@ -175,7 +175,7 @@ def _refuse_outdated_steps(
 
 
 def _position(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], schedule: ScheduleConfig) -> int:
-    """Return an algorithm's position in the schedule; algorithms that take turns share one."""
+    """Return an algorithm's position in the schedule; all algorithms that do not run one by one share a position."""
     first = [other.name for other in configs if other.name in schedule.first]
     if config.name in first:
         # The algorithms of ``first`` run one by one before all others.

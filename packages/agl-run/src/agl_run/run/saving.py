@@ -1,13 +1,12 @@
-"""Steps that wait to be saved, and how a run ends that has some.
+"""Steps that wait to be saved, and the end of a run that has such steps.
 
-An algorithm that writes much may let its steps wait (``defer`` of its context). They are then done in this process
-only: the store keeps their rollouts and metrics at once, and their state, ledger and live versions together with those
-of the step that is saved next. A run that is killed goes on from the last saved step and repeats the others with the
-rollouts that they had collected, so none is trained twice into weights that are still there, and none is paid for
-twice.
+An algorithm with large states may let its steps wait (``defer`` of its context). The store then has the rollouts and
+metrics of such a step at once, but its state, ledger and live versions only with the next saved step. A run that
+is killed continues from the last saved step and repeats the waiting ones with the rollouts that they had collected. So
+no rollout is paid for twice, and none is trained twice into weights that still exist.
 
-A version that was published and not saved is in the store, because rollouts name it, and has no files. What says so is
-in the store as well, see :func:`unsaved`.
+A version that was published and not saved is in the store, because rollouts name it, but it has no files. Its metadata
+in the store says so; see :data:`agl_inspect.records.state.DEFERRED`.
 """
 
 import asyncio
@@ -33,25 +32,25 @@ _PAGE = 1000
 
 
 async def to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work`` to its end even if this is cancelled meanwhile; the cancellation is raised afterwards."""
+    """Await ``work`` to its end, even if the caller is cancelled in the meantime; the cancellation is raised then."""
     task = asyncio.ensure_future(work)
     try:
-        # The shield lets the cancellation arrive here while the work goes on.
+        # The shield lets the cancellation arrive here while the work continues.
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         # ``wait`` does not raise the task's error; the cancellation stays the reason that the
         # caller sees.
         await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # seen: the cancellation says why this ends
+            task.exception()  # retrieved, so that it is not logged: the cancellation is the reason for the end
         raise
 
 
 class Collecting:
-    """Ends an algorithm's waiting for rollouts, during which it changes nothing, and leaves an update alone.
+    """Cancels the collection of rollouts when a run stops, without interrupting an update.
 
-    Rollouts may be collected by tasks that go on while an algorithm updates. Such a task ends, and the update does not
-    see it.
+    A step that only waits for rollouts has changed nothing and can end. An algorithm may also collect in tasks of its
+    own during an update; those tasks end, and the update goes on.
     """
 
     def __init__(self) -> None:
@@ -60,11 +59,11 @@ class Collecting:
 
     @property
     def is_under_way(self) -> bool:
-        """True while rollouts are collected, which a step waits for or will take later."""
+        """True while rollouts are being collected, for the current step or a later one."""
         return self._tasks.total() > 0
 
     def stop(self) -> None:
-        """Cancel what collects, and whatever is to collect from now on: the run stops."""
+        """Cancel all tasks that collect rollouts now, and every later attempt to collect: the run stops."""
         # Set first: a task that is cancelled below may try to collect again from an ``except`` of
         # its own.
         self._is_over = True
@@ -72,7 +71,7 @@ class Collecting:
             task.cancel()
 
     def watched(self, call: F) -> F:
-        """Wrap a coroutine function that collects."""
+        """Wrap a coroutine function that collects rollouts, so that :meth:`stop` cancels its calls."""
 
         async def collect(*args: Any, **kwargs: Any) -> Any:
             if self._is_over:
@@ -89,11 +88,12 @@ class Collecting:
 
 
 async def remove_unreachable(store: Store, experiment: str, states: Mapping[str, AlgorithmState]) -> int:
-    """Remove the unfinished rollouts that are pinned to versions of steps which were not saved; returns their number.
+    """Remove the unfinished rollouts that are pinned to versions of unsaved steps; return the number removed.
 
-    They would run with other versions, because these are not live any more. The repeated steps ask for them again, and
-    their attempts get the same ids again. So a rollout stays, and goes on with the live versions, if a worker that may
-    not have ended has tried it: that worker could still write to it.
+    Those versions are no longer live, so the rollouts would run with other versions than the repeated steps expect.
+    The repeated steps enqueue them again, and their attempts get the same ids. A rollout is therefore not removed if a
+    worker that may still be running has tried it: that worker could write to the new attempt. Such a rollout goes on
+    with the live versions.
     """
     # Each version is looked up once; the rollouts of a step share a few of them.
     lost: dict[tuple[str, str], bool] = {}
@@ -115,7 +115,7 @@ async def remove_unreachable(store: Store, experiment: str, states: Mapping[str,
 
 
 async def _is_lost(store: Store, version: tuple[str, str], states: Mapping[str, AlgorithmState]) -> bool:
-    """Return true for a version that belongs to a step after the last one that was saved."""
+    """Return true if a version belongs to a step after the last saved one."""
     try:
         found = await store.resource(*version)
     except NotFoundError:

@@ -1,4 +1,4 @@
-"""Runs algorithms one after the other, in turns or side by side; those in ``schedule.first`` run before the others."""
+"""Runs algorithms sequentially, in turns or concurrently; algorithms in ``schedule.first`` run before the others."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,7 +28,7 @@ async def run_schedule(
 
 
 async def sequential(turns: Sequence[DrivenAlgorithm], *, after_step: Callable[[], Awaitable[None]]) -> None:
-    """Run each to its end, one after the other; each starts from the newest versions that the one before left."""
+    """Run the algorithms to their end, one after the other; each starts from the previous one's newest versions."""
     for turn in turns:
         if turn.is_finished:
             continue
@@ -42,7 +42,7 @@ async def sequential(turns: Sequence[DrivenAlgorithm], *, after_step: Callable[[
 
 
 async def alternate(turns: Sequence[DrivenAlgorithm], *, every: int, after_step: Callable[[], Awaitable[None]]) -> None:
-    """Take ``every`` steps each in turn until all are finished; a restart keeps the order of an unbroken run."""
+    """Take ``every`` steps of each algorithm in turn until all are finished; a resumed run keeps the same order."""
     # The order of an unbroken run is replayed from its start without taking the steps that are
     # done, so a resumed run alternates as if it had never stopped.
     taken = [turn.steps for turn in turns]
@@ -59,7 +59,7 @@ async def alternate(turns: Sequence[DrivenAlgorithm], *, every: int, after_step:
 
 
 async def concurrent(turns: Sequence[DrivenAlgorithm], *, after_step: Callable[[], Awaitable[None]]) -> None:
-    """Run all at once; the first failure stops the others."""
+    """Run all algorithms at once; the first failure stops the others."""
 
     async def run(turn: DrivenAlgorithm) -> None:
         try:

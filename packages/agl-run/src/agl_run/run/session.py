@@ -60,7 +60,7 @@ class Session:
         live: The live resources.
         feed: Wakes waiters when rollouts finish.
         policies: The running policies by name.
-        worker: The worker; its ``failure`` completes when it fails.
+        worker: The worker of this process; its future ``failure`` gets the worker's error if the worker fails.
     """
 
     store: Store
@@ -84,14 +84,14 @@ class Session:
         """Lock the experiment and open its store; must be the first call.
 
         Raises:
-            ConfigError: Another process runs the experiment, here or on another machine.
+            ConfigError: Another process, on this machine or another, runs the experiment.
         """
         # The lock comes before the store: two trainers in one folder would overwrite each other's
         # weights even where their stores differ.
         lock = ExperimentLock(self.plan.workdir)
         lock.acquire()
-        # Everything that is started is pushed onto one stack, so that a start which fails half way
-        # stops exactly what runs.
+        # Every started part is pushed onto one stack, so that a start that fails halfway stops
+        # exactly the parts that run.
         self._stack.callback(lock.release)
         store = checked_store(self.plan.store) if self.plan.store else open_store(self.plan)
         if self.plan.store is None:
@@ -106,16 +106,16 @@ class Session:
 
     @property
     def store_url(self) -> str:
-        """The store's address without passwords; ``""`` where it does not say."""
+        """The store's URL without passwords; ``""`` if a store object was passed that does not give one."""
         given = self.plan.store
         return without_password(store_url_of(self.plan)) if given is None else address_of(given)
 
     async def start(self, state: ExperimentRecord, *, say: Callable[[str], None] | None = None) -> None:
-        """Start the other parts: the policies at their live versions, the gateway and the worker.
+        """Start the other parts: the gateway, the worker, and the policies with their live versions.
 
         Args:
             state: The experiment's state.
-            say: Called with a line while a model loads, and when rollouts wait for a worker that nobody started.
+            say: Called with a line while a model loads, and when rollouts wait although no worker is running.
         """
         self._say = say
         # Reservations come first: workers and policies would otherwise take the machines that an
@@ -145,8 +145,8 @@ class Session:
         context = self._context(upstreams)
         worker = Worker(context, make_runner(self.plan, context), keep=self.feed.keep)
         self.worker = await self._stack.enter_async_context(worker)
-        # Losing the lease has to reach whoever waits for rollouts, and the worker's failure is what
-        # they watch.
+        # The loss of the lease must reach all waiters for rollouts, and they watch the worker's
+        # failure.
         self._ownership.on_loss = self.worker.fail
         running = make_running(
             self.plan,
@@ -167,7 +167,7 @@ class Session:
             await self._watch_load(context.concurrency, say)
 
     async def _watch_load(self, concurrency: int, say: Callable[[str], None]) -> None:
-        """Say that this process holds too many rollouts, or that it holds none and no worker does."""
+        """Warn if this process runs too many rollouts on its event loop, or runs none while no worker claims any."""
         if not concurrency:
             await self._stack.enter_async_context(UnclaimedReport(self.store, self.plan.name, say=say))
         for text in crowded_loop(self.plan.config.runner.use, concurrency, key="runner.concurrency"):
@@ -178,14 +178,14 @@ class Session:
         await self._stack.aclose()
 
     def endpoint(self, name: str) -> LLM:
-        """Return a policy's own endpoint, not the gateway's; raises :class:`ConfigError` that lists the policies."""
+        """Return the endpoint of a policy's server, not the gateway's; raises :class:`ConfigError` if there is none."""
         if name not in self._served:
             hint = did_you_mean(name, self._served, otherwise=f"there are {sorted(self._served)}")
             raise ConfigError(f"there is no policy {name!r}; {hint}")
         return self._served[name].llm
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
-        """Store a version and make it live; its policy serves it before this returns."""
+        """Store a version and make it live; its policy serves the version before this returns."""
         # Stored before it is served: a rollout that is pinned to a version must find it after a
         # crash at any point below.
         version = await self.live.publish(version)
@@ -219,14 +219,14 @@ class Session:
         self._served[name] = served
 
     def algorithm(self, config: AlgorithmConfig) -> Algorithm:
-        """Build an algorithm; one with resources runs its steps in the fleet's cluster."""
+        """Build an algorithm; if it sets ``resources``, its steps run in the fleet's cluster."""
         plan = self.plan
         if plan.fleet is not None and config.resources is not None:
             return plan.fleet.algorithm(config, self._fleet_setup())
         return plan.manager.build(plan.entry(config), **config.params)
 
     async def _reserve(self) -> None:
-        """Reserve what algorithms ask of a cluster, before anything takes its place there."""
+        """Reserve the algorithms' shares of a cluster before workers and policies can occupy it."""
         fleet = self.plan.fleet
         if fleet is not None:
             self._stack.push_async_callback(fleet.stop)
@@ -235,7 +235,7 @@ class Session:
                 await fleet.reserve(placed)
 
     def _fleet_setup(self) -> FleetSetup:
-        # An object as a store exists in this process alone; others reach it through the gateway.
+        # A store object exists only in this process; other processes reach it through the gateway.
         url = store_for_workers("" if self.plan.store else store_url_of(self.plan), self._advertised_url)
         query = RolloutQuery(experiment=self.plan.name, status=("queued", "running"))
         return FleetSetup(
@@ -246,7 +246,7 @@ class Session:
         )
 
     async def _start_exporters(self) -> None:
-        """Send what finishes from now on to the exporters, first to last; they are stopped after the worker."""
+        """Start to send finished rollouts to the exporters; they are stopped after the worker."""
         for name, exporter in build_exporters(self.plan):
             exporting = Exporting(self.store, exporter, experiment=self.plan.name, name=name, say=self._say)
             await self._stack.enter_async_context(exporting)
@@ -316,7 +316,7 @@ class Session:
         self._gateway, self._gateway_url = gateway, own_url
 
     def _agent_llms(self) -> dict[str, LLM]:
-        """Return the policies as agents call them; behind a gateway, those that share a model use their own names."""
+        """Return the policies as agents call them; policies that share a model are called by their own names."""
         llms = {name: served.llm for name, served in self._served.items()}
         if not self._gateway_url:
             return {name: _with_key(llm) for name, llm in llms.items()}
@@ -344,9 +344,9 @@ class Session:
         version = f"{self.plan.name}-{state.run}-initial"
         for name, resource in initial.items():
             if name in state.live:
-                # A resumed run keeps its versions even if the file has changed since; silence about
-                # that would look like the edit had worked.
-                if state.owner and name in self.plan.resources:  # a trial, which no process owns, says it itself
+                # A resumed run keeps its versions even if the file has changed since; without a
+                # message the edit would seem to work.
+                if state.owner and name in self.plan.resources:  # a trial has no owner, and reports this itself
                     await self._say_if_changed(name, resource, first=version)
             # A fresh run begins with the file's own value unless a label names a version to
             # continue from.
@@ -358,10 +358,10 @@ class Session:
                 self.live.set(await self.live.publish(first))
 
     async def _say_if_changed(self, name: str, resource: Resource, *, first: str) -> None:
-        """Say that the file has another value of a resource than when the run began.
+        """Say that a resource's value in the file has changed since the run began, and has no effect.
 
-        The run keeps its version: it may have trained with it, rollouts and validations are pinned to it, and going
-        back to the best versions would bring it back.
+        The run keeps its own version: training may have used it, rollouts and validations are pinned to it, and a
+        return to the best versions would restore it.
         """
         version = self.live.current(name)
         if version.resource == resource:
@@ -375,7 +375,7 @@ class Session:
             )
 
     async def _start_from_label(self, name: str) -> bool:
-        """Make the version live that the resource's label points at; returns false if there is none."""
+        """Make live the version to which the resource's label points; return false if there is no such version."""
         label = self.plan.label(name)
         version = await labelled(self.store, name, label) if label else None
         if version is None:
@@ -401,13 +401,13 @@ class Session:
 
 
 def _with_key(llm: LLM) -> LLM:
-    """Return the LLM with its key where the policy runs in this process: only this process knows it."""
+    """Return the LLM with its key if the policy runs in this process, which alone knows that key."""
     is_own = llm.api_key_env == POLICY_KEY_ENV
     return msgspec.structs.replace(llm, api_key=os.environ.get(POLICY_KEY_ENV, "")) if is_own else llm
 
 
 async def _load_between_calls(gateway: Gateway, name: str, policy: Policy, version: ResourceVersion) -> ServedModel:
-    """Load new weights while the gateway holds the policy's calls back."""
+    """Load new weights while the gateway delays the policy's calls."""
     # Calls wait at the gateway while the weights change, so no answer is drawn half from the old
     # and half from the new ones.
     await gateway.pause(name)
@@ -437,7 +437,7 @@ def _require_no_gateway(upstreams: list[Upstream]) -> None:
 
 
 def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> None:
-    """Refuse weights that are served under a name that agents do not use."""
+    """Refuse weights that are served under another name than agents use, since no gateway translates it."""
     if served.model != agents_ask_for:
         raise PolicyError(
             f"policy {name!r} serves its new weights as {served.model!r} and agents ask for {agents_ask_for!r}; only "
@@ -448,9 +448,9 @@ def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> Non
 class ExperimentLock:
     """A lock held while an experiment runs; released when its process ends or is killed.
 
-    The system releases the lock even after a kill, so stale process ids cannot mislead: a restarted container uses ids
-    again. The holder's id is in a file next to it, for people to read. It is no distributed lock, see
-    :class:`Ownership`, and child processes of the holder do not hold it.
+    The system releases the lock even after a kill. A process id in a file could mislead instead, because a restarted
+    container reuses ids; the holder's id is written to such a file only for people to read. The lock protects one
+    machine (see :class:`Ownership` for others), and child processes of the holder do not hold it.
     """
 
     def __init__(self, workdir: Path) -> None:
@@ -462,8 +462,8 @@ class ExperimentLock:
         """Take the lock.
 
         Raises:
-            ConfigError: Another trainer holds it, in this process or in another one, which the message names; or the
-                work directory is on a file system without locks.
+            ConfigError: Another trainer holds the lock (the message names its process), or the work directory is on a
+                file system without locks.
         """
         self._file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -483,7 +483,7 @@ class ExperimentLock:
         self._holder.write_text(str(os.getpid()), encoding="utf-8")
 
     def release(self) -> None:
-        """Give it back; idempotent."""
+        """Release the lock; idempotent."""
         if self._lock.is_locked:
             # Emptied before the release: afterwards the file may already hold the next owner's id.
             self._holder.write_text("", encoding="utf-8")
@@ -495,10 +495,10 @@ class ExperimentLock:
 
 
 def open_store(plan: Plan) -> Store:
-    """Open the store of an experiment."""
+    """Open the store in the experiment's configuration."""
     return build_store(plan.manager, store_url_of(plan))
 
 
 def store_url_of(plan: Plan) -> str:
-    """Return the URL of the experiment's store; a relative SQLite path is taken from the experiment's folder."""
+    """Return the URL of the experiment's store; a relative SQLite path is joined to the experiment's folder."""
     return located(plan.config.experiment.store, plan.folder)

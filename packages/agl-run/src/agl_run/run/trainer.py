@@ -38,43 +38,44 @@ from agl_run.run.session import store_url_of
 from agl_run.watch.failures import warn_of_failures
 
 GivenReward = str | ComponentConfig | Callable[..., Any]
-"""A reward by name, as a component, or the function, instance or class itself."""
+"""A reward: a registered name, a component, or a function, instance or class."""
 
 
 class Trainer:
     """Runs an agent on tasks and lets algorithms learn from it.
 
-    Every argument is a section of an experiment file, as the record of that section, or as a string if a name is
-    enough.
+    Each argument corresponds to a section of an experiment file. It is the record of that section, or a string if a
+    name is enough.
 
     Args:
         algorithm: One algorithm or several: ``agl.GRPO(tunes="main_llm")`` or a registered name.
         n_runners: Attempts at once; the same as the runner's ``concurrency``.
         adapter: ``{"agent_match": "write|rewrite"}``: the agents whose calls train, unless the algorithm names them.
-        initial_resources: Resources by name; an ``LLM`` becomes a policy that runs elsewhere.
+        initial_resources: Resources by name; an ``LLM`` becomes a policy whose server runs elsewhere.
         policies: Model servers by resource name: ``{"main_llm": agl_run.policy("torch", model=...)}``.
         store: URL or store object.
         name: The experiment's name.
-        runner: ``async``, ``process``, or with its settings ``agl_run.runner("process", timeout_s=60)``.
-        credit: ``episode``, or with its parameters ``agl.algorithms.component("turn", gamma=0.9)``.
+        runner: A runner's name, such as ``"process"``, or settings: ``agl_run.runner("process", timeout_s=60)``.
+        credit: A credit's name, such as ``"episode"``, or a component with parameters:
+            ``agl.algorithms.component("turn", gamma=0.9)``.
         rewards: Reward emitters: functions of the rollout and its spans, classes whose instances are such functions,
             names, or components.
         tracers: Names of tracers, such as ``("langchain",)``, which record the agent or node behind each call.
         schedule: ``sequential``, ``alternate`` or ``concurrent``, or a ``ScheduleConfig``, whose ``every``
             sets the steps in a turn, and ``first`` the algorithms that run to their end before the others.
         gateway: ``auto``, ``none``, or a ``GatewayConfig``.
-        exporters: Destinations of finished rollouts, or of the run's numbers: names, such as ``"tensorboard"``, or
+        exporters: Destinations of finished rollouts, or of the run's metrics: names, such as ``"tensorboard"``, or
             components, such as ``agl.algorithms.component("otlp", endpoint="http://127.0.0.1:6006")``.
-        retention: Old rollouts that ``fit`` removes once it has ended, such as ``RetentionConfig(older_than="30d")``.
+        retention: Which old rollouts ``fit`` removes after its end, such as ``RetentionConfig(older_than="30d")``.
         disabled_plugins: Names of plugins or distributions to leave out; ignored if ``plugins`` is given.
-        progress: Shows the progress; by default in a terminal a summary of the run, elsewhere lines.
+        progress: Shows the progress; by default a summary of the run in a terminal, and plain lines elsewhere.
         plugins: The plugin manager; by default one with the installed plugins.
         folder: Base of relative paths.
         settings: Any further key of the ``[experiment]`` section, such as ``seed`` or ``hidden``.
 
     Raises:
-        ConfigError: An argument is unknown or has the wrong type. ``fit`` and ``dev`` report what is missing, before
-            the first rollout.
+        ConfigError: An argument is unknown or has the wrong type. Missing arguments are reported by ``fit`` and
+            ``dev``, before the first rollout.
     """
 
     def __init__(  # noqa: PLR0913  # keyword-only; each is a section of the experiment file
@@ -145,7 +146,7 @@ class Trainer:
             config: The experiment, as :func:`load_config` reads it.
             folder: The file's folder.
             plugins: The plugin manager; by default one with the installed plugins that the experiment does not disable.
-            progress: Shows the progress; by default in a terminal a summary of the run, elsewhere lines.
+            progress: Shows the progress; by default a summary of the run in a terminal, and plain lines elsewhere.
         """
         return cls(
             algorithm=config.algorithm,
@@ -168,13 +169,13 @@ class Trainer:
 
     @property
     def config(self) -> ExperimentConfig:
-        """The experiment as its file would describe it."""
+        """The experiment as a file would describe it."""
         return self._config
 
     def plan(
         self, agent: Agent | None = None, train_dataset: Tasks | None = None, val_dataset: Tasks | None = None
     ) -> Plan:
-        """Run every check that starts nothing; see :meth:`fit` for the arguments."""
+        """Run all checks that need nothing to be started, and return the plan; :meth:`fit` explains the arguments."""
         disabled = self._config.plugins.get("disabled", ())
         return make_plan(
             self._config,
@@ -196,18 +197,19 @@ class Trainer:
         resume: bool = False,
         fresh: bool = False,
     ) -> FitResult:
-        """Run the experiment to its end; blocks, in a script and in a notebook.
+        """Run the experiment to its end; blocks until then, in a script or a notebook.
 
         Args:
             agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
-            train_dataset: Tasks, a data frame with a row for each, or the path of a JSON-lines, CSV or Parquet file.
-            val_dataset: Likewise.
+            train_dataset: Training tasks, a data frame with one task per row, or the path of a JSON-lines, CSV or
+                Parquet file.
+            val_dataset: Validation tasks, in one of the same forms.
             resume: Continue a stopped experiment, or a finished one that was given more steps.
             fresh: Start an experiment that ran before from its beginning.
 
         Raises:
-            RunError: Every rollout failed, or every one on training tasks; names the most frequent errors.
-            ConfigError: The experiment cannot run, or the event loop of an async program runs here; use
+            RunError: All rollouts failed, or all rollouts of training tasks; its message names the commonest errors.
+            ConfigError: The experiment cannot run, or the event loop of an async program runs in this thread; use
                 :meth:`fit_async` there.
         """
         # Before the plan, which imports the agent: the mistake is in the call.
@@ -225,8 +227,8 @@ class Trainer:
     ) -> FitResult:
         """Run the experiment like :meth:`fit` without blocking the event loop of an async program.
 
-        The agent runs on another loop in another thread. Cancelling this abandons the step in flight and stops
-        the experiment, which can be resumed.
+        The agent runs on another event loop in another thread. Cancelling this coroutine abandons the current step and
+        stops the experiment, which can be resumed.
         """
         return await run_beside(self._fit(self.plan(agent, train_dataset, val_dataset), resume=resume, fresh=fresh))
 
@@ -242,21 +244,22 @@ class Trainer:
         record_as: str = "",
         mode: Mode = "test",
     ) -> DevResult:
-        """Run the agent on a few tasks without training; blocks, in a script and in a notebook.
+        """Run the agent on a few tasks without training; blocks until the end, in a script or a notebook.
 
-        Returns the calls, rewards and rows of each rollout, the error of each that failed, and the reason why a call is
-        in no row; logs a warning with the errors. The rollouts belong to an experiment of their own, so that a trainer
-        may run at the same time.
+        The result has the calls, rewards and rows of each rollout, the errors of failed rollouts, and the reason for
+        each call that is in no row; the errors are also logged as a warning. The rollouts are recorded as another
+        experiment, so a trainer may run at the same time.
 
         Args:
             agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
-            train_dataset: Tasks, a data frame with a row for each, or the path of a JSON-lines, CSV or Parquet file.
+            train_dataset: Training tasks, a data frame with one task per row, or the path of a JSON-lines, CSV or
+                Parquet file.
             tasks: Number of tasks to run.
             record_as: Name of the rollouts' experiment; by default ``NAME-dev``.
-            mode: Mode of the rollouts, which decides the method of a ``LitAgent`` that runs them.
+            mode: Mode of the rollouts; it decides which method of a ``LitAgent`` runs them.
 
         Raises:
-            ConfigError: The experiment cannot run, or the event loop of an async program runs here; use
+            ConfigError: The experiment cannot run, or the event loop of an async program runs in this thread; use
                 :meth:`dev_async` there.
         """
         require_blocking("dev")
@@ -359,5 +362,5 @@ def _reward(given: GivenReward) -> ComponentConfig:
 
 
 def _several(given: Any) -> tuple[Any, ...]:
-    """Return one item or several as a list."""
+    """Return a tuple of the items, which may be given as a single item."""
     return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # the caller's types say it

@@ -1,7 +1,7 @@
-"""Opens an experiment for a trial: under a name of its own, from the versions that the experiment has reached.
+"""Opens an experiment for a trial, under another name and with the versions that the experiment has reached.
 
-A trial has its own lock and its own record, so that a trainer of the experiment may run at the same time, and it saves
-no state of the experiment.
+A trial has its own lock and record, so a trainer of the experiment may run at the same time. It saves no state of the
+experiment.
 """
 
 import time
@@ -20,7 +20,7 @@ from agl_run.run.session import Session
 
 
 async def reached(store: Store, plan: Plan) -> ExperimentRecord | None:
-    """Return the record of the experiment, ``None`` if it never ran or ran another agent."""
+    """Return the experiment's record; ``None`` if the experiment never ran or ran another agent."""
     found = await load_experiment(store, plan.name)
     return None if found is None or is_of_another_agent(found, plan) else found
 
@@ -31,21 +31,20 @@ async def trial(
 ) -> AsyncGenerator[Driver]:
     """Start the experiment's parts as the experiment ``record_as``; closes them and ``progress`` at the end.
 
-    Rollouts that a killed trial of this name left in the queue are cancelled; those of an experiment that can be
-    resumed never are.
+    Queued rollouts of a killed trial of this name are cancelled, but those of a resumable experiment never are.
 
     Args:
         plan: The experiment.
-        record_as: Name of the rollouts' experiment.
+        record_as: Name of the experiment under which the rollouts are recorded.
         progress: Shows the progress, and says which resources differ from the experiment's file.
-        live: Versions by resource, which take the place of those that the experiment has reached.
+        live: Versions by resource that replace the ones that the experiment has reached.
     """
     # Its own name means its own lock and lease, so a trainer of the experiment may run meanwhile.
     session = Session(plan.renamed(record_as))
     try:
         store = await session.open_store()
-        # A record under this name belongs to an experiment that can be resumed, and its queue is
-        # left alone.
+        # A record under this name belongs to an experiment that can be resumed, so its queue is not
+        # touched.
         if await load_experiment(store, record_as) is None:
             await cancel_unfinished(store, record_as)
         # A trial shows the agent with the versions that training has reached, not with those of the
@@ -69,7 +68,7 @@ async def trial(
 
 
 class Tasks:
-    """Runs the agent on tasks, as the experiment's first algorithm reads them; all of them are one trial."""
+    """Runs the agent on tasks, and reads the episodes as the experiment's first algorithm would; all in one trial."""
 
     def __init__(self, driver: Driver) -> None:
         algorithms = driver.session.plan.config.algorithm
@@ -77,7 +76,7 @@ class Tasks:
         self._collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", algorithms[0] if algorithms else None)
 
     async def run(self, tasks: Sequence[Json], *, samples: int = 1, mode: Mode) -> Sequence[Episode]:
-        """Run tasks, ``samples`` times each; again for further ones."""
+        """Run each task ``samples`` times and return the episodes; may be called again with further tasks."""
         # Rounds are steps of one caller, so the ids of a further round never collide.
         collected = await self._collect(tasks, step=self._rounds, n=samples, mode=mode, keeps_all=True)
         self._rounds += 1

@@ -1,6 +1,6 @@
-"""Runs one attempt in this process: calls the agent, stops it in time, and records its outcome.
+"""Runs one attempt in this process: calls the agent, stops it at its time limit, and builds the attempt's outcome.
 
-The `async` runner calls this in the experiment's process, the `process` runner in a child.
+The `async` runner uses this module in the experiment's process, the `process` runner in a child process.
 """
 
 import asyncio
@@ -42,26 +42,26 @@ from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.storable import storable_span
 
 STOP_GRACE_S = 5.0
-"""Seconds that a cancelled agent gets to stop before it is abandoned."""
+"""Seconds that a cancelled agent may take to stop before it is abandoned."""
 
 
 class AttemptStopped(BaseException):
-    """Raised inside the thread of an agent past its time limit; no ``Exception``, so that agents do not catch it."""
+    """Raised in the thread of an agent to stop it; not an ``Exception``, so that agents do not catch it."""
 
 
 async def run_attempt(
     agent: LoadedAgent, rollout: Rollout, active: ActiveAttempt, *, resources: NamedResources, recorder: SpanRecorder
 ) -> Outcome:
-    """Run the agent once; returns the outcome with the spans that were not drained before.
+    """Run the agent once; return the outcome, with the spans that were not drained from ``recorder`` before.
 
-    Never raises for an error of the agent. Cancelling this coroutine stops the agent, then re-raises.
+    Errors of the agent are in the outcome and never raised. Cancelling this coroutine stops the agent and then raises.
 
     Args:
         agent: The agent.
         rollout: The rollout.
         active: The attempt; see :func:`new_attempt`.
-        resources: Named resources, not yet bound to the attempt.
-        recorder: Collects the spans that are made in this process.
+        resources: Named resources, without the attempt's token.
+        recorder: Collects the spans of the attempt in this process.
     """
     # Wrapped around the recorder: the attempt's error can then say why a client had no key.
     refused = RefusedCalls(active.record, has_gateway=bool(active.gateway_url))
@@ -74,8 +74,8 @@ async def run_attempt(
     # answers.
     status, error = _checked(active, status, error)
     for tracer in active.tracers:
-        # Frameworks end their spans in threads of their own; what is not flushed now would belong
-        # to no attempt.
+        # Frameworks end their spans in their own threads; spans that are not flushed now would be
+        # lost.
         tracer.flush(1.0)
     status, error, output, rewards = _read(status, refused.explained(error), value, active)
     root = _root_span(active, started, status, error, output)
@@ -99,7 +99,7 @@ def new_attempt(
     tracers: Iterable[Tracer],
     replay: Script | None,
 ) -> ActiveAttempt:
-    """Make the record of an attempt that starts; ``replay`` answers its calls if it is a replay or a fork."""
+    """Create the record of a starting attempt; ``replay`` is the script of a replay or a fork, else ``None``."""
     player = None if replay is None else ForkPlayer(replay) if isinstance(replay, ForkScript) else Player(replay)
     return ActiveAttempt(
         rollout_id=rollout.rollout_id,
@@ -116,7 +116,7 @@ def new_attempt(
 
 
 def bind_resources(resources: NamedResources, *, token: str) -> NamedResources:
-    """Add the attempt's token to every LLM that has no key of its own."""
+    """Set the attempt's token as the key of every LLM that has no key of its own."""
     return {
         name: msgspec.structs.replace(value, api_key=token)
         if isinstance(value, LLM) and token and not value.api_key_env
@@ -128,7 +128,7 @@ def bind_resources(resources: NamedResources, *, token: str) -> NamedResources:
 def _checked(
     active: ActiveAttempt, status: AttemptStatus, error: ErrorInfo | None
 ) -> tuple[AttemptStatus, ErrorInfo | None]:
-    """Return the outcome of the agent; a fork that diverged failed, whatever the agent made of it."""
+    """Return the agent's outcome, or a failure if the attempt is a fork that diverged, even if the agent succeeded."""
     if not isinstance(active.responder, ForkPlayer):
         return status, error
     diverged = active.responder.divergence(is_over=status == "succeeded")
@@ -136,7 +136,7 @@ def _checked(
 
 
 def upstreams_of(rollout: Rollout, upstreams: Sequence[Upstream]) -> tuple[Upstream, ...]:
-    """Return the policies as a rollout's calls reach them: one that does not train samples as the agent asks."""
+    """Return the policies for a rollout's calls; unless the rollout trains, sampling parameters are not changed."""
     # Validation measures the agent as it will be used, with the sampling that it asks for.
     if sampling_mode(rollout) == "train":
         return tuple(upstreams)
@@ -178,7 +178,7 @@ class _AgentExitError(Exception):
 
 
 class _Invocation:
-    """One call of the agent: on the event loop for a coroutine function, in a thread for a plain one."""
+    """One call of the agent: on the event loop if it is a coroutine function, else in a thread."""
 
     def __init__(self, agent: LoadedAgent, rollout: Rollout, resources: NamedResources) -> None:
         self._agent = agent
@@ -191,7 +191,8 @@ class _Invocation:
         try:
             if self._agent.is_async:
                 return await self._agent.call(*self._arguments)
-            # The thread needs the variable that names the attempt, or its calls would be nobody's.
+            # The thread needs the context variable with the attempt, or its calls would belong to
+            # no attempt.
             context = contextvars.copy_context()
             self._future = asyncio.get_running_loop().run_in_executor(AgentThreads(), context.run, self._in_thread)
             self._future.add_done_callback(_notice)
@@ -205,8 +206,7 @@ class _Invocation:
 
     def _in_thread(self) -> Any:
         with self._lock:
-            # Under the lock, so that an interrupt never hits a thread that has gone on to something
-            # else.
+            # Under the lock, so that an interrupt never hits a thread that already does other work.
             self._thread = threading.get_ident()
         try:
             return self._agent.call(*self._arguments)
@@ -217,7 +217,7 @@ class _Invocation:
                 self._thread = None
 
     async def stop(self, task: "asyncio.Future[Any]") -> bool:
-        """Cancel the coroutine and interrupt the thread; returns true if the agent ended."""
+        """Cancel the coroutine and interrupt the thread; return true if the agent ended in time."""
         # Both ways at once: a coroutine may be waiting for a thread that it started here.
         self._interrupt()
         task.cancel()
@@ -255,7 +255,7 @@ def _timeout_error(timeout_s: float | None, *, stopped: bool) -> ErrorInfo:
 def _read(
     status: AttemptStatus, error: ErrorInfo | None, value: Any, active: ActiveAttempt
 ) -> tuple[AttemptStatus, ErrorInfo | None, Json, tuple[Span, ...]]:
-    """Return the outcome with the output and the rewards that the agent returned; a bad value fails the attempt."""
+    """Return the outcome, the output, and the span of a returned reward; an unusable value fails the attempt."""
     if status != "succeeded":
         return status, error, None, ()
     try:
@@ -267,7 +267,7 @@ def _read(
 
 
 def reward_span(active: ActiveAttempt, reward: Reward) -> Span:
-    """Make a span that carries a reward, at the present time, below the attempt's root."""
+    """Make a span that carries a reward, at the present time, as a child of the attempt's root span."""
     return make_reward_span(
         active.rollout_id, active.attempt_id, reward, trace_id=active.trace_id, parent_id=active.root_span_id
     )
@@ -300,12 +300,12 @@ T = TypeVar("T")
 class AgentThreads(Executor):
     """Runs every call in a daemon thread of its own.
 
-    An agent may block in a call that nothing interrupts. The threads of a ``ThreadPoolExecutor`` would then hold up the
+    An agent may block in a call that nothing can interrupt. A thread of a ``ThreadPoolExecutor`` would then delay the
     end of the process until that call returns.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-        """Start ``fn`` at once; the number of calls that run at a time is the caller's to bound."""
+        """Start ``fn`` at once; the caller has to limit the number of concurrent calls."""
         future: Future[T] = Future()
 
         def run() -> None:

@@ -1,8 +1,8 @@
-"""Programs that end with their descendants: on request, and when this process ends, by ``kill -9`` as well.
+"""Programs that are stopped with their descendants: on request, and when this process ends, even after ``kill -9``.
 
-Each program runs below a keeper, a small process that watches this one; see :mod:`agl_run.runners.keeper`. A keeper
-that is killed takes its program with it, and this process kills the program's session; descendants in sessions of their
-own then go on. Windows has no keepers: there a program and its children are stopped on request only.
+Each program runs below a keeper, a small process that watches this one; see :mod:`agl_run.runners.keeper`. If a keeper
+is killed, its program dies with it and this process kills the program's session, but descendants in other sessions
+survive. Windows has no keepers: there a program and its children are stopped only on request.
 """
 
 import asyncio
@@ -20,23 +20,23 @@ GRACE_S = 2.0
 """Seconds between asking a program to stop and killing it."""
 
 _SLACK_S = 4.0
-"""Seconds beyond the grace after which a keeper that does not end is killed itself."""
+"""Seconds, beyond the grace, after which a keeper that does not end is killed."""
 
 _POLL_S = 0.01
-"""Seconds between looks at a process that was asked to end."""
+"""Seconds between checks of a process that was asked to end."""
 
 _DRAIN_S = 0.2
-"""Seconds in which the last output of a process that ended is read."""
+"""Seconds for reading the last output of a process that has ended."""
 
 KEEPER = str(Path(__file__).with_name("keeper.py"))
-"""The keeper's script."""
+"""The path of the keeper's script."""
 
 
 class BoundProcess:
-    """A running program; what it prints is read from ``process``.
+    """A running program.
 
     Attributes:
-        process: The keeper, or the program itself on Windows; its pipes are the program's.
+        process: The keeper, or the program itself on Windows; its pipes are connected to the program.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket | None, *, is_leader: bool) -> None:
@@ -59,13 +59,13 @@ class BoundProcess:
 
         Args:
             words: The program and its arguments.
-            environment: Its whole environment.
+            environment: The program's whole environment.
             stops_rest: Whether descendants that outlive the program are stopped.
-            has_session: Whether it gets a session of its own, so that signals of the terminal do not reach it.
-            options: More arguments of :func:`asyncio.create_subprocess_exec`, such as its pipes.
+            has_session: Whether the program gets its own session, so that the terminal's signals do not reach it.
+            options: Further arguments of :func:`asyncio.create_subprocess_exec`, such as its pipes.
 
         Raises:
-            OSError: It cannot be started.
+            OSError: The program cannot be started.
         """
         if sys.platform == "win32":
             flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
@@ -91,7 +91,7 @@ class BoundProcess:
             ours.close()
             raise
         finally:
-            # Ours alone must keep the pair open.
+            # Only our end may keep the socket pair open.
             its.close()
         try:
             await kept._require_start(words[0])
@@ -104,7 +104,7 @@ class BoundProcess:
     async def _spawn(
         cls, words: Sequence[str], control: socket.socket | None, *, is_leader: bool, **options: Any
     ) -> "BoundProcess":
-        """Start a process; a cancelled caller waits until it has started, and kills it.
+        """Start a process; if the caller is cancelled, wait until the process has started, and kill it.
 
         asyncio itself waits forever if a start is cancelled before the pipes are connected.
         """
@@ -127,25 +127,25 @@ class BoundProcess:
         answer = await asyncio.get_running_loop().sock_recv(self._control, 16)
         if answer.isdigit():
             raise OSError(int(answer), os.strerror(int(answer)), name)
-        # Without it a keeper that was killed would leave a program that nobody ends.
+        # Without this watch, a killed keeper would leave a program that is never stopped.
         self._watch = asyncio.create_task(self._watch_keeper(self._control))
 
     async def _watch_keeper(self, control: socket.socket) -> None:
-        """Kill what a keeper that was killed left behind; it holds the program's pipes open."""
+        """When the keeper ends, kill the rest of its session, which may hold the program's pipes open."""
         if not await asyncio.get_running_loop().sock_recv(control, 16):
             self._kill_keeper()
 
     @property
     def returncode(self) -> int | None:
-        """The program's exit code, minus the signal that killed it, or ``None`` while it runs."""
+        """The program's exit code, or minus the number of the signal that killed it; ``None`` while it runs."""
         return self.process.returncode
 
     async def wait(self) -> int:
-        """Wait for the program's end."""
+        """Wait until the program ends, and return its exit code."""
         return await self.process.wait()
 
     async def stop(self) -> None:
-        """Ask the program and its descendants to stop, then kill them; returns at once if it has ended."""
+        """Ask the program and its descendants to stop, and kill them after a grace; returns at once if it has ended."""
         await self._end(b"")
 
     async def kill(self) -> None:
@@ -177,7 +177,7 @@ class BoundProcess:
         await self._close_pipes()
 
     async def _close_pipes(self) -> None:
-        """Close the pipes, whose other ends a descendant may hold open; asyncio leaves them open until those close."""
+        """Close the pipes, which asyncio would keep open for as long as a descendant holds their other ends."""
         transport: asyncio.SubprocessTransport = vars(self.process)["_transport"]  # a process has no close()
         pipes = [pipe for number in range(3) if (pipe := transport.get_pipe_transport(number)) is not None]
         with suppress(TimeoutError):
@@ -190,12 +190,12 @@ class BoundProcess:
         await asyncio.sleep(0)  # they close in the loop's next turn
 
     async def _exit(self) -> None:
-        """Wait for the process's own end; ``wait`` may also wait for descendants that hold its pipes open."""
+        """Wait for the end of the process alone; ``wait`` may also wait for descendants that hold its pipes open."""
         while self.returncode is None:
             await asyncio.sleep(_POLL_S)
 
     def _kill_keeper(self) -> None:
-        """Kill the keeper and the session below it, where anything was beyond it."""
+        """Kill the keeper, and also its session if it leads one."""
         if sys.platform == "win32":
             return
         with suppress(ProcessLookupError, PermissionError):

@@ -1,6 +1,6 @@
-"""A worker child of the `process` runner: runs one attempt at a time until its standard input ends.
+"""A child process of the `process` runner: runs one attempt at a time until its standard input ends.
 
-Its real standard output carries messages; the agent's output goes to standard error instead.
+The child's real standard output carries messages to the parent; the agent's output goes to standard error instead.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ FLUSH_S = 1.0
 
 
 def main() -> None:
-    """Serve the parent on the pipes."""
-    # First of all: whatever the agent's imports print must not end up among the messages.
+    """Run the parent's attempts, reading from standard input and writing to standard output."""
+    # First, because output of the agent's imports must not be mixed with the messages.
     source, sink = _take_pipes()
     start = read_to_child(source)
     if not isinstance(start, ChildStart):
@@ -113,7 +113,7 @@ async def _serve(
             replay=message.replay,
         )
         flusher = asyncio.create_task(_flush_loop(recorder, write))
-        # One attempt at a time runs here, so its key may stand in the environment of the process.
+        # Only one attempt runs here at a time, so its key can be in the environment of the process.
         with environment(_credentials(start, message.token)):
             outcome = await run_attempt(agent, message.rollout, active, resources=resources, recorder=recorder)
         # The flusher has ended before the outcome is sent, so no span of this attempt follows it.
@@ -121,21 +121,21 @@ async def _serve(
 
 
 def _credentials(start: ChildStart, token: str) -> dict[str, str]:
-    """Return the variables with which any client, and any program that the agent starts, reaches the gateway."""
+    """Return the variables with which the agent's clients and programs reach the gateway; empty without a gateway."""
     return client_environment(f"{start.gateway_url}/v1", token) if start.gateway_url else {}
 
 
 async def _flush_loop(recorder: SpanRecorder, write: _Writer) -> None:
     while True:
         await asyncio.sleep(FLUSH_S)
-        # Cleaned before they are sent: the parent writes them without a look.
+        # Made storable before they are sent, because the parent writes them unchecked.
         spans = tuple(map(storable_span, recorder.drain()))
         if spans:
             write(frame(ChildSpans(spans=spans)))
 
 
 async def _flushed(flusher: "asyncio.Task[None]", outcome: Outcome) -> Outcome:
-    """Stop a flusher and return the outcome; a failed one, without the spans that were lost, if the flusher broke."""
+    """Stop a flusher and return the outcome; if the flusher failed and spans were lost, the outcome is a failure."""
     flusher.cancel()
     (problem,) = await asyncio.gather(flusher, return_exceptions=True)
     if not isinstance(problem, Exception):

@@ -1,9 +1,9 @@
 """The `command` runner: an attempt is a program in any language.
 
-The program finds the model through ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` (and Anthropic's two), its task as JSON
-on standard input and in the file that ``AGL_TASK_FILE`` names, and may print its answer. If the last line that it
-prints is a JSON object with a ``reward`` (a number or a dict of numbers, ``null`` for none), that is its reward. Any
-other ``reward`` there is an error, and so is a line with an object that is longer than 1 MiB.
+The program finds the model through ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` (or Anthropic's two variables), and its
+task as JSON on standard input and in the file that ``AGL_TASK_FILE`` names. It may print its answer. If the last line
+that it prints is a JSON object with the key ``reward``, its value is the reward: a number, a dict of numbers, or
+``null`` for no reward. Any other value fails the attempt, and so does an object in a last line longer than 1 MiB.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunContext, environment_for_a
 from agl_run.runners.span_file import SpanFile, root_of
 
 HEAD = 16_000
-"""Bytes kept of the beginning."""
+"""Bytes kept from the start of the text."""
 
 TAIL = 64_000
-"""Bytes kept of the end."""
+"""Bytes kept from the end of the text."""
 
 LINE = 1 << 20
 """Bytes kept of the last line."""
@@ -47,7 +47,7 @@ _CHUNK = 64 * 1024
 
 
 class PrintedText:
-    """Accepts any number of bytes; keeps the first ``HEAD`` and the last ``TAIL`` of them, and the last line."""
+    """Accepts any number of bytes; keeps the first ``HEAD`` and the last ``TAIL`` bytes, and the last line."""
 
     def __init__(self) -> None:
         self._head = b""
@@ -79,7 +79,7 @@ class PrintedText:
             self._in_tail -= len(self._tail.popleft())
 
     def _follow(self, data: bytes) -> None:
-        """Keep the last line that ended and is not blank, and the one that has not ended."""
+        """Update the last complete line that is not blank, and the line that has not ended yet."""
         # Progress bars end their lines with a carriage return.
         ended, separator, rest = data.replace(b"\r", b"\n").rpartition(b"\n")
         if separator:
@@ -90,14 +90,14 @@ class PrintedText:
 
     @property
     def last_line(self) -> bytes:
-        """The last line that is not blank, without blanks around it; of a longer one its first ``LINE + 1`` bytes.
+        """The last line that is not blank, stripped of white space, or its first ``LINE + 1`` bytes if it is longer.
 
-        Lines end at a line feed or a carriage return, neither of which JSON has within a text.
+        Lines end at a line feed or a carriage return, neither of which occurs inside a JSON text.
         """
         return bytes(self._open).strip() or self._line.strip()
 
     def text(self) -> str:
-        """Return the kept text; a line between the two parts gives the number of missing bytes."""
+        """Return the kept text, with a line in place of missing bytes that gives their number."""
         tail = b"".join(self._tail)[-TAIL:]
         left_out = self._total - len(self._head) - len(tail)
         if not left_out:
@@ -107,7 +107,7 @@ class PrintedText:
 
 
 class CommandRunner:
-    """Runs a command line per attempt; see the module."""
+    """Runs a command for each attempt; see the module."""
 
     def __init__(self, setup: RunContext) -> None:
         if not setup.agent.command:
@@ -118,7 +118,7 @@ class CommandRunner:
         self._running: set[BoundProcess] = set()
 
     async def start(self) -> None:
-        """Remove what killed runners left behind; attempts share no state."""
+        """Remove the folders that killed runners left behind; attempts share no state."""
         # Here and not at the end: a runner that was killed had no end.
         remove_abandoned()
 
@@ -205,7 +205,7 @@ class CommandRunner:
 async def _converse(
     process: asyncio.subprocess.Process, task: bytes, printed: PrintedText, complaints: PrintedText
 ) -> None:
-    """Send a program its task, read its output as it prints, and wait for its end."""
+    """Send a program its task, read its output as it prints, and wait until it ends."""
     assert process.stdout is not None and process.stderr is not None  # noqa: S101, PT018  # spawned with pipes
     async with asyncio.TaskGroup() as group:
         # All at once: a program that prints before it reads would fill a pipe and wait for ever.

@@ -1,17 +1,17 @@
-"""Gives every event loop connections of its own in a shared ``httpx`` client, while rollouts run.
+"""Separates the connections of event loops that share an ``httpx`` client, while rollouts run.
 
-A connection belongs to the event loop that opened it. Agents that are plain functions run in threads, and call
-asynchronous clients on a loop of each thread (``Runner.run_sync``, ``asyncio.run``), although the client is often one
-for the whole process: the OpenAI Agents SDK and LangChain share theirs, and programs keep one in a module. Here the
-client's pool of connections gets a twin for each loop. Its limits count for each loop.
+A connection belongs to the event loop that opened it. Agents that are plain functions run in threads, and each thread
+calls asynchronous clients on its own loop (``Runner.run_sync``, ``asyncio.run``). The client is often shared by the
+whole process: the OpenAI Agents SDK and LangChain share theirs, and programs keep one in a module. This module gives
+the client's connection pool a copy, called a twin, for each loop; the pool's limits then count per loop.
 
-A client that nobody closed closes its twins when it is collected, each in the loop that opened it. Else asyncio closes
-only the sockets, and the client's own finaliser (the OpenAI and Anthropic SDKs have one) ends the connections later,
-maybe in the loop of another thread: by then their descriptors may belong to new connections, which would wait for an
-answer until they time out.
+When a client that nobody closed is garbage-collected, its twins are closed, each in the loop that opened it.
+Otherwise asyncio would close only the sockets, and the client's own finaliser (the OpenAI and Anthropic SDKs have one)
+would end the connections later, perhaps in the loop of another thread. By then their file descriptors may belong to new
+connections, which would wait for an answer until they time out.
 
-This covers ``httpx`` and ``httpx2``, through the pools of ``httpcore`` and ``httpcore2``; clients of other libraries
-(``aiohttp``) are left as they are. Outside of rollouts nothing changes.
+The module covers ``httpx`` and ``httpx2``, through the pools of ``httpcore`` and ``httpcore2``; clients of other
+libraries, such as ``aiohttp``, are not changed. Outside of rollouts nothing changes.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _TWINS = "_agl_twins"
 _IS_TWIN = "_agl_is_twin"
 _CLOSING = "_agl_closing"
 _STATE = {"_connections", "_requests", "_optional_thread_lock"}
-"""The only state of a pool that changes; httpcore has no public way to make another one like it."""
+"""The attributes of a pool that change; httpcore has no public way to copy a pool without them."""
 
 _Twins: TypeAlias = dict[asyncio.AbstractEventLoop, Any]
 
@@ -78,7 +78,7 @@ def _close(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _close_all(twins: _Twins) -> None:
-    """Have every loop close its connections; those of closed loops close with their sockets."""
+    """Have each open loop close its own connections; the connections of a closed loop end with their sockets."""
     while twins:
         loop, twin = twins.popitem()
         with suppress(RuntimeError, AttributeError):  # the loop is closed, or not one of asyncio's
@@ -92,9 +92,9 @@ def _close_soon(loop: asyncio.AbstractEventLoop, twin: Any) -> None:
 
 
 def _twin(pool: Any) -> Any:
-    """Return the pool's twin for the running loop, and forget those of closed loops.
+    """Return the pool's twin for the running loop, and forget the twins of closed loops.
 
-    A pool of a release that keeps its state elsewhere is its own twin.
+    Without a running asyncio loop, or if another release of httpcore has other state, the pool itself is returned.
     """
     loop = _running_loop()
     # Another release of httpcore may keep other state, and then nothing is changed rather than
@@ -112,7 +112,7 @@ def _twin(pool: Any) -> Any:
 
 
 def _twins(pool: Any) -> _Twins:
-    """Return the pool's twins, which outlive it until they are closed."""
+    """Return the table of the pool's twins; when the pool is collected, the twins in it are closed."""
     fresh: _Twins = {}
     # ``setdefault`` is atomic, so two threads agree on one table.
     twins: _Twins = pool.__dict__.setdefault(_TWINS, fresh)
@@ -133,7 +133,7 @@ def _copy(pool: Any) -> Any:
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return asyncio's loop, ``None`` under another library such as trio."""
+    """Return the running asyncio loop; ``None`` without one or under another library such as trio."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

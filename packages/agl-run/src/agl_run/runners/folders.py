@@ -1,8 +1,8 @@
-"""Temporary folders that do not outlive a killed process: the next one on this machine removes them.
+"""Temporary folders that do not outlive a killed process: a later process on this machine removes them.
 
-The owner holds an operating system lock on a file next to its folder, which the system releases when the owner ends. A
-folder whose lock can be taken has no owner any more. Process ids could not tell: they are used again, and containers
-that share ``/tmp`` have equal ones.
+The owner holds an operating system lock on a file next to its folder, and the system releases the lock when the owner
+ends. So a folder whose lock can be taken has no owner any more. Process ids could not show this: they are reused, and
+containers that share ``/tmp`` can have equal ones.
 """
 
 import os
@@ -20,7 +20,7 @@ _LOCK = ".lock"
 
 @contextmanager
 def own_folder() -> Generator[Path]:
-    """Make a temporary folder, and remove it with everything in it at the end, or after a kill by another process."""
+    """Make a temporary folder, and remove it at the end; after a kill, :func:`remove_abandoned` removes it."""
     path, lock = _make()
     try:
         yield path
@@ -33,7 +33,7 @@ def own_folder() -> Generator[Path]:
 
 
 def _make() -> tuple[Path, FileLock]:
-    """Make a folder and hold its lock, unless another process took it for abandoned before it was locked."""
+    """Make a folder and take its lock; try again if another process removed the folder before it was locked."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         file = path.with_name(path.name + _LOCK)

@@ -1,4 +1,4 @@
-"""Turns what a reward emitter returns into rewards: for a worker, and when recorded rollouts are scored again."""
+"""Converts the return values of reward emitters to rewards, for a worker and for scoring recorded rollouts again."""
 
 import inspect
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from agl_run.runners.setup import LostError
 
 
 async def judged(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    """Return the rewards of :func:`rewards_of`, for a worker.
+    """Return the result of :func:`rewards_of`, with the errors that a worker expects.
 
     Raises:
-        RewardError: The emitter broke.
-        GatewayLostError: The attempt has to be repeated; so has it for :class:`LostError`.
+        RewardError: The emitter failed.
+        GatewayLostError, LostError: Passed on from the emitter; the attempt has to be repeated.
     """
     try:
         return await rewards_of(name, emitter, rollout, spans)
@@ -34,14 +34,13 @@ async def judged(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Seq
 
 
 async def rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    """Call an emitter, await what it returns if need be, and return its rewards with the source ``evaluator``.
+    """Call an emitter, await its result if necessary, and return its rewards with the source ``evaluator``.
 
     Args:
-        name: The name of rewards that the emitter returns as plain numbers.
+        name: The name for rewards that the emitter returns as plain numbers.
         emitter: The emitter.
-        rollout: The rollout with its hidden task fields.
-        spans: The records of the attempt.
-
+        rollout: The rollout with the hidden keys of its task.
+        spans: The spans of the attempt.
     Raises:
         TypeError: The emitter returned something other than rewards, numbers and ``None``.
         RunError: A reward is NaN or infinite.

@@ -1,15 +1,15 @@
-"""Runs a program and ends it with all its descendants when its owner asks or is gone, after ``kill -9`` as well.
+"""Runs a program, and ends it with all its descendants when its owner asks or has ended, even after ``kill -9``.
 
-It is a script for POSIX systems that needs the standard library alone: ``python -I -S keeper.py CONTROL OWNER GRACE
-REST PROGRAM ARGUMENT...``. CONTROL is one end of a socket pair whose other end the owner holds, OWNER its process id,
-GRACE the seconds between asking and killing, REST says whether descendants that outlive the program are stopped
-(``stop``) or left alone (``leave``).
+This is a script for POSIX systems that needs only the standard library: ``python -I -S keeper.py CONTROL OWNER GRACE
+REST PROGRAM ARGUMENT...``. CONTROL is one end of a socket pair whose other end the owner holds, OWNER is the owner's
+process id, and GRACE is the seconds between asking and killing. REST is ``stop`` or ``leave``, and says whether
+descendants that outlive the program are stopped or left alone.
 
-The keeper answers when the program runs (``+``) or could not be started (the number of the error), and before it ends
-(``.``), so that the owner knows of a keeper that was killed and left the program's children behind. It stops
-everything when the socket closes, kills everything at once when it reads a byte, and ends as its program ended. On
-Linux it adopts descendants whose parent ended, also those in sessions of their own, and takes its program with it when
-it is killed itself; elsewhere it reaches those that are still below it.
+The keeper writes ``+`` to the socket when the program runs, or an error number if the program could not be started. It
+writes ``.`` before it ends; an owner that misses this knows that the keeper was killed and left the program's children
+behind. It stops everything when the socket closes, kills everything at once when it reads a byte, and ends with the
+program's exit code or signal. On Linux it adopts descendants whose parent ended, even those in other sessions; if it
+is killed its program dies too; on other systems it reaches only descendants that are still below it.
 """
 
 import ctypes
@@ -25,17 +25,17 @@ from contextlib import suppress
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals of a terminal, which reach the program by themselves; the owner decides what follows."""
+"""Signals from a terminal, which the keeper ignores: they reach the program directly, and the owner reacts."""
 
 POLL_S = 0.02
-"""Seconds between looks at descendants that were asked to end; no event reports the end of another process's child."""
+"""Seconds between checks of descendants that were asked to end; the system reports the end only of own children."""
 
 LAST_S = 3.0
-"""Seconds that killed descendants may take to disappear, such as in a system call that nothing interrupts."""
+"""Seconds to wait for killed descendants, which may be in a system call that nothing interrupts."""
 
 
 def main(control: int, owner: int, grace_s: float, rest: str, words: list[str]) -> int:
-    """Run the program; returns its exit code, or minus the number of the signal that killed it."""
+    """Run the program; return its exit code, or minus the number of the signal that killed it."""
     # The program must not hold the socket, whose end means that the owner is gone.
     os.set_inheritable(control, False)
     wake = _wake_up()
@@ -62,7 +62,7 @@ def main(control: int, owner: int, grace_s: float, rest: str, words: list[str]) 
 
 
 def _wake_up() -> int:
-    """Make signals readable: a child's end, and the request to stop."""
+    """Return a pipe that becomes readable when a child ends or SIGTERM asks to stop."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     # A byte per signal makes select return; a full pipe is awake already.
@@ -73,7 +73,7 @@ def _wake_up() -> int:
 
 
 def _ignore(_number: int, _frame: object) -> None:
-    """Let the signal only wake this process up."""
+    """Do nothing: the signal only has to wake this process."""
 
 
 def _prctl(option: int, value: int = 1) -> None:
@@ -82,7 +82,7 @@ def _prctl(option: int, value: int = 1) -> None:
 
 
 def _start(words: list[str], before: Mapping[signal.Signals, object]) -> tuple[int, int]:
-    """Start the program; returns its id and 0, or the number of the error."""
+    """Start the program; return its process id and 0, or the error number in place of the 0."""
     reading, writing = os.pipe()
     keeper = os.getpid()
     pid = os.fork()
@@ -124,14 +124,14 @@ def _tell(control: int, answer: bytes) -> None:
 
 
 def _drop_pipes() -> None:
-    """Give up the program's standard streams, so that only the program holds them open."""
+    """Close the program's standard streams in this process, so that only the program holds them open."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
 
 
 def _wait(control: int, owner: int, wake: int, grace_s: float) -> tuple[float, bool]:
-    """Wait for a signal or the owner; returns the grace from now on, and whether everything must stop."""
+    """Wait for a signal or the owner; return the grace that now applies, and true if everything must stop."""
     # An owner that was killed leaves its children to another parent.
     if os.getppid() != owner:
         return grace_s, True
@@ -150,7 +150,7 @@ def _read(source: int) -> bytes:
 
 
 def _reap(pid: int) -> int | None:
-    """Collect ended children; returns the program's exit code if it is among them."""
+    """Collect ended children; return the program's exit code if the program is among them, else ``None``."""
     code: int | None = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -160,7 +160,7 @@ def _reap(pid: int) -> int | None:
 
 
 def _end_descendants(grace_s: float, pid: int) -> int | None:
-    """Ask every descendant to stop, then kill them; returns the program's exit code if it ended meanwhile."""
+    """Ask every descendant to stop, and kill them after the grace; return the program's exit code if it ended."""
     code: int | None = None
     now = time.monotonic()
     kill_at, give_up_at = now + grace_s, now + grace_s + LAST_S
@@ -179,7 +179,7 @@ def _end_descendants(grace_s: float, pid: int) -> int | None:
 
 
 def descendants(root: int) -> set[int]:
-    """Return the ids of all processes below ``root``, the dead ones that wait to be collected included."""
+    """Return the ids of all processes below ``root``, including ended ones that have not been collected."""
     parents = _parents()
     found: set[int] = set()
     new = {root}

@@ -1,9 +1,9 @@
 """The `async` runner: many attempts at once in this process.
 
-Coroutine agents share the event loop, plain functions get a thread each, and each loop that a thread runs gets
-connections of its own in a shared ``httpx`` client. A coroutine past its time limit is cancelled, a thread gets an
-exception raised in it. Code that swallows both, or that blocks in C, keeps running without model calls: use the
-`process` runner for such agents.
+Coroutine agents share the event loop, and plain functions get a thread each. If such threads run event loops of their
+own, each loop gets its own connections in a shared ``httpx`` client. At its time limit a coroutine is cancelled, and a
+thread gets an exception raised in it. Code that swallows these, or that blocks in C, keeps running, but its model calls
+are refused: use the `process` runner for such agents.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from agl_run.runners.setup import RunContext
 _LOG = logging.getLogger("agl_run.runners")
 
 FLUSH_S = 1.0
-"""Seconds between writes of the spans of running attempts; a crash of this process loses at most these spans."""
+"""Seconds between writes of the spans of running attempts; a crash of this process loses at most the spans since."""
 
 
 class AsyncRunner:
     """Runs attempts in this process: coroutines on its event loop, plain functions in a thread each.
 
-    An agent past its time limit is cancelled. Code that swallows that, or that blocks in C, keeps running without model
-    calls.
+    At its time limit a coroutine is cancelled, and a thread gets an exception raised in it. Code that swallows these,
+    or that blocks in C, keeps running, but its model calls are refused.
     """
 
     def __init__(self, setup: RunContext) -> None:
@@ -47,14 +47,14 @@ class AsyncRunner:
         self._unpatch: Undo | None = None
 
     async def start(self) -> None:
-        """Install the tracers, and begin to write spans."""
+        """Install the tracers, and begin to write spans to the store."""
         self._set_environment()
         install_tracers(self._setup.tracers)
         self._unpatch = separate_loops()
         self._flusher = asyncio.create_task(self._flush_loop())
 
     def _set_environment(self) -> None:
-        """Set the variables without which clients cannot be built; never overrides one that is set."""
+        """Set variables without which clients cannot be created; a variable that is set already stays."""
         for name, value in self._setup.environment().items():
             # What a person has set wins; agents get their key from the wire hook anyway.
             if name not in os.environ:
@@ -95,7 +95,7 @@ class AsyncRunner:
                 await self._flush()
 
     async def _flush(self) -> None:
-        """Write the pending spans; keep those that the store refuses for the end of their attempt."""
+        """Write the pending spans; spans that the store refuses are kept until the end of their attempt."""
         # One write for all attempts: a thousand agents cost one request a second.
         drained = [(recorder, recorder.drain()) for recorder in list(self._recorders.values())]
         spans = [span for _, own in drained for span in own]
@@ -112,7 +112,7 @@ class AsyncRunner:
                     recorder.record(span)
 
     async def stop(self) -> None:
-        """Uninstall the tracers."""
+        """Stop writing spans, uninstall the tracers, and undo the other changes to the process."""
         if self._flusher is not None:
             self._flusher.cancel()
             await asyncio.gather(self._flusher, return_exceptions=True)

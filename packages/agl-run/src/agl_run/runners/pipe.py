@@ -1,4 +1,4 @@
-"""Messages between the experiment's process and a worker child: length-prefixed msgpack over the child's pipes."""
+"""Messages between the experiment's process and a child process: length-prefixed msgpack over the child's pipes."""
 
 import struct
 from typing import Any, BinaryIO
@@ -34,13 +34,13 @@ class ChildRun(Record, frozen=True, kw_only=True, tag="run"):
 
 
 class ChildReady(Record, frozen=True, kw_only=True, tag="ready"):
-    """The report that the child loaded its agent, or in ``error`` the reason why it could not."""
+    """Reports that the child has loaded its agent, or in ``error`` why it could not."""
 
     error: str = ""
 
 
 class ChildSpans(Record, frozen=True, kw_only=True, tag="spans"):
-    """Spans of the running attempt."""
+    """New spans of the running attempt."""
 
     spans: tuple[Span, ...]
 
@@ -59,13 +59,13 @@ _FROM_CHILD = msgspec.msgpack.Decoder(FromChild)
 
 
 def frame(message: Any) -> bytes:
-    """Encode a message with its length in front."""
+    """Encode a message, prefixed with its length."""
     data = encode(message)
     return _HEADER.pack(len(data)) + data
 
 
 def read_to_child(stream: BinaryIO) -> ToChild | None:
-    """Read the next message for the child, ``None`` at the end of the stream; blocks."""
+    """Read the next message to the child; ``None`` at the end of the stream. Blocks until then."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -73,6 +73,6 @@ def read_to_child(stream: BinaryIO) -> ToChild | None:
 
 
 async def read_from_child(stream: Any) -> FromChild:
-    """Read the next message from the child; raises :class:`asyncio.IncompleteReadError` when it is gone."""
+    """Read the next message from the child; raises :class:`asyncio.IncompleteReadError` if the child has ended."""
     header = await stream.readexactly(_HEADER.size)
     return _FROM_CHILD.decode(await stream.readexactly(_HEADER.unpack(header)[0]))

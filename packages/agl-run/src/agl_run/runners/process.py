@@ -1,7 +1,7 @@
-"""The `process` runner: every attempt in a child process of its own, which is killed when it does not stop.
+"""The `process` runner: each attempt runs in a child process, which is killed if it does not stop in time.
 
 Children are started fresh (no fork), keep their agent loaded, and run one attempt after another. A child that exits,
-crashes or is killed takes only its own attempt with it. What an agent started ends with its child, and children end
+crashes or is killed fails only its own attempt. Programs that an agent started end with its child, and children end
 with this process, however it ends.
 """
 
@@ -17,13 +17,13 @@ from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, Ch
 from agl_run.runners.setup import RunContext, environment_for_agents
 
 START_S = 60.0
-"""Seconds that a child may take to start and import its agent."""
+"""Seconds that a child may take to start and to import its agent."""
 
 START_TRIES = 3
-"""Most starts of a child that an outside signal, such as the out-of-memory killer's, ends before it is ready."""
+"""The most starts of a child that an outside signal, such as the out-of-memory killer's, ends before it is ready."""
 
 KILL_GRACE_S = 3.0
-"""Seconds after the time limit in which the child may stop its agent before it is killed."""
+"""Seconds after the time limit within which the child may stop its agent; after that the child is killed."""
 
 
 class ProcessRunner:
@@ -42,7 +42,7 @@ class ProcessRunner:
         self._all: set[_Child] = set()
 
     async def start(self) -> None:
-        """Start one child, so that an agent that cannot be imported fails now."""
+        """Start one child, so that an agent that cannot be imported is reported now."""
         # The child is used by the first attempt, so the check costs nothing.
         self._idle.append(await self._new_child())
 
@@ -73,7 +73,7 @@ class ProcessRunner:
         return outcome
 
     async def _idle_child(self) -> "_Child | None":
-        """Return an idle child, after discarding those that died; ``None`` if there is none."""
+        """Return an idle child, and discard those that have ended; ``None`` if no child is idle."""
         while self._idle:
             child = self._idle.pop()
             if child.is_alive:

@@ -44,14 +44,15 @@ LEASE_S = 60.0
 
 
 class RecordedRun(Record, frozen=True, kw_only=True):
-    """The recording of a program.
+    """The result of recording a program.
 
     Attributes:
         rollout_id: The rollout's id.
         calls: Number of recorded model calls.
-        agreement: The model calls that only the program's framework, or only the recording, saw.
-        exit_code: The program's exit status; 124 beyond its time limit, 128 plus the number of a signal.
-        stopped_by: Name of the signal to this process that ended the program, ``""`` if it ended otherwise.
+        agreement: The model calls that only the program's framework, or only the recording, noticed.
+        exit_code: The program's exit status; 124 if it exceeded its time limit, 128 plus the signal's number if a
+            signal ended it.
+        stopped_by: Name of the signal to this process that ended the program; ``""`` if it ended otherwise.
     """
 
     rollout_id: str
@@ -62,10 +63,10 @@ class RecordedRun(Record, frozen=True, kw_only=True):
 
 
 class StopRequest:
-    """Turns SIGINT, SIGTERM and SIGHUP into the cancellation of the current task, and remembers the signal.
+    """Cancels the current task on SIGINT, SIGTERM or SIGHUP, and remembers the signal.
 
     Attributes:
-        number: The first signal that arrived.
+        number: The first signal that arrived; ``None`` before.
     """
 
     def __init__(self) -> None:
@@ -73,20 +74,20 @@ class StopRequest:
         self._task: asyncio.Task[Any] | None = None
 
     def listen(self) -> None:
-        """Begin to listen; where signals cannot be handled, as on Windows, asyncio's own Ctrl-C remains."""
+        """Begin to listen; on systems without such handlers, as Windows, only asyncio's own Ctrl-C remains."""
         self._task = asyncio.current_task()
         with suppress(NotImplementedError, RuntimeError, ValueError):
             for number in _STOPPING:
                 asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
 
     def end(self) -> None:
-        """Give the signals back; the next one ends this process."""
+        """Remove the handlers, so that the next signal ends this process."""
         with suppress(NotImplementedError, RuntimeError, ValueError):
             for number in _STOPPING:
                 asyncio.get_running_loop().remove_signal_handler(number)
 
     def is_answered(self) -> bool:
-        """Return whether a cancellation of the current task was this request's, and take it back then."""
+        """Return true if this request cancelled the current task, and then withdraw the cancellation."""
         if self.number is None or self._task is None:
             return False
         # The cancellation was only the messenger; with its count left, every later timeout would
@@ -114,11 +115,11 @@ async def record_command(
 ) -> RecordedRun:
     """Run a program once, pass its output through, and record its model calls.
 
-    A signal to stop ends the program with all its descendants; its record up to then is kept.
+    A signal to stop ends the program with all its descendants; its recording up to then is saved.
 
     Raises:
-        RunError: The program cannot be started; no rollout is kept then.
-        asyncio.CancelledError: A signal arrived before the program started; no rollout is kept then.
+        RunError: The program cannot be started; no rollout is recorded.
+        asyncio.CancelledError: A signal arrived before the program started; no rollout is recorded.
     """
     # Before the store is opened, so that a typing mistake leaves no trace.
     _require_program(command[0])
@@ -141,15 +142,14 @@ async def record_command(
             # A rollout without a program would look like one that failed.
             await _discard(store, claim.rollout.rollout_id)
             raise
-        # A program may run for days; without renewals the store would give its attempt to nobody
-        # and end it.
+        # A program may run for days; without renewals the store would declare its attempt lost.
         renewing = asyncio.create_task(_renew(store, claim.attempt.attempt_id))
         stack.callback(renewing.cancel)
         status, code, error = await _end_of(process, timeout_s, request)
         # The program has ended; a further Ctrl-C may now end the writing too.
         request.end()
         if gateway is not None:
-            # The last calls are written behind their answers.
+            # The last calls may still have to be stored, because answers do not wait for this.
             await gateway.settle(claim.attempt.attempt_id)
         closed = msgspec.structs.replace(root, end_ns=time.time_ns(), status="ok" if code == 0 else "error")
         outcome = Outcome(
@@ -190,7 +190,7 @@ async def _claim(store: Store, command: Sequence[str], timeout_s: float | None) 
                 task={"command": list(command)},
                 experiment=experiment,
                 mode="test",
-                # A program is not repeated behind the back of the person who started it.
+                # A program must not be repeated unnoticed by the person who started it.
                 retry=RetryPolicy(timeout_s=timeout_s, grace_s=LEASE_S, max_losses=0),  # this process decides
                 created_at=time.time(),
             )
@@ -213,8 +213,8 @@ async def _capture(
 ) -> tuple[Gateway | None, dict[str, str]]:
     """Make the program record itself, and start a gateway if one is installed and an upstream is given.
 
-    The gateway records every program that reads the environment. A Python program records its calls to other URLs
-    itself.
+    The gateway records any program that reads its URL from the environment. A Python program records its calls to other
+    URLs itself.
     """
     try:
         entry = manager.gateway("gateway") if upstream else None
@@ -245,7 +245,7 @@ async def _start(command: Sequence[str], environment: dict[str, str]) -> BoundPr
 async def _end_of(
     process: BoundProcess, timeout_s: float | None, request: StopRequest
 ) -> tuple[AttemptStatus, int, ErrorInfo | None]:
-    """Wait for the program's end, or end it."""
+    """Wait until the program ends, or stop it at the time limit or on a signal."""
     try:
         async with asyncio.timeout(timeout_s):
             code = await process.wait()
@@ -253,7 +253,7 @@ async def _end_of(
         print(f"agl: stopped after {timeout_s:g} s", file=sys.stderr)
         return "timeout", 124, ErrorInfo(type="TimeoutError", message="exit status 124")
     except asyncio.CancelledError:
-        # A cancellation that no signal caused is someone else's.
+        # A cancellation without a signal was not meant for the program.
         if not request.is_answered() or request.number is None:
             raise
         text = f"stopped by {request.number.name}"

@@ -1,6 +1,6 @@
-"""Warns of attempts that break outside of their agent: the first of a kind in full, the others by their number.
+"""Warns of attempts that break outside of their agent: the first error of a kind in full, later ones as a count.
 
-A reward that always raises would fill the terminal otherwise. The store keeps each error with its traceback.
+A reward that always raises would otherwise fill the terminal. The store holds each error with its traceback.
 """
 
 import logging
@@ -11,7 +11,7 @@ _LOG = logging.getLogger("agl_run.runners")
 
 
 def kind_of(error: str) -> str:
-    """Return an error's text without words that hold digits, which differ between errors of one cause."""
+    """Return an error's text with ``#`` for each word with digits, which may differ between errors of one cause."""
     return re.sub(r"\w*\d\w*", "#", error)
 
 
@@ -23,7 +23,7 @@ class RepeatedWarnings:
         self._first: dict[str, str] = {}
 
     def add(self, attempt_id: str, error: BaseException) -> None:
-        """Warn of the first error of a kind, and say when it has come 10, 100, 1000 times."""
+        """Warn of the first error of a kind in full, and again with the count at 10, 100, 1000 and so on."""
         # Ids and numbers differ between errors of one cause, so they do not count.
         kind = kind_of(f"{type(error).__name__}: {error}")
         self._counts[kind] += 1
@@ -36,7 +36,7 @@ class RepeatedWarnings:
             _LOG.warning("%d attempts by now could not be run or judged for one reason: %s", count, self._first[kind])
 
     def conclude(self) -> None:
-        """Warn of the number of each kind that came more than once, and forget all."""
+        """Warn of each kind that occurred more than once, with its count, and reset all counts."""
         for kind, count in self._counts.items():
             if count > 1:
                 _LOG.warning(

@@ -12,7 +12,7 @@ from agl.errors import RunError
 from agl.schemas import ErrorInfo, Json, Record, Reward, encode, to_json
 
 MAX_TRACEBACK = 20_000
-"""Characters kept of a traceback: its end, where the error is."""
+"""Characters of a traceback that are kept, from its end, where the error is."""
 
 
 class AgentResult(Record, frozen=True, kw_only=True):
@@ -25,10 +25,11 @@ class AgentResult(Record, frozen=True, kw_only=True):
 def read_result(value: Any) -> AgentResult:
     """Read an agent's return value.
 
-    A number is the reward, a dict of numbers its dimensions, ``None`` is neither; any other JSON value is the output.
+    A number is the reward and also the output, a dict of numbers is the reward's dimensions, ``None`` is neither, and
+    any other JSON value is the output.
 
     Raises:
-        RunError: The value is of another kind, a number that is not finite, or an output that no store carries.
+        RunError: The value is not JSON, is a number that is not finite, or is an output that no store can hold.
     """
     if value is None:
         return AgentResult()
@@ -37,12 +38,12 @@ def read_result(value: Any) -> AgentResult:
         return AgentResult(output=_json(value))
     if reward.fault:
         raise RunError(f"the agent returned {reward.fault} as a reward; return a finite number, or None for no reward")
-    # A number is both: the reward, and what the agent answered.
+    # A number is both the reward and the agent's output.
     return AgentResult(reward=reward, output=float(value) if isinstance(value, Real) else None)
 
 
 def read_reward(value: Any) -> Reward | None:
-    """Return a reward, a number or a dict of numbers as a reward, which may not be finite; ``None`` for the rest."""
+    """Convert a reward, a number or a dict of numbers to a reward, which may be infinite or NaN; else ``None``."""
     if isinstance(value, Reward):
         return value
     # Numbers of numpy and torch scalars are ``Real`` too.
@@ -54,7 +55,7 @@ def read_reward(value: Any) -> Reward | None:
 
 
 def _float(value: Any) -> float:
-    """Return a number as a float; one beyond their range is infinite."""
+    """Return a number as a float; a number beyond the range of floats becomes infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -62,7 +63,7 @@ def _float(value: Any) -> float:
 
 
 def describe_error(error: BaseException) -> ErrorInfo:
-    """Convert an exception to data that stores carry, with secrets removed and long tracebacks cut at the front."""
+    """Convert an exception to an ``ErrorInfo`` without secrets and with only the end of a long traceback."""
     from agl.tracing import plain
 
     kind = type(error)
@@ -86,7 +87,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return the text of a value of a class of its own that is one, as frameworks have them."""
+    """Return the text of an instance of a subclass of ``str``, which frameworks use for their results."""
     if isinstance(value, str):
         return str(value)
     raise NotImplementedError

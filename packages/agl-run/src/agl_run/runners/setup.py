@@ -1,4 +1,4 @@
-"""The context of a run that all its attempts share: for its worker, and for its runner."""
+"""The context of a run that all its attempts share, for the run's worker and runner."""
 
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -18,49 +18,52 @@ from agl_run.access.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV
 from agl_run.agents.agent import AgentSpec
 
 ADMIN_TOKEN_ENV = "AGL_TOKEN"
-"""Variable with the admin token of a served store; in a command's process, with the attempt's token."""
+"""Variable with the admin token of a served store, or, in a command's process, with the attempt's token."""
 
 TOKEN_FILE_ENV = "AGL_TOKEN_FILE"
-"""Variable with the name of a file that holds the admin token of a served store."""
+"""Variable that names a file with the admin token of a served store."""
 
 
 async def no_resources(_: Rollout) -> NamedResources:
-    """Return no resources, for runs without any."""
+    """Return an empty mapping, for runs without resources."""
     return {}
 
 
 class SettlingGateway(Protocol):
-    """A gateway that can wait for an attempt's calls, local or remote."""
+    """A gateway, local or remote, that can wait until an attempt's calls are stored."""
 
     async def settle(self, attempt_id: str) -> None:
         """Return once every answered call of the attempt is in the store.
 
         Raises:
-            GatewayLostError: The gateway went away meanwhile; the worker gives the attempt back.
+            GatewayLostError: The gateway ended in the meantime; the worker gives the attempt back.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """Everything that the attempts of a run share, in the experiment's own process and in a remote worker.
+    """Everything that the attempts of a run share, in the experiment's own process or in a remote worker.
 
     Attributes:
-        store: Source of rollouts, and target of spans and outcomes.
+        store: Source of rollouts, and destination of spans and outcomes.
         agent: The agent to run.
-        experiment: Only this experiment's rollouts are claimed, ``None`` for all.
-        secret: Signs attempt tokens; never stored. ``None`` where they come with the claims, for a worker's token.
+        experiment: The experiment whose rollouts are claimed; ``None`` for all.
+        secret: Signs attempt tokens; never stored. ``None`` if the tokens come with the claims, as for a worker with a
+            worker's token.
         resources: Returns the resources of a rollout, with pinned versions applied.
-        gateway_url: The gateway's base URL without ``/v1``; ``""`` when model calls are recorded in the process.
-        gateway: The gateway, local or remote, so that an attempt ends only after its calls are in the store.
-        rewards: Reward emitters by name, run after the agent, hidden task fields included.
-        requires_calls: True if a successful attempt without any model call is a failure.
-        upstreams: The configured policies, so that the wire hook knows which calls to redirect.
-        tracers: Names of the tracers to install in the process that runs the agent, with the objects made.
-        plugins: Environment that makes child processes load the same plugins, such as ``AGL_DISABLED_PLUGINS``.
-        concurrency: Attempts at once; 0 leaves them all to remote workers.
-        workdir: Where the experiment keeps its files; ``None`` for none.
-        ca: File with the authorities of the gateway's certificate; ``None`` for that of ``AGL_CA_FILE``, if it is set.
+        gateway_url: The gateway's base URL without ``/v1``; ``""`` if model calls are recorded in the process.
+        gateway: The gateway, so that an attempt ends only after its calls are in the store.
+        rewards: Reward emitters by name, run after the agent; they see the hidden keys of tasks.
+        requires_calls: Whether an attempt that succeeds without any model call counts as failed.
+        upstreams: The configured policies, from which the wire hook knows which calls to redirect.
+        tracers: The tracers to install in the process that runs the agent, with their names.
+        plugins: Environment variables that make child processes load the same plugins, such as
+            ``AGL_DISABLED_PLUGINS``.
+        concurrency: Attempts at once; 0 leaves all attempts to remote workers.
+        workdir: Folder of the experiment's files; ``None`` if there is none.
+        ca: File with the certificate authorities to trust for the gateway; ``None`` for the file in ``AGL_CA_FILE``,
+            if it is set.
     """
 
     store: Store
@@ -80,10 +83,10 @@ class RunContext:
     ca: Path | None = None
 
     def token_of(self, claim: Claim) -> str:
-        """Return the token of a claimed attempt: that which came with the claim, else one that is signed here.
+        """Return the token of a claimed attempt: the claim's own, or else a newly signed one.
 
         Raises:
-            TokenError: There is neither a token nor a key.
+            TokenError: The claim has no token, and this worker has no key to sign one.
         """
         # A worker with a token of its own gets the attempt's from the gateway; it could not sign
         # one.
@@ -102,15 +105,15 @@ class RunContext:
 
     @property
     def base_url(self) -> str:
-        """The default base URL of an agent's client, with ``/v1``; ``""`` if nothing is configured."""
+        """The default base URL of an agent's client, with ``/v1``; ``""`` if there is neither gateway nor policy."""
         if self.gateway_url:
             return f"{self.gateway_url}/v1"
         return self.upstreams[0].base_url if self.upstreams else ""
 
     def environment(self, token: str = PLACEHOLDER_KEY) -> dict[str, str]:
-        """Return the variables that point OpenAI's and Anthropic's clients at the model; empty without one.
+        """Return the variables that point OpenAI's and Anthropic's clients at the model; empty without a model.
 
-        With a gateway that has a certificate they also make clients trust its authority.
+        If the gateway has a certificate, the variables also make clients trust its authority.
         """
         # Plain http needs no authority, and a variable that is set needlessly can break another
         # client.
@@ -119,8 +122,9 @@ class RunContext:
 
 
 def environment_for_agents(setup: RunContext) -> dict[str, str]:
-    """Return this process's environment without the keys of the store, and without those that a gateway holds."""
-    # The agent does not need keys that the gateway adds, and what it does not have it cannot leak.
+    """Return this process's environment without the store's keys, and without the policy keys that a gateway adds."""
+    # The agent does not need keys that the gateway adds, and cannot leak keys that it does not
+    # have.
     held = {upstream.api_key_env for upstream in setup.upstreams} if setup.gateway_url else set[str]()
     # With one of these an agent could sign tokens for any attempt, or read the whole store.
     own = {SECRET_ENV, SECRET_FILE_ENV, ADMIN_TOKEN_ENV, TOKEN_FILE_ENV, WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV}
@@ -156,21 +160,21 @@ def client_environment(base_url: str, token: str) -> dict[str, str]:
 
 
 class LostError(RunError):
-    """Something that an attempt needs went away, such as its sandbox, which says nothing about the agent.
+    """Something that an attempt needs, such as its sandbox, went away, which says nothing about the agent.
 
-    The worker gives the attempt back, and it is repeated; ``max_losses`` of the runner bounds how often.
+    The worker gives the attempt back, and it is repeated; the runner's ``max_losses`` limits how often.
     """
 
 
 @runtime_checkable
 class LastingRunner(Protocol):
-    """A runner that leaves something of an attempt for the rewards, such as a workspace."""
+    """A runner that keeps a part of an attempt for the rewards, such as a workspace."""
 
     async def release(self, claim: Claim, outcome: Outcome | None) -> None:
-        """Remove what is left of an attempt; called once it is judged, and before its outcome is written.
+        """Remove the rest of an attempt, such as its workspace, once it is judged and before its outcome is written.
 
         Args:
-            claim: The attempt that :meth:`execute` was called with.
-            outcome: Its outcome; ``None`` where it was given back and will be repeated.
+            claim: The attempt with which :meth:`execute` was called.
+            outcome: The attempt's outcome; ``None`` if the attempt was given back and will be repeated.
         """
         ...

@@ -1,7 +1,7 @@
-"""Records a Python program from within, for `agl exec` and the `command` runner without a gateway.
+"""Records a Python program from within, for `agl exec`, and for the `command` runner without a gateway.
 
-The program's interpreter finds agl's ``sitecustomize`` first on its path. It records the whole process as one attempt
-and appends every span to a file as it ends, so that a killed program loses at most the span in flight.
+The program's interpreter finds agl's ``sitecustomize`` first on its path. This module then records the whole process
+as one attempt and appends each span to a file when the span ends, so that a kill loses only unfinished spans.
 """
 
 import os
@@ -16,13 +16,13 @@ from agl.contracts import Upstream
 from agl.schemas import Claim, Record, Span, decode, encode, from_json, new_span_id, new_trace_id, to_json
 
 VARIABLE = "AGL_SPAN_FILE"
-"""Environment variable with the settings as JSON."""
+"""Environment variable with the :class:`SpanFileSettings` as JSON."""
 
 _HEADER = struct.Struct("<I")
 
 
 class SpanFileSettings(Record, frozen=True, kw_only=True):
-    """The settings of a recorded program."""
+    """The settings with which a program records itself: its file, its ids, and the models' addresses."""
 
     file: str
     rollout_id: str
@@ -47,7 +47,7 @@ def root_of(claim: Claim) -> Span:
 
 
 class SpanFile:
-    """A file of spans that another process appends to."""
+    """A file to which another process appends spans."""
 
     def __init__(self, file: Path, root: Span) -> None:
         self._file = file
@@ -56,7 +56,7 @@ class SpanFile:
     def environment(
         self, upstreams: Sequence[Upstream] = (), *, gateway_url: str = "", token: str = ""
     ) -> dict[str, str]:
-        """Return the variables that make a Python program record itself; a gateway records its own calls."""
+        """Return the variables that make a Python program record itself, except calls through ``gateway_url``."""
         settings = SpanFileSettings(
             file=str(self._file),
             rollout_id=self._root.rollout_id,
@@ -72,7 +72,7 @@ class SpanFile:
         return {VARIABLE: to_json(settings).decode(), "PYTHONPATH": path}
 
     def read(self) -> list[Span]:
-        """Read the spans so far, without an incomplete last one."""
+        """Read the spans written so far; an incomplete last one is left out."""
         if not self._file.exists():
             return []
         data = self._file.read_bytes()

@@ -1,7 +1,7 @@
-"""Makes what an attempt recorded fit for a store, so that an odd value costs a part of one span and not a run.
+"""Makes the records of an attempt fit for a store, so that an unusual value costs a part of one span, not the run.
 
-A store carries what msgpack carries: no integers beyond 64 bits, no halves of characters, no objects. These become
-text where :func:`agl.tracing.plain` can make it, the rest is left out, and the span says so.
+Stores hold what msgpack can encode: no integers beyond 64 bits, no lone surrogates in text, no objects. Such values
+become text if :func:`agl.tracing.plain` can convert them; others are left out, and the span says so.
 """
 
 from typing import Any, cast
@@ -15,13 +15,13 @@ from agl.tracing import plain
 from agl_run.runners.result import describe_error
 
 UNFIT = (TypeError, ValueError, OverflowError, RecursionError)
-"""Errors of encoding what no store carries."""
+"""Errors raised when a value is encoded that no store can hold."""
 
 _ENDED_OTHERWISE = ("failed", "timeout", "lost", "cancelled")
 
 
 def storable_span(span: Span) -> Span:
-    """Return the span as it is if a store carries it; else what a store carries of it, with the reason."""
+    """Return the span if a store can hold it; else a copy without the parts that do not fit, with the reason."""
     fault = fault_of(span)
     if not fault:
         return span
@@ -30,15 +30,15 @@ def storable_span(span: Span) -> Span:
     parts |= {name: plain(parts[name]) for name in ("span_id", "name", "status_message")}
     parts["attributes"] = _fitting(span.attributes) | {semconv.NOT_STORED: plain(fault)}
     parts["call"] = None if span.call is None else _fitting_call(span.call)
-    # What still does not fit is left out; the attribute above says so.
+    # Parts that still do not fit are left out; the attribute above reports this.
     return Span(**{name: value for name, value in parts.items() if not fault_of(value)})
 
 
 def storable_outcome(outcome: Outcome, refusal: Exception) -> Outcome | None:
-    """Return an outcome that a store takes in place of one that it refused; ``None`` if nothing in it is wrong.
+    """Return a storable replacement for an outcome that a store refused; ``None`` if no fault is found in it.
 
-    A success becomes a failure with the refusal as its error. Spans of other attempts, and those with a reward that is
-    no finite number, are left out.
+    A success becomes a failure with the refusal as its error. Spans of other attempts are left out, and so are spans
+    whose reward is not a finite number.
     """
     # A tracer that mixes up two attempts must not write into the other one.
     own = [span for span in outcome.spans if _is_own(span, outcome.attempt_id)]
@@ -54,7 +54,7 @@ def storable_outcome(outcome: Outcome, refusal: Exception) -> Outcome | None:
 
 
 def fault_of(value: object) -> str:
-    """Return why a store cannot carry a value; ``""`` if it can."""
+    """Return the reason why a store cannot hold a value; ``""`` if it can."""
     try:
         encode(value)
     except UNFIT as error:
@@ -63,7 +63,7 @@ def fault_of(value: object) -> str:
 
 
 def _fitting(value: Any) -> Any:
-    """Return a JSON value as a store carries it; of one that is too deep, the entries that are not."""
+    """Return a JSON value in a form that stores can hold; entries that are nested too deeply are left out."""
     try:
         return plain(value)
     except RecursionError:
@@ -72,7 +72,7 @@ def _fitting(value: Any) -> Any:
 
 
 def _fitting_call(call: ModelCall) -> ModelCall:
-    """Return a call with bodies that a store carries; its tokens stay as they are."""
+    """Return a call with bodies that stores can hold; its tokens are not changed."""
     if not fault_of(call):
         return call
     return msgspec.structs.replace(call, request=_fitting(call.request), response=_fitting(call.response))

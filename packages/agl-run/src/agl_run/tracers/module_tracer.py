@@ -1,9 +1,9 @@
-"""Tracers that change modules of the process, whenever these are imported: their base, and the simplest one.
+"""Tracers that change modules of the process when these are imported: the base class, and its simplest subclass.
 
-``own-spans`` switches on the spans that frameworks make themselves, so that an agent needs no line for them.
+``own-spans`` switches on the spans that frameworks create themselves, so that an agent needs no code for this.
 pydantic-ai and Microsoft's Agent Framework report agents, tools and model calls in the standard ``gen_ai.*`` spans once
-somebody asks them to; the tracer ``otel`` records these. Nothing is switched on that a user configured, or that a user
-switched off where the framework can say so.
+they are asked to, and the tracer ``otel`` records the spans. Nothing changes if the user has configured the spans, or
+has switched them off in a framework that can tell this from its default.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ from agl.tracing import ImportWatch, Undo
 
 
 class ModuleTracer(Tracer):
-    """Changes modules while any tracer of its class is installed; several may be at once.
+    """Changes modules while any tracer of its class is installed; several tracers may be installed at once.
 
     Attributes:
-        changes: Names of modules, each with the function that changes it and returns how to undo that.
+        changes: For each module's name, the function that changes the module and returns functions to undo this.
     """
 
     changes: ClassVar[Mapping[str, Callable[[ModuleType], Sequence[Undo]]]] = {}
@@ -41,7 +41,7 @@ class ModuleTracer(Tracer):
         self._installed.add(self)
 
     def uninstall(self) -> None:
-        """Undo the changes when the last one is uninstalled."""
+        """Undo the changes if no other tracer of this class is installed."""
         self._installed.discard(self)
         # In reverse, so that of two patches on one method the outer one goes first.
         while self._undo and not self._installed:

@@ -1,12 +1,14 @@
-"""Counts the model calls of rollouts that leave through HTTP clients whose calls nothing records.
+"""Counts model calls of rollouts that are made through HTTP clients whose calls are not recorded.
 
-urllib, urllib3, requests and botocore send through ``http.client``; aiohttp has sockets of its own. A POST to a
-model's route that is answered with success becomes a span that names the library and the host, and by which
-:func:`agl.episodes.find_disagreement` knows of a call without a record. Requests are never changed. Nothing of them
-is read but method and URL, and of these only the host is kept. Left out are calls to the run's own gateway, which
-records them, and failed ones, which may be tried again. Calls to a server of a policy lack in the rollout's record;
-calls to another, such as the model behind a tool, are only reported. A call that is refused for its key (401) becomes a
-failed span, by which the attempt's error says how a client gets a key that counts.
+urllib, urllib3, requests and botocore send through ``http.client``; aiohttp has its own sockets. A successful POST to
+a model's route becomes a span that names the library and the host. From these spans
+:func:`agl.episodes.find_disagreement` learns of calls without a record. Requests are never changed: only their method
+and URL are read, and only the URL's host is kept.
+
+Calls to the run's own gateway are left out, because the gateway records them, and so are failed calls, which may be
+tried again. A call to a policy's server counts as missing from the rollout's record; a call to another server, such as
+that of a tool's model, is only reported. A call whose key is refused (401) becomes a failed span, from which the
+attempt's error explains how the client gets a valid key.
 """
 
 import inspect
@@ -31,7 +33,7 @@ _ROUTES = re.compile(
     r"|:(?:generateContent|streamGenerateContent|rawPredict|streamRawPredict)$"  # Gemini, Vertex AI
     r"|/model/[^/]+/(?:converse|invoke)(?:-stream|-with-response-stream)?$"  # Bedrock
 )
-"""Routes at which models generate. Chat services have some that end in ``/messages``, so the version is required."""
+"""Routes at which models generate. Chat services have routes that end in ``/messages``, so a version is required."""
 
 _LIBRARIES = frozenset({"aiobotocore", "aiohttp", "botocore", "requests", "urllib", "urllib3"})
 _BETWEEN = frozenset({"agl_run", "http"})
@@ -89,12 +91,12 @@ def _is_model_route(target: str) -> bool:
 
 
 def _is_told(status: int, target: str) -> bool:
-    """Return true if an answer means that a call was made, or refused for its key."""
+    """Return true if the response means that a model call was made, or that its key was refused."""
     return status == UNAUTHORIZED or (status < 300 and _is_model_route(target))
 
 
 def _tell(status: int, url: str, *, library: str, start_ns: int) -> None:
-    """Record an answered model call to ``url`` as one that has no record, if a rollout made it; or a refused one."""
+    """Record an unrecorded or refused model call to ``url`` as a span, if a rollout made the call."""
     attempt = current()
     if attempt is None:
         return
@@ -115,7 +117,7 @@ def _unrecorded_kind(url: str, attempt: ActiveAttempt) -> str:
 
 
 def _refused_kind(url: str, attempt: ActiveAttempt) -> str:
-    """Return ``refused`` if the key cannot be one that the run gave to the attempt."""
+    """Return ``refused`` if the key cannot be one that the run gave to the attempt, else ``""``."""
     if _is_below(url, attempt.gateway_url):
         return REFUSED
     has_no_key = os.environ.get("OPENAI_API_KEY") == PLACEHOLDER_KEY
@@ -131,7 +133,7 @@ def _is_below(url: str, root: str) -> bool:
 
 
 def _url_of(connection: Any, target: str) -> str:
-    """Return the URL of a request; ``target`` is its path, or the whole URL where that goes to a proxy."""
+    """Return the URL of a request; ``target`` is its path, or the whole URL if the request goes to a proxy."""
     if not target.startswith("/"):
         return target
     tunnel = connection._tunnel_host
@@ -143,7 +145,7 @@ def _url_of(connection: Any, target: str) -> str:
 
 
 def _library_above(name: str) -> str:
-    """Return the outermost HTTP library that is calling, by default ``name``; ``""`` within httpx, which records."""
+    """Return the outermost HTTP library among the callers, or ``name``; ``""`` within httpx, which is recorded."""
     is_inside = True
     for module in _modules_above():
         if module in _WATCHED_ELSEWHERE:
@@ -163,7 +165,7 @@ def _modules_above() -> Iterator[str]:
 
 
 class UnrecordedCalls(ModuleTracer):
-    """Counts model calls that nothing records; see the module."""
+    """Counts model calls that are not recorded; see the module."""
 
     changes: ClassVar[Mapping[str, Callable[[ModuleType], Sequence[Undo]]]] = {
         "http.client": _wrap_http_client,

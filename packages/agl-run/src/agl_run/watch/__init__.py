@@ -1,1 +1,1 @@
-"""Watches over rollouts and steps: failures, disagreement, sampling, patterns without agents."""
+"""Observers of rollouts and steps: failures, missing calls, sampling parameters, patterns that match no agent."""

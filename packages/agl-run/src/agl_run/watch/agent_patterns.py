@@ -1,7 +1,7 @@
-"""Reports ``agents`` and ``roles`` patterns, of policies, algorithms and credits, that match no recorded agent.
+"""Reports ``agents`` and ``roles`` patterns of policies, algorithms and credits that match no recorded agent.
 
-A pattern that matches nothing is reported after the first rollouts; a name within one, such as ``author`` in
-``write|author``, only at the end of the run, because its agent may be needed late.
+A pattern that matches nothing is reported after the first rollouts. A single name in a pattern, such as ``author`` in
+``write|author``, is reported only at the end of the run, because its agent may be needed late.
 """
 
 import logging
@@ -19,14 +19,14 @@ from agl_run.watch.observers import Batch, Observer
 _LOG = logging.getLogger("agl_run.run")
 
 SHOWN = 30
-"""Most names of agents in a message."""
+"""The most names of agents in a message."""
 
 _Matches = Callable[[str, str], object]
-"""Matches a pattern with a name, as the user of the pattern does."""
+"""Tests whether a pattern matches a name, in the way in which the pattern's user matches."""
 
 
 class PatternReport(Observer):
-    """The names of all patterns that have matched no agent in a run, with the names of the agents that were seen."""
+    """Collects the patterns that have matched no agent in a run, and the names of all agents that were seen."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -45,11 +45,11 @@ class PatternReport(Observer):
             self._checks[batch.caller].check(batch.episodes, trains=batch.trains and batch.is_own)
 
     def see(self, calls: Sequence[Transition]) -> None:
-        """Take the names of the agents behind calls."""
+        """Add the names of the agents that made these calls."""
         self._seen |= _names(calls)
 
     def add(self, setting: str, pattern: str, names: set[str], *, matches: _Matches) -> bool:
-        """Match a pattern with the names that it may match; returns true if any name in it has matched one by now."""
+        """Match a pattern with the names it may match; return true if any part of it has matched a name so far."""
         parts = set(_parts(pattern))
         # Parts that matched once are settled; the rest may match in a later batch.
         left = self._unmatched.get(setting, parts)
@@ -64,7 +64,7 @@ class PatternReport(Observer):
             _LOG.warning("%s", text)
 
     def end(self) -> None:
-        """Log a warning for each pattern with names that matched nothing, unless it was reported before."""
+        """Log a warning for each pattern with a part that matched nothing, unless the pattern was reported before."""
         for setting, parts in self._unmatched.items():
             if parts:
                 named = ", ".join(map(repr, sorted(parts)))
@@ -77,8 +77,8 @@ class AgentPatternCheck:
     Args:
         plan: The experiment, whose policies have ``agents`` patterns.
         algorithm: The algorithm that collects, if any. An unmatched pattern is an error if it leaves this algorithm
-            without training data, and else a warning, because the agent may not have been needed yet.
-        report: Takes what was found.
+            without training data. Otherwise it is a warning, because the agent may not have been needed yet.
+        report: Collects the findings.
     """
 
     def __init__(self, plan: Plan, algorithm: AlgorithmConfig | None, *, report: PatternReport) -> None:
@@ -89,14 +89,14 @@ class AgentPatternCheck:
         self._is_first = True
 
     def check(self, episodes: Sequence[Episode], *, trains: bool) -> None:
-        """Check a batch.
+        """Check the patterns with a batch of episodes.
 
         Args:
-            episodes: The batch; one without model calls says nothing.
-            trains: True if an algorithm trains on the calls, so that it needs some.
+            episodes: The batch; without model calls in it nothing is checked.
+            trains: Whether an algorithm trains on the calls, so that it needs some.
 
         Raises:
-            ConfigError: An algorithm has nothing to train on; lists the names that were seen.
+            ConfigError: An algorithm has nothing to train on; the message lists the names that were seen.
         """
         calls = [call for episode in episodes for call in episode.transitions]
         if not calls:
@@ -143,7 +143,7 @@ class AgentPatternCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class _Role:
-    """A pattern in ``roles``, and how its user matches it: a credit with the whole names of agents alone."""
+    """A pattern in ``roles``, and how it is matched: credits match only the whole names of agents."""
 
     setting: str
     pattern: str
@@ -152,7 +152,7 @@ class _Role:
 
 
 def _roles(algorithm: AlgorithmConfig, plan: Plan) -> list[_Role]:
-    """Return the patterns of an algorithm on prompts, ``roles`` by resource, and of the credit for weights."""
+    """Return the ``roles`` patterns of an algorithm, and those of its credit if it tunes weights."""
     found: list[_Role] = []
     for name, pattern in _table(algorithm.params.get("roles")).items():
         setting = f"algorithm {algorithm.name!r}: roles.{name} = {pattern!r}"
@@ -183,7 +183,7 @@ def _names(calls: Sequence[Transition]) -> set[str]:
 
 
 def _parts(pattern: str) -> list[str]:
-    """Return the names between the bars of a pattern; the whole pattern if a part alone is not an expression."""
+    """Return the parts between the bars of a pattern; the whole pattern if a part is not a regular expression."""
     parts = pattern.split("|")
     try:
         for part in parts:
@@ -194,7 +194,7 @@ def _parts(pattern: str) -> list[str]:
 
 
 def seen(names: set[str]) -> str:
-    """Return the names of the agents that were seen, with the next step."""
+    """List the names of the agents that were seen, and say what to do next."""
     if not names:
         return (
             "no call came from a named agent. Install the tracer of the agent's framework and list it under tracers, "

@@ -1,6 +1,6 @@
 """Checks collected episodes for model calls that are missing from their records.
 
-Every command that collects rollouts passes here, so that none of them is silent.
+Every command that collects rollouts uses this check, so that none of them ignores missing calls.
 """
 
 import logging
@@ -24,7 +24,7 @@ UNATTRIBUTED = "unattributed calls"
 _NO_CALLS = "no calls"
 
 ATTRIBUTE = "Install the tracer of the framework that makes them, or name them in the code: with agl.operation(...)"
-"""The next step after unattributed calls."""
+"""What to do about unattributed calls."""
 
 _REMEDIES = {
     UNSEEN: "Point these clients at the gateway, with the base URL and key of the resource, or let them call through "
@@ -38,12 +38,12 @@ _FATES = {"drop": "they are left out of training", "error": _TRAINED, "accept": 
 
 
 def settings_by_kind(section: ExperimentSection) -> dict[str, Verdict | Literal["error"]]:
-    """Return ``unseen_calls`` and ``unattributed_calls`` by the kind of calls that they are about."""
+    """Return the settings ``unseen_calls`` and ``unattributed_calls``, by the kind of calls."""
     return {UNSEEN: section.unseen_calls, UNATTRIBUTED: section.unattributed_calls}
 
 
 def refusal(episode: Episode, section: ExperimentSection) -> str:
-    """Return the reason why a rollout is left out of training, ``""`` if there is none."""
+    """Return the kind of calls for which a rollout is left out of training; ``""`` if it is not left out."""
     settings = settings_by_kind(section)
     return next((kind for kind, setting in settings.items() if setting != "accept" and _counts(episode, kind)), "")
 
@@ -52,9 +52,9 @@ class AgreementReport(Observer):
     """Reports model calls that are missing from the records, each kind once in a run.
 
     Args:
-        section: Has the two settings.
-        is_trial: Report only, whatever the settings are.
-        store_url: Where the rollouts are stored, for the commands in the reports.
+        section: The section with ``unseen_calls`` and ``unattributed_calls``.
+        is_trial: If true, missing calls are only reported, whatever the settings say.
+        store_url: The store's URL, for the commands in the reports.
     """
 
     def __init__(self, section: ExperimentSection, *, is_trial: bool = False, store_url: str = "") -> None:
@@ -64,18 +64,18 @@ class AgreementReport(Observer):
         self._reported: set[tuple[str, bool]] = set()
 
     def batch(self, batch: Batch) -> None:
-        """Log a warning about the calls that are missing from a batch, as :meth:`report` does."""
+        """Log a warning about calls that are missing from a batch; see :meth:`report`."""
         self.report(batch.episodes, trains=batch.trains)
 
     def report(self, episodes: Sequence[Episode], *, trains: bool) -> None:
-        """Log a warning about the calls that are missing from a batch.
+        """Log a warning about calls that are missing from the episodes of a batch.
 
         Args:
             episodes: The batch.
-            trains: True if an algorithm trains on them, false if they are only recorded or validated.
+            trains: True if an algorithm trains on the episodes, false if they are only recorded or validated.
 
         Raises:
-            RunError: The setting for a kind that was found is ``error``.
+            RunError: Missing calls were found, and the setting for their kind is ``error``.
         """
         for kind in self._settings:
             concerned = [episode for episode in episodes if _found(episode, kind)]
@@ -111,20 +111,20 @@ class AgreementReport(Observer):
         return proposal("See", name, episode.rollout.rollout_id, store_url=self._store_url)
 
     def _is_new(self, kind: str, *, trains: bool) -> bool:
-        """Return true the first time."""
+        """Return true the first time that a kind is reported for such rollouts."""
         is_new = (kind, trains) not in self._reported
         self._reported.add((kind, trains))
         return is_new
 
 
 def describe(episodes: Sequence[Episode], kind: str) -> str:
-    """Name the clients that made such calls, and the next step within an experiment."""
+    """Name the clients that made the missing calls, and the next step within an experiment."""
     text = describe_calls([call for episode in episodes for call in _found(episode, kind)], kind)
     return f"{text}. {_REMEDIES[kind]}"
 
 
 def describe_calls(calls: Sequence[LooseCall], kind: str) -> str:
-    """Name the clients that made such calls."""
+    """Name the clients that made the missing calls."""
     clients = Counter(call.client for call in calls)
     named = ", ".join(f"{client} ({count})" for client, count in clients.most_common(5))
     found = {
@@ -139,10 +139,10 @@ def _found(episode: Episode, kind: str) -> tuple[LooseCall, ...]:
 
 
 def _counts(episode: Episode, kind: str) -> bool:
-    """Return true if calls to a policy's server are concerned, or calls of which the server is not known."""
+    """Return true if any missing call went to a policy's server or to an unknown one."""
     return any(not call.is_foreign for call in _found(episode, kind))
 
 
 def _has_no_call(episode: Episode) -> bool:
-    """Return true if a rollout succeeded with neither a recorded call nor one that was only seen."""
+    """Return true if a rollout succeeded without any recorded or noticed model call."""
     return episode.rollout.status == "succeeded" and not (episode.transitions or episode.unseen)

@@ -18,11 +18,11 @@ Ended: TypeAlias = tuple[Rollout, Attempt | None]
 """A finished rollout and the attempt that decided it, if there was one."""
 
 MOST_FREQUENT = 3
-"""Errors that a message names."""
+"""The number of different errors that a message names."""
 
 
 class RolloutCounts:
-    """Counts rollouts, and their errors by type and first line; errors that differ in numbers only count as one."""
+    """Counts rollouts, and their errors by type and first line; errors that differ only in numbers are one kind."""
 
     def __init__(self, ended: Iterable[Ended] = ()) -> None:
         self.total = 0
@@ -86,10 +86,10 @@ class RolloutCounts:
 
 
 class FailureReport(Observer):
-    """Counts all rollouts of a run, and reports at its end those that failed.
+    """Counts all rollouts of a run, and reports the failed ones at its end.
 
     Args:
-        store_url: Where they are stored, for the commands in the report.
+        store_url: The store's URL, for the commands in the report.
 
     Attributes:
         counts: The rollouts so far.
@@ -111,7 +111,8 @@ class FailureReport(Observer):
         """Log a warning if some rollouts failed.
 
         Raises:
-            RunError: All failed, or all on training tasks; names the most frequent errors, an example, the next step.
+            RunError: All rollouts failed, or all rollouts of training tasks; the message names the commonest errors, an
+                example and the next step.
         """
         for counts, where in ((self.counts, ""), (self._training, " on training tasks")):
             if counts.all_failed:
@@ -123,5 +124,5 @@ class FailureReport(Observer):
 
 
 def warn_of_failures(episodes: Iterable[Episode], *, store_url: str) -> None:
-    """Log how many rollouts failed and why, for scripts that do not print their result."""
+    """Log how many rollouts failed and why, for scripts that do not print a result."""
     RolloutCounts((episode.rollout, episode.attempt) for episode in episodes).warn(store_url)

@@ -1,6 +1,6 @@
-"""The contract of everything that watches a run: a driver calls each observer in the order of one list.
+"""The contract of observers: objects that watch a run, and that a driver calls in a fixed order.
 
-Observers report and measure; none of them decides how training goes on. Those that find that it cannot raise.
+Observers report and measure. They do not decide how training goes on, but an observer can end the run by raising.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,20 @@ from agl_inspect.rollouts.step_tallies import Observed
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rollouts that an algorithm, or another part of the run, collected together.
+    """Rollouts that one caller, an algorithm or another part of the run, collected together.
 
     Attributes:
-        caller: The algorithm's name, or that of the other part.
-        episodes: All of them.
-        algorithm: The algorithm's configuration, if it is one.
-        step: The step for which they ran.
-        mode: Their mode.
-        trains: True if the algorithm trains on them.
-        kept: The episodes on which it trains, with the rewards that count.
-        observed: Seconds, tokens and errors of their calls.
-        is_own: False for rollouts that another algorithm collected, and that were watched there already.
-        slot_s: Seconds that the slots of this process offered meanwhile, all together.
-        taken_s: Seconds of these that agents ran.
+        caller: The name of the algorithm or other part.
+        episodes: The episodes of all rollouts.
+        algorithm: The algorithm's configuration; ``None`` if the caller is not an algorithm.
+        step: The step for which the rollouts ran.
+        mode: The mode of the rollouts.
+        trains: True if the algorithm trains on the rollouts.
+        kept: The episodes on which the algorithm trains, with the rewards that count.
+        observed: Seconds, tokens and errors of the rollouts' calls.
+        is_own: False for rollouts that another algorithm collected, and that observers have already seen there.
+        slot_s: Time that all slots of this process offered during the collection, in slot-seconds.
+        taken_s: The part of ``slot_s`` in which agents ran.
     """
 
     caller: str
@@ -44,26 +44,26 @@ class Batch:
 
 
 class Observer:
-    """Watches a run; each method does nothing unless an observer has its own."""
+    """Watches a run; an observer overrides the methods that it needs, and the others do nothing."""
 
     def rollout(self, caller: str, recording: Recording) -> None:
-        """See a finished rollout of ``caller`` with its spans, as soon as it is read."""
+        """Called with each finished rollout of ``caller`` and its spans, as soon as they are read."""
 
     def batch(self, batch: Batch) -> None:
-        """See all rollouts of one request; raises what keeps the run from going on."""
+        """Called with all rollouts of one request; may raise to end the run."""
 
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
-        """Return what the rollouts of a step add to its metrics; called before the step is saved.
+        """Return metrics about the rollouts of a step; called before the step is saved.
 
         Args:
-            caller: The algorithm, or the other part of the run.
-            step: Its step.
-            uses: The use that the step made of each call, by rollout.
+            caller: The algorithm, or another part of the run.
+            step: The caller's step.
+            uses: How the step used each call, by rollout.
         """
         return {}
 
     async def step(self, report: StepReport, *, algorithm: str) -> None:
-        """See a step that is logged, with all its metrics."""
+        """Called after a step is logged, with all its metrics."""
 
     def end(self) -> None:
-        """Report on the whole run; raises what makes it a failure."""
+        """Called at the end of the run to report on it; may raise to make the run a failure."""

@@ -1,7 +1,7 @@
-"""Counts the training calls that asked for less than the policy's full distribution, and reports each kind once.
+"""Counts training calls that requested less than the policy's full distribution, and reports each kind once.
 
-The gateway, or the wire hook where there is none, has overridden or kept what was asked, and has noted it on the
-call's span; so workers on other machines are counted like the experiment's own.
+The gateway, or without one the wire hook, overrides or keeps the requested parameters and notes this on the call's
+span. So the calls of workers on other machines are counted as well.
 """
 
 import logging
@@ -35,7 +35,7 @@ _MESSAGES = {
 
 
 class SamplingReport(Observer):
-    """The counts of a run, by algorithm and by policy; ``store_url`` is for the commands in its reports."""
+    """Counts training calls with narrowed sampling, by algorithm; ``store_url`` is for the commands in the reports."""
 
     def __init__(self, *, store_url: str = "") -> None:
         self._store_url = store_url
@@ -44,7 +44,7 @@ class SamplingReport(Observer):
         self._total: Counter[str] = Counter()
 
     def rollout(self, caller: str, recording: Recording) -> None:
-        """Count the calls among the spans of a rollout that ``caller`` collected; log a new parameter."""
+        """Count the marked calls among the spans of a rollout of ``caller``, and log each parameter once."""
         for span in recording.spans:
             # A call may have had one parameter overridden and another one kept.
             for attribute in span.attributes.keys() & _METRICS.keys():
@@ -53,7 +53,7 @@ class SamplingReport(Observer):
                 self._log_new(attribute, span)
 
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
-        """Return an algorithm's counts since its last step, without those that are 0."""
+        """Return an algorithm's counts since its last step, without zeros."""
         # Popped, so that each step reports its own calls.
         return {name: float(count) for name, count in self._counts.pop(caller, Counter()).items()}
 
@@ -79,7 +79,7 @@ class SamplingReport(Observer):
 
 
 def check_rules(policies: Mapping[str, PolicyConfig], *, trained: Iterable[str]) -> None:
-    """Raise ConfigError for a rule of a policy that nothing trains, which would change nothing."""
+    """Raise ConfigError if ``sampling`` is set on a policy that no algorithm trains, where it has no effect."""
     ignored = [name for name, given in policies.items() if given.sampling != "override" and name not in set(trained)]
     if ignored:
         name = ignored[0]

@@ -10,20 +10,20 @@ from agl_inspect.rollouts.step_tallies import StepTallies, add_tallies
 from agl_run.watch.observers import Batch, Observer
 
 _FIRST, _LAST = 10, 50
-"""Steps at the start and at the end that are remembered; the rules compare these."""
+"""The numbers of first and last steps that are remembered; the rules compare these steps."""
 
 _SPEEDS = ("slow-rollouts", "slow-updates")
-"""Rules that are about the time of a step and not about learning; ``agl metrics --suggest`` has them."""
+"""Rules about a step's time, not about learning; they are left to ``agl metrics --suggest``."""
 
 
 class StepShares(Observer):
-    """Measures of steps what algorithms do not see: rewards that broke, and slots of this process without an agent.
+    """Measures what algorithms do not see of a step: failed reward emitters, and idle slots of this process.
 
-    What workers on other machines do is not measured.
+    Workers on other machines are not measured.
 
     Args:
-        slots: Agents that may run at once in this process.
-        is_judged: True if there are reward emitters.
+        slots: The number of agents that may run at once in this process.
+        is_judged: Whether there are reward emitters.
     """
 
     def __init__(self, slots: int, *, is_judged: bool) -> None:
@@ -32,7 +32,7 @@ class StepShares(Observer):
         self._batches: defaultdict[str, list[tuple[int, int, float, float]]] = defaultdict(list)
 
     def batch(self, batch: Batch) -> None:
-        """Count the rollouts that broke in a reward, and the time of slots."""
+        """Add the batch's rollouts that failed in a reward emitter, and its slot times."""
         if batch.is_own:
             # A broken reward fails the rollout like a broken agent does; only the share tells them
             # apart.
@@ -40,11 +40,10 @@ class StepShares(Observer):
             self._batches[batch.caller].append((len(batch.episodes), broken, batch.slot_s, batch.taken_s))
 
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
-        """Return the shares since the last step, without those that say nothing.
+        """Return the shares since the last step, without those that cannot be measured.
 
-        ``evaluator_failed_share`` is the share of the rollouts that failed in a reward emitter, ``slots`` the number
-        of agents that may run at once, and ``slots_idle_share`` the share of these slots, over the time of
-        collecting, that had no agent.
+        ``evaluator_failed_share`` is the share of rollouts that failed in a reward emitter. ``slots`` is the number of
+        slots, and ``slots_idle_share`` the share of the slots' time during collection in which no agent ran.
         """
         rollouts, broken, slot_s, taken_s = map(sum, zip((0, 0, 0.0, 0.0), *self._batches.pop(caller, ()), strict=True))
         found: dict[str, float] = {}
@@ -59,18 +58,18 @@ class StepShares(Observer):
 
 
 class TallyObserver(Observer):
-    """Sums up the rollouts of each step by agent, and stores the sums before the step is saved: none lacks them."""
+    """Sums up the rollouts of each step by agent; the sums are stored before the step, so no saved step lacks them."""
 
     def __init__(self, store: Store, record: ExperimentRecord) -> None:
         self._store, self._record, self._tallies = store, record, StepTallies()
 
     def batch(self, batch: Batch) -> None:
-        """Remember the rollouts until their step ends."""
+        """Add the batch's rollouts to the sums of their step."""
         if batch.observed is not None:
             self._tallies.add(batch.caller, batch.episodes, batch.observed, step=batch.step, mode=batch.mode)
 
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
-        """Store the sums of a step."""
+        """Store the sums of a step; adds no metrics."""
         # Stored before the step is saved, so a saved step never lacks its sums; a repeated one
         # replaces them.
         await add_tallies(self._store, self._record, self._tallies.take(caller, step=step, uses=uses))
@@ -78,10 +77,10 @@ class TallyObserver(Observer):
 
 
 class StepWatch(Observer):
-    """Watches the steps of algorithms by the rules of ``agl metrics --suggest``; reports what each finds, once.
+    """Applies the rules of ``agl metrics --suggest`` after each step, and reports each finding once.
 
     Args:
-        report: Called with the algorithm and the finding.
+        report: Called with the algorithm's name and the finding.
     """
 
     def __init__(self, report: Callable[[str, Suggestion], Awaitable[None]]) -> None:
@@ -90,7 +89,7 @@ class StepWatch(Observer):
         self._reported: set[tuple[str, str]] = set()
 
     async def step(self, report: StepReport, *, algorithm: str) -> None:
-        """Look at the steps so far, of which this one is the newest."""
+        """Apply the rules to the steps so far, including this one."""
         steps = self._steps[algorithm]
         steps[report.step] = report.metrics
         # The middle of a long run is forgotten: the rules compare its start with its end.

@@ -1,1 +1,1 @@
-"""Workers: the claim loop, remote workers, and how they find the run."""
+"""Workers: the claim loop, remote workers, and the record from which these learn of a running experiment."""

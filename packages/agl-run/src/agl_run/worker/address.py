@@ -1,4 +1,4 @@
-"""The address of a gateway, as seen from its own machine and from others."""
+"""The URL of a gateway, as seen from its own machine and from others."""
 
 import ipaddress
 import socket
@@ -13,21 +13,21 @@ _UNUSED_ADDRESS = ("192.0.2.1", 9)
 
 
 def local_url(url: str) -> str:
-    """Return ``url`` as this machine reaches it; a gateway that listens on all interfaces is reached over loopback."""
+    """Return ``url`` as this machine reaches it: over loopback if the gateway listens on all interfaces."""
     # A wildcard address cannot be called on every system.
     return _with_host(url, _WILDCARDS.get(urlsplit(url).hostname or "", ""))
 
 
 def advertised_url(url: str, advertise: str = "") -> str:
-    """Return the gateway's address for other machines.
+    """Return the gateway's URL for other machines.
 
     Args:
-        url: Where the gateway listens.
-        advertise: A host name, which gets the gateway's port, or a whole URL; by default the address that the
-            gateway is bound to, or, if it listens on all interfaces, the address of the network interface.
+        url: The URL at which the gateway listens.
+        advertise: A host name, which gets the gateway's port, or a whole URL. By default the address to which the
+            gateway is bound is used, or, if it listens on all interfaces, the address of the network interface.
 
     Raises:
-        ConfigError: ``advertise`` is neither.
+        ConfigError: ``advertise`` is neither a host name nor a URL.
     """
     if "://" in advertise:
         parts = web_parts(advertise)
@@ -42,7 +42,7 @@ def advertised_url(url: str, advertise: str = "") -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Return true if only processes on the same machine reach ``url``."""
+    """Return true if only processes on the same machine can reach ``url``."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback

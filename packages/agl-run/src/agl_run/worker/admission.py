@@ -1,4 +1,4 @@
-"""Admits a worker on another machine: makes its plan, and finds the problems that keep it from joining."""
+"""Admits a worker on another machine: makes its plan, and finds problems that keep it from joining."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,11 @@ from agl_run.worker.remote_gateway import RemoteGateway
 
 @dataclass(frozen=True, kw_only=True)
 class JoinProblem:
-    """The reason why a worker cannot join.
+    """The reason why a worker cannot join an experiment.
 
     Attributes:
-        kind: ``settings`` when the two sides differ, ``gateway`` when the gateway cannot be used from here.
-        text: The finding and the next step.
+        kind: ``settings`` if the two sides differ, ``gateway`` if the gateway cannot be used from here.
+        text: The problem and the next step.
     """
 
     kind: Literal["settings", "gateway"]
@@ -33,7 +33,7 @@ class JoinProblem:
 
 
 def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginManager) -> Plan:
-    """Make a plan for running attempts only; tasks, algorithms and policies are not needed on a worker's machine.
+    """Make a plan that suffices to run attempts; it has no tasks, algorithms or policies.
 
     Raises:
         ConfigError: The agent cannot be loaded.
@@ -66,7 +66,7 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
 
 
 def differences(serving: RunningExperiment, plan: Plan) -> JoinProblem | None:
-    """Compare the running experiment's settings and release with those of this machine."""
+    """Compare the running experiment's settings and release with this machine's; ``None`` if they agree."""
     # Records and tokens are not promised to be equal between releases, so the releases must be.
     if serving.release != agl.__version__:
         return _differs(serving, f"runs with agl-core {serving.release} and this is {agl.__version__}: install that")
@@ -81,7 +81,7 @@ def differences(serving: RunningExperiment, plan: Plan) -> JoinProblem | None:
 
 
 async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
-    """Check that this machine reaches the experiment's gateway; ``is_given`` if its address is an option's."""
+    """Check that this machine reaches the experiment's gateway; ``is_given`` if an option gave the gateway's URL."""
     where = f"the gateway {gateway.url} of the experiment on {serving.host!r}"
     # An address that was given may be the end of a tunnel, so only the advertised one is judged by
     # its form.
@@ -108,7 +108,7 @@ async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_
 
 
 def unreachable_policies(serving: RunningExperiment) -> dict[str, str]:
-    """Return the policies that only the experiment's machine reaches directly, with the remedy."""
+    """Return a message with the remedy for each policy that only the experiment's machine can call directly."""
     # On the experiment's own machine everything that listens on loopback is reachable.
     if serving.place == host_id():
         return {}
@@ -122,7 +122,7 @@ def unreachable_policies(serving: RunningExperiment) -> dict[str, str]:
 
 
 def check_direct_calls(serving: RunningExperiment) -> JoinProblem | None:
-    """Check that agents can reach the models from here, if there is no gateway."""
+    """Return a problem if there is no gateway and this machine cannot reach a policy's server."""
     lost = unreachable_policies(serving)
     if serving.gateway_url or not lost:
         return None

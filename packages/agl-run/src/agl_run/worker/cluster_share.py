@@ -1,4 +1,4 @@
-"""Finds the fleet of an experiment, and sends its workers to the store that other machines reach."""
+"""Finds the fleet of an experiment, and the store's URL that its workers on other machines can reach."""
 
 import msgspec
 
@@ -9,16 +9,16 @@ from agl_run.config.records import ASYNC, ExperimentConfig, RunnerConfig
 from agl_run.fleet import Fleet
 
 RAY = "ray"
-"""The runner that ``--ray`` chooses."""
+"""The runner that the option ``--ray`` selects."""
 
 _OURS = ("placement", "concurrency")
 
 
 def with_fleet(config: ExperimentConfig, manager: PluginManager) -> tuple[ExperimentConfig, Fleet | None]:
-    """Return the configuration with the runner of each worker, and the fleet; ``None`` for a runner that runs here.
+    """Return the configuration for each worker, and the fleet; ``None`` as the fleet if the runner runs here.
 
     Raises:
-        ConfigError: A parameter of the fleet is wrong, or something has ``resources`` and there is no fleet.
+        ConfigError: A parameter of the fleet is wrong, or ``resources`` is set although there is no fleet.
         PluginError: The runner is not installed.
     """
     runner = config.runner
@@ -51,7 +51,7 @@ def _refuse_placements(config: ExperimentConfig) -> None:
 
 
 def on_ray(config: ExperimentConfig, address: str) -> ExperimentConfig:
-    """Return the configuration with its workers on a Ray cluster; a runner that it names is that of each worker."""
+    """Return the configuration with its workers on a Ray cluster; a configured runner becomes that of each worker."""
     runner = config.runner
     params = {**runner.params, "address": address}
     if runner.use != RAY:
@@ -64,11 +64,12 @@ def on_ray(config: ExperimentConfig, address: str) -> ExperimentConfig:
 
 
 def store_for_workers(url: str, gateway_url: str) -> str:
-    """Return the store as other processes reach it.
+    """Return the store's URL for other processes.
 
     Args:
-        url: The experiment's store; ``""`` for an object.
-        gateway_url: The gateway as other machines reach it, which also serves the store; ``""`` for none.
+        url: The URL of the experiment's store; ``""`` for a store object.
+        gateway_url: The URL at which other machines reach the gateway, which also serves the store; ``""`` without a
+            gateway.
 
     Raises:
         ConfigError: Only this process can open the store.

@@ -1,4 +1,4 @@
-"""The live version of every resource, and the resources of a rollout."""
+"""Tracks the live version of every resource, and resolves the resources of a rollout."""
 
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -11,15 +11,15 @@ from agl.schemas import LLM, NamedResources, ResourceVersion, Rollout
 from agl_run.messages import value_for_agent
 
 _CACHED = 256
-"""Most versions in the cache; the rollouts of a step share them."""
+"""The most versions in the cache; the rollouts of a step share a few versions."""
 
 
 class LiveResources:
     """Holds the live version of each resource, and resolves the versions to which a rollout is pinned.
 
     Args:
-        store: Where versions are kept.
-        endpoints: For every policy the LLM that agents get, with the gateway as its endpoint.
+        store: The store of the versions.
+        endpoints: For each policy, the LLM that agents get, with the gateway as its endpoint.
     """
 
     def __init__(self, store: Store, endpoints: Mapping[str, LLM]) -> None:
@@ -28,7 +28,7 @@ class LiveResources:
         self._pinned = PinnedResources(store, endpoints, live=self._now)
 
     def current(self, name: str) -> ResourceVersion:
-        """Return the live version; raises :class:`NotFoundError` that lists the known resources."""
+        """Return the live version; raises :class:`NotFoundError`, which lists the known resources."""
         if name not in self._live:
             hint = did_you_mean(name, self._live, otherwise=f"there are {sorted(self._live)}")
             raise NotFoundError("resource", name, hint)
@@ -41,11 +41,11 @@ class LiveResources:
     def set(self, version: ResourceVersion) -> None:
         """Make a version live."""
         self._live[version.name] = version
-        # The weights of now are what most rollouts ask for.
+        # Most rollouts use the live weights, so they are cached.
         self._pinned.keep(version)
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
-        """Store a version, unless an equal one was stored when the step ran before; does not make it live."""
+        """Store a version without making it live; return the stored one if an equal version already exists."""
         existing = await self._find(version.name, version.version)
         number = 2
         # A step that is repeated after a kill may publish other weights under its own version;
@@ -72,7 +72,7 @@ class LiveResources:
             self.set(await self._store.resource(name, version))
 
     async def for_rollout(self, rollout: Rollout) -> NamedResources:
-        """Return the agent's resources: the pinned version of each, or the live one if it is not pinned."""
+        """Return the agent's resources: the pinned version of each, or the live version if it is not pinned."""
         return await self._pinned.for_rollout(rollout)
 
     async def _now(self) -> Mapping[str, str]:
@@ -80,11 +80,11 @@ class LiveResources:
 
 
 class PinnedResources:
-    """Resolves a rollout's pinned versions from the store.
+    """Resolves a rollout's resources from the store.
 
     Args:
-        store: Where versions are kept.
-        endpoints: For every policy the LLM that agents get.
+        store: The store of the versions.
+        endpoints: For each policy, the LLM that agents get.
         live: Returns the live versions, for resources that are not pinned.
     """
 
@@ -101,7 +101,7 @@ class PinnedResources:
         self._cache[version.name, version.version] = version
 
     async def for_rollout(self, rollout: Rollout) -> NamedResources:
-        """Return the resources of one rollout: a policy as the LLM that serves it, JSON as its value."""
+        """Return the resources of one rollout: a policy as the LLM that serves it, a JSON resource as its value."""
         # The pinned version wins: a rollout that waited in the queue runs with the versions of its
         # request.
         versions = {**await self._live(), **rollout.resources}

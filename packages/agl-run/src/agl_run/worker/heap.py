@@ -1,26 +1,26 @@
-"""Keeps the pauses of Python's garbage collection short in programs that answer calls or run many agents at once.
+"""Shortens the pauses of Python's garbage collection in programs that answer calls or run many agents at once.
 
-A full collection walks through every object that can hold others, those of all imported modules too, and the event
-loop stands still meanwhile: 75 to 100 ms at a time in a gateway of 1,000 agents, which was most of what its slowest
-calls waited for. Nearly all of these objects live as long as the program.
+A full collection visits every object that can hold others, including those of all imported modules, while the event
+loop waits. In a gateway with 1,000 agents it took 75 to 100 ms at a time, and caused most of the delay of the slowest
+calls. Nearly all of these objects live as long as the program.
 """
 
 import gc
 
 _MIDDLE_AFTER = 3
-"""Collections of the youngest objects before one of the middle generation; Python's 10 let 20 to 30 ms add up."""
+"""Collections of the youngest generation before one of the middle one; with Python's 10, one takes 20 to 30 ms."""
 
 _FULL_AFTER = 300
-"""Collections of the middle generation before a full one; Python's own default is 10."""
+"""Collections of the middle generation before a full collection; Python's default is 10."""
 
 
 def settle_heap() -> None:
-    """Leave all that exists now out of later collections, and collect more often in small and less often in full.
+    """Exclude all present objects from later collections, and make small collections more and full ones less frequent.
 
-    Call it once, when a program has started, and only in a program that owns its process. Garbage in cycles that lives
-    for long is found later than by default; what is counted down to zero is freed at once as ever.
+    Call this once after a program has started, and only in a program that owns its process. Long-lived garbage in
+    reference cycles is found later than by default; objects whose reference count drops to zero are freed at once.
     """
-    # Collected first, because whatever is garbage now would stay for ever once it is frozen.
+    # Collected first, because present garbage would stay forever once it is frozen.
     gc.collect()
     gc.freeze()
     # The first threshold stays: young garbage is the cheapest.

@@ -1,8 +1,8 @@
-"""The record of a running experiment in its store, from which workers on other machines join it.
+"""The record of a running experiment in its store, from which workers on other machines learn how to join it.
 
-The record holds the gateway's address, the models and versions that agents get, and the settings that a worker must
-share; it never holds a key. It is the presence of the experiment's own process among the members of the experiment,
-and its beat counts up every few seconds.
+The record holds the gateway's URL, the models and versions that agents get, and the settings that a worker must share;
+it never holds a key. It is stored as the presence of the experiment's own process among the experiment's members, and
+its beat counts up every few seconds.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from agl_run.runners.setup import RunContext
 _LOG = logging.getLogger("agl_run.run")
 
 BEAT_S = 4.0
-"""Seconds between two beats of a running experiment, and of each of its workers."""
+"""Seconds between two beats of a running experiment, and between two beats of each of its workers."""
 
 FAREWELL_S = 6.0
 """Seconds that an experiment waits at its end for its workers to sign off."""
@@ -33,7 +33,7 @@ FAREWELL_S = 6.0
 _LOOK_S = 0.2
 
 UNCLAIMED_S = 5.0
-"""Seconds before the first report of rollouts that nobody claims; the wait doubles after each."""
+"""Seconds before the first report of rollouts that no worker claims; each further wait is twice the previous one."""
 
 LONGEST_UNCLAIMED_S = 120.0
 
@@ -42,16 +42,17 @@ class RunningExperiment(Record, frozen=True, kw_only=True):
     """A running experiment, as recorded in its store.
 
     Attributes:
-        session: Random; every start of the experiment has its own.
-        run: Number of the fresh start.
-        host: Name of its machine; ``place`` tells machines of the same name apart.
+        session: Random id of this start of the experiment; a resume gets a new one.
+        run: The number of the run.
+        host: Host name of the experiment's machine.
+        place: Host id of the machine, which differs between machines with the same host name.
         release: Version of agl.
-        gateway_url: The gateway's base URL for other machines, ``""`` where each worker records the calls itself.
+        gateway_url: The gateway's base URL for other machines; ``""`` if each worker records calls itself.
         upstreams: The policies, without keys.
-        endpoints: For every policy the LLM that agents get; the endpoint is the gateway's, if there is one.
+        endpoints: For each policy, the LLM that agents get; its endpoint is the gateway's, if there is a gateway.
         live: The live version of every resource.
-        requires_calls: Whether a successful attempt without any model call is a failure.
-        settings: Settings that a worker's experiment file must share.
+        requires_calls: Whether an attempt that succeeds without any model call counts as failed.
+        settings: Settings that must be equal in a worker's experiment file.
         beat: Counts up while the experiment runs.
     """
 
@@ -70,7 +71,7 @@ class RunningExperiment(Record, frozen=True, kw_only=True):
 
 
 async def load_running(store: Store, name: str) -> RunningExperiment | None:
-    """Read the record of the running experiment, ``None`` if there is none; a killed one leaves its record."""
+    """Read the record of the running experiment; ``None`` without a record. A killed experiment leaves its record."""
     for presence in await store.presences(name, member=OWNER):
         # The fields of the presence itself count; the details only repeat them.
         found = {**presence.details, "session": presence.session, "beat": presence.beat}
@@ -79,12 +80,12 @@ async def load_running(store: Store, name: str) -> RunningExperiment | None:
 
 
 async def withdraw(store: Store, name: str) -> None:
-    """Remove the record of an experiment that ended, or that a killed process left."""
+    """Remove the record of an experiment that has ended or was killed."""
     await store.withdraw(name, [OWNER])
 
 
 def settings_of(plan: Plan) -> dict[str, Json]:
-    """Return the settings that decide an attempt's behaviour and rewards on any machine."""
+    """Return the settings that influence an attempt's behaviour and rewards, and so must be equal on all machines."""
     config = plan.config
     settings: dict[str, Json] = {
         "experiment.hidden": list(config.experiment.hidden),
@@ -99,7 +100,7 @@ def settings_of(plan: Plan) -> dict[str, Json]:
 
 
 class Heartbeat:
-    """Maintains the record of a running experiment: ``async with Heartbeat(store, name, serving) as a:``."""
+    """Maintains the record of a running experiment during ``async with Heartbeat(store, name, serving):``."""
 
     def __init__(self, store: Store, name: str, serving: RunningExperiment, *, beat_s: float = BEAT_S) -> None:
         self._store = store
@@ -110,13 +111,13 @@ class Heartbeat:
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Heartbeat":
-        """Write the record, and start the beat."""
+        """Write the record, and start to beat."""
         await self._write()
         self._beating = asyncio.create_task(self._beat())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Remove the record and wait a moment for the workers to sign off; a store that does not answer is ignored."""
+        """Remove the record, and wait a moment for the workers to sign off; a store that does not answer is ignored."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
@@ -125,7 +126,7 @@ class Heartbeat:
             await withdraw(self._store, self._name)
             await self._see_workers_off()
         except FencedError:
-            pass  # the record is that of the trainer that took over
+            pass  # the record belongs to the trainer that took over
         except StoreError as error:
             _LOG.warning(
                 "the store could not record for remote workers that experiment %r ended: %s", self._name, error
@@ -161,7 +162,7 @@ class Heartbeat:
                 _LOG.warning("the store could not record that experiment %r still runs: %s", self._name, error)
 
     async def _see_workers_off(self) -> None:
-        """Wait for the workers to sign off: some read the end from this experiment's own gateway, which closes next."""
+        """Wait for the workers to sign off; some still need this experiment's gateway, which closes next, to do so."""
         for _ in range(int(FAREWELL_S / _LOOK_S)):
             if not await self._store.presences(self._name):
                 return
@@ -173,7 +174,7 @@ class Heartbeat:
 def make_running(
     plan: Plan, context: RunContext, *, run: int, gateway_url: str, endpoints: Mapping[str, LLM], live: dict[str, str]
 ) -> RunningExperiment:
-    """Make the record of an experiment that starts now, without the keys in addresses."""
+    """Make the record of an experiment that starts now; keys in URLs are removed."""
     return RunningExperiment(
         session=new_trace_id(),
         run=run,
@@ -181,7 +182,7 @@ def make_running(
         place=host_id(),
         release=agl.__version__,
         gateway_url=gateway_url,
-        # The record can be read by everyone who reads the store, so addresses lose their keys.
+        # Every reader of the store can read the record, so keys are removed from URLs.
         upstreams=tuple(_public(upstream) for upstream in context.upstreams),
         endpoints={
             name: msgspec.structs.replace(llm, endpoint=without_credentials(llm.endpoint), api_key="")
@@ -198,7 +199,7 @@ def _public(upstream: Upstream) -> Upstream:
 
 
 class UnclaimedReport:
-    """Checks periodically that queued rollouts are claimed: ``async with UnclaimedReport(store, name, say=print):``."""
+    """Reports queued rollouts that no worker claims, during ``async with UnclaimedReport(store, name, say=print):``."""
 
     def __init__(self, store: Store, name: str, *, say: Callable[[str], None], first_s: float = UNCLAIMED_S) -> None:
         self._store = store

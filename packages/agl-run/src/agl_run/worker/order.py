@@ -1,4 +1,4 @@
-"""A worker that a fleet starts: the order that it is given, and the loop of ``agl worker`` that carries it out."""
+"""A worker that a fleet starts: the order that describes its work, and the loop of ``agl worker`` that runs it."""
 
 import os
 import time
@@ -24,10 +24,10 @@ from agl_run.worker.heap import settle_heap
 from agl_run.worker.remote import RemoteWorker, Tell
 
 WORKER_DAYS = 30.0
-"""Lifetime in days of the token of a worker that a fleet starts, which nobody renews."""
+"""Lifetime in days of the token of a worker that a fleet starts; the token is never renewed."""
 
 _KEYS = (SECRET_ENV, SECRET_FILE_ENV, WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV)
-"""Variables that an order sets or removes: those of the machine are not the experiment's."""
+"""Variables that an order sets or removes, because the machine's own values belong to other stores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,12 @@ class WorkerOrder:
     """Everything that a process on another machine needs to run attempts of an experiment; can be pickled.
 
     Attributes:
-        config: The experiment; its runner is the one of the worker.
-        folder: Base of relative paths, equal on all machines.
-        store_url: The store as the worker reaches it.
-        secret: Keys of attempt tokens, one a line; the first signs. ``""`` where a token takes their place.
+        config: The experiment's configuration, with the runner that each worker uses.
+        folder: Base of relative paths, which must be the same on all machines.
+        store_url: The store's URL for the worker.
+        secret: Keys of attempt tokens, one per line, of which the first one signs; ``""`` if ``token`` is set instead.
         token: The worker's token, for a store that a gateway serves.
-        plugins: Environment that makes the worker load the same plugins.
+        plugins: Environment variables that make the worker load the same plugins.
     """
 
     config: ExperimentConfig
@@ -51,10 +51,10 @@ class WorkerOrder:
     token: str = field(default="", repr=False)
 
     def for_worker(self) -> "WorkerOrder":
-        """Return the order without the keys, and with a token that reaches this experiment only.
+        """Return the order without the keys, and with a token that is valid only for this experiment.
 
-        The order stays as it is for a store that workers open themselves, which asks for no token, and for one whose
-        URL has a token.
+        The order is returned unchanged if workers open the store themselves, which requires no token, or if the
+        store's URL already contains one.
         """
         if (
             not self.store_url.startswith(("http://", "https://"))
@@ -68,7 +68,7 @@ class WorkerOrder:
         return replace(self, secret="", token=token)
 
     def open_store(self) -> tuple[PluginManager, Store]:
-        """Take over the order's environment, and open the store; the caller closes it."""
+        """Set the order's environment variables in this process, and open the store; the caller closes the store."""
         # A machine may have keys of its own for other stores, and two of them together are refused.
         for name in _KEYS:
             os.environ.pop(name, None)
@@ -82,12 +82,12 @@ class WorkerOrder:
 class OrderedWorker:
     """Runs attempts in this process, as ``agl worker`` does, until the experiment is finished.
 
-    The process is its own: it changes how Python collects garbage there.
+    The process must be used for nothing else, because its garbage collection is reconfigured.
 
     Args:
-        order: The experiment.
+        order: The experiment to work for.
         tell: Reports events: ``tell(event, text, **values)``.
-        reclaims: Whether to end the attempts of earlier processes of this machine that died, before their leases lapse.
+        reclaims: Whether to end the attempts of dead processes on this machine without waiting for their leases to end.
     """
 
     def __init__(self, order: WorkerOrder, *, tell: Tell, reclaims: bool = False) -> None:
@@ -98,15 +98,15 @@ class OrderedWorker:
 
     @property
     def held(self) -> int:
-        """The number of attempts that it holds."""
+        """The number of attempts that this worker holds."""
         return self._worker.held if self._worker is not None else 0
 
     async def run(self) -> dict[str, int]:
-        """Run attempts; returns the number of finished rollouts by status. Cancelling it gives attempts back.
+        """Run attempts, and return the number of finished rollouts by status; when cancelled, give attempts back.
 
         Raises:
-            ConfigError: The experiment runs, and this machine cannot join it.
-            PluginError: This machine lacks a component.
+            ConfigError: The experiment is running, and this machine cannot join it.
+            PluginError: A component is not installed on this machine.
         """
         manager, store = self._order.open_store()
         try:
@@ -125,7 +125,7 @@ class OrderedWorker:
 
 
 def order_of(plan: Plan, *, store_url: str, secret: bytes) -> WorkerOrder:
-    """Make the order for workers elsewhere; raises :class:`ConfigError` for an agent that they cannot import."""
+    """Make the order for workers elsewhere; raises :class:`ConfigError` if they cannot import the agent."""
     agent = plan.agent
     # Placements are the fleet's affair; a worker has no fleet, and would refuse them.
     algorithms = tuple(msgspec.structs.replace(algorithm, resources=None) for algorithm in plan.config.algorithm)
@@ -149,7 +149,7 @@ def order_of(plan: Plan, *, store_url: str, secret: bytes) -> WorkerOrder:
 
 
 async def reclaim_lost(store: Store, experiment: str) -> None:
-    """End attempts whose worker died on this machine, without waiting for their leases to lapse."""
+    """End attempts whose workers died on this machine, without waiting for their leases to end."""
     query = RolloutQuery(experiment=experiment, status=("running",))
     lost = [
         attempt

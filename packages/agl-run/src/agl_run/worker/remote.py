@@ -1,8 +1,9 @@
 """A remote worker: joins the running experiment in its store, and follows it through stops and restarts.
 
-While the experiment runs, this is a :class:`~agl_run.worker.worker.Worker` like the experiment's own, with a remote
-gateway. When the experiment stops, or restarts at another address, the worker gives its running attempts back and
-waits. Stores have no wake-up for presence, so it is read every two seconds; rollouts arrive by wake-up.
+While the experiment runs, a :class:`~agl_run.worker.worker.Worker` claims rollouts as in the experiment's own process,
+but with a remote gateway. When the experiment stops, or restarts at another address, the worker gives its running
+attempts back and waits. The store wakes waiters for new rollouts but not for presences, so the experiment's record is
+read every two seconds.
 """
 
 import asyncio
@@ -47,11 +48,14 @@ class RemoteWorker:
 
     Args:
         plan: The plan of this worker; see :func:`~agl_run.worker.admission.make_worker_plan`.
-        store: The experiment's store; stays open.
+        store: The experiment's store; the worker does not close it.
         tell: Reports events.
-        gateway_url: The gateway as this machine reaches it; by default the advertised address.
+        gateway_url: The gateway's URL from this machine; by default the advertised one.
         concurrency: Attempts at once, at least 1.
         stays: Whether to wait for the next run when the experiment is finished.
+
+    Attributes:
+        finished: The number of rollouts that finished here, by status.
     """
 
     def __init__(
@@ -81,14 +85,15 @@ class RemoteWorker:
 
     @property
     def held(self) -> int:
-        """The number of attempts that it holds."""
+        """The number of attempts that this worker holds."""
         return self._worker.held if self._worker is not None else 0
 
     async def run(self) -> dict[str, int]:
-        """Run attempts until the experiment is finished; returns the number of finished rollouts by status.
+        """Run attempts until the experiment is finished, and return the number of finished rollouts by status.
 
         Raises:
-            ConfigError: The experiment runs and this machine cannot join it; names the reason and the next step.
+            ConfigError: The experiment is running and this machine cannot join it; the message has the reason and the
+                next step.
         """
         # One round for each start of the experiment.
         while not self._is_over:
@@ -104,8 +109,8 @@ class RemoteWorker:
         return f"{self.finished.total()} rollouts finished" + (f" ({parts})" if parts else "")
 
     async def _wait(self) -> tuple[RunningExperiment, RemoteGateway | None] | None:
-        """Wait until the experiment can be joined; returns its record and gateway, ``None`` if it is finished."""
-        # The session and the beat of the first look; see below.
+        """Wait until the experiment can be joined, and return its record and gateway; ``None`` once it is finished."""
+        # The session and the beat of the first read record; see below.
         seen: tuple[str, int] | None = None
         while True:
             try:
@@ -126,7 +131,7 @@ class RemoteWorker:
                 problem = await self._join_problem(serving, gateway)
                 if problem is None:
                     return serving, gateway
-                # A killed experiment leaves its record; only a beat that moves between two looks
+                # A killed experiment leaves its record; only a beat that changes between two reads
                 # proves that it runs.
                 if seen is None or seen[0] != serving.session:
                     seen = (serving.session, serving.beat)
@@ -134,7 +139,7 @@ class RemoteWorker:
             await asyncio.sleep(LOOK_S)
 
     async def _check_finished(self) -> bool:
-        """Return true if the experiment is finished and the worker does not wait for its next run."""
+        """Return true if the experiment is finished and this worker does not wait for its next run."""
         state = await load_experiment(self._store, self._plan.name)
         # A record that says ``running`` without a heartbeat is a stopped experiment, which may be
         # resumed.
@@ -157,7 +162,7 @@ class RemoteWorker:
         return found
 
     def _refuse(self, serving: RunningExperiment, problem: JoinProblem, *, runs: bool) -> None:
-        """Raise a problem if the experiment certainly runs: a killed one leaves its record, but its beat stops."""
+        """Raise a problem if the beat shows that the experiment runs; otherwise say that the worker waits."""
         if runs and (problem.kind == "settings" or not self._has_joined):
             raise ConfigError(problem.text)
         self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {problem.text}")
@@ -168,7 +173,7 @@ class RemoteWorker:
             self._tell(event, text, experiment=self._plan.name)
 
     async def _take_part(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> None:
-        """Run attempts until this start of the experiment ends, then give the running ones back."""
+        """Run attempts until this start of the experiment ends, and give the running ones back."""
         member = Presence(experiment=self._plan.name, member=self._name, session=serving.session, since=time.time())
         self._said = ""
         with ExitStack() as stack:
@@ -264,12 +269,12 @@ class RemoteWorker:
             self._tell("left", reason)
 
     async def _end_reason(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> str:
-        """Return the reason why this start of the experiment ended, ``""`` while it runs."""
+        """Return the reason why this start of the experiment has ended; ``""`` while it runs."""
         current = await load_running(self._store, self._plan.name)
         if current is None:
             is_finished = await self._check_finished()
             return f"experiment {self._plan.name!r} " + ("is finished" if is_finished else "ended or was stopped")
-        # A restart has other tokens and another gateway, so everything is set up anew.
+        # A restart has other tokens and another gateway, so everything is set up again.
         if current.session != serving.session:
             return f"experiment {self._plan.name!r} was started again"
         if gateway is None:
@@ -278,6 +283,7 @@ class RemoteWorker:
             problem = await gateway.look()
         except GatewayLostError as error:
             return str(error)
-        # A short silence is a restart of the gateway or a slow network; attempts go on meanwhile.
+        # A short silence is a restart of the gateway or a slow network; attempts continue during
+        # it.
         is_gone = gateway.lost.is_set() or gateway.silence_s() > PATIENCE_S
         return f"the gateway {gateway.url} {problem or 'went away'}" if is_gone else ""

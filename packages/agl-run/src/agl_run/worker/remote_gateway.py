@@ -1,7 +1,7 @@
 """A worker's client for the gateway of an experiment on another machine.
 
-Checks that the gateway can be reached and is still the same one, and waits until it has written an attempt's calls.
-Speaks HTTP with the standard library, one request at a time, without a proxy.
+The client checks that the gateway can be reached and has not been replaced, and waits until the gateway has stored an
+attempt's calls. It uses HTTP from the standard library, with one request at a time and without a proxy.
 """
 
 import asyncio
@@ -29,21 +29,21 @@ PATIENCE_S = 30.0
 
 RETRY_S = 1.0
 FRESH_S = 2.0
-"""Seconds for which an answer proves that the gateway runs."""
+"""Seconds during which an answer proves that the gateway runs."""
 
 
 class RemoteGateway:
-    """One start of a gateway, by its base URL without ``/v1``; used in one event loop.
+    """A client for one gateway, given by its base URL without ``/v1``; must be used in one event loop.
 
     Args:
-        url: The address as this machine reaches it.
-        key: Returns the token to send: an :class:`~agl_run.access.tokens.AdminKey`, or a worker's.
-        ca: File with the authorities of its certificate; see :func:`~agl_run.access.trust.client_context`.
+        url: The gateway's URL from this machine.
+        key: Returns the token to send: an :class:`~agl_run.access.tokens.AdminKey`, or a worker's key.
+        ca: File with the certificate authorities to trust; see :func:`~agl_run.access.trust.client_context`.
         patience_s: Seconds without an answer after which the gateway counts as gone.
 
     Attributes:
-        is_refused: True if it answered last that it does not accept this machine's tokens.
-        lost: Set once the gateway is gone, or another one answers in its place.
+        is_refused: True if the gateway's last answer was that it does not accept this machine's tokens.
+        lost: Set once the gateway is gone, or another gateway answers at its URL.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class RemoteGateway:
         self._failed_at = float("-inf")
 
     async def look(self) -> str:
-        """Ask the gateway for its id; returns ``""``, or a problem worded to follow its address.
+        """Ask the gateway for its id; return ``""``, or a problem as text that continues "the gateway URL ...".
 
         Raises:
-            GatewayLostError: Another gateway answers than before.
+            GatewayLostError: Another gateway answers at this URL.
         """
         status, answer = await self._ask("GET", "/identity")
         if status == 200:
@@ -86,7 +86,7 @@ class RemoteGateway:
         return f"does not answer as a gateway of this release does ({answer})"
 
     def silence_s(self) -> float:
-        """Return the seconds since the last answer."""
+        """Return the seconds since the gateway's last answer."""
         return time.monotonic() - self._answered_at
 
     def failed_since(self, moment: float) -> bool:
@@ -94,10 +94,10 @@ class RemoteGateway:
         return self._failed_at >= moment
 
     async def ready(self) -> None:
-        """Return once the gateway answers; raises :class:`GatewayLostError` if it is gone or stays silent."""
+        """Return once the gateway answers; raises :class:`GatewayLostError` if it is gone or does not answer."""
         if self.lost.is_set():
             raise self._gone("is gone")
-        # One look serves all attempts that start within two seconds.
+        # One request serves all attempts that start within two seconds.
         if self.silence_s() < FRESH_S:
             return
         deadline = time.monotonic() + self._patience_s
@@ -109,10 +109,10 @@ class RemoteGateway:
     async def settle(self, attempt_id: str) -> None:
         """Return once every answered call of the attempt is in the store.
 
-        A gateway that waits for its store says so, and then this waits with it.
+        If the gateway reports that it waits for its store, this method waits too.
 
         Raises:
-            GatewayLostError: It stays silent for ``patience_s`` seconds, or another gateway answers.
+            GatewayLostError: The gateway does not answer for ``patience_s`` seconds, or another gateway answers.
             CaptureError: The store refused some of the calls.
         """
         deadline = time.monotonic() + self._patience_s
@@ -122,7 +122,7 @@ class RemoteGateway:
                 return self._recognise(answer)
             if status == 409:
                 raise CaptureError(answer)
-            # The gateway is alive and waits for its store, so its patience begins anew.
+            # The gateway is alive and waits for its store, so the patience starts again.
             if status == 202:
                 self._recognise(answer)
                 deadline = time.monotonic() + self._patience_s
@@ -133,7 +133,7 @@ class RemoteGateway:
             await asyncio.sleep(RETRY_S)
 
     def _recognise(self, answer: str) -> None:
-        """Compare an answer's ids with the first one's: a gateway that kept all calls starts again under its own id."""
+        """Compare an answer's ids with the first one's; the id stays the same if a restarted gateway kept all calls."""
         gateway_id, _, start = answer.partition(" ")
         self._id, self._start = self._id or gateway_id, self._start or start
         # A new id means that the spool of the earlier gateway is gone, and with it calls that were
@@ -150,7 +150,7 @@ class RemoteGateway:
         return GatewayLostError(f"the gateway {self.url} {what}")
 
     async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
-        """Return the status, with the gateway's id and start or the problem; status 0 if there was no answer."""
+        """Return the status with the gateway's id and start, or with the problem; status 0 means no answer."""
         try:
             status, answer = await asyncio.to_thread(self._request, method, path, body)
         except (OSError, http.client.HTTPException) as error:
@@ -189,9 +189,10 @@ class RemoteGateway:
 
 
 class GuardedRunner:
-    """A runner whose attempts wait for the gateway, and are given back if the gateway may have made them fail.
+    """Wraps a runner so that attempts wait for the gateway.
 
-    A failure while the gateway did not answer is not the agent's.
+    If an attempt fails and the gateway did not answer during it, the attempt is given back, because the agent may not
+    be the cause.
     """
 
     def __init__(self, runner: Runner, gateway: RemoteGateway) -> None:
@@ -203,10 +204,10 @@ class GuardedRunner:
         await self._runner.start()
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Run one attempt; raises :class:`GatewayLostError` for one that must be repeated.
+        """Run one attempt; raises :class:`GatewayLostError` if it must be repeated.
 
-        Never returns if the gateway is gone for good: the worker is about to stop, and would only claim the rollout
-        again.
+        If the gateway is gone before the attempt starts, this waits until it is cancelled: the worker is about to stop,
+        and would otherwise claim the rollout again.
         """
         try:
             await self._gateway.ready()
@@ -224,7 +225,7 @@ class GuardedRunner:
         return outcome
 
     async def release(self, claim: Claim, outcome: Outcome | None) -> None:
-        """Remove what the runner left of an attempt."""
+        """Remove what the runner kept of an attempt."""
         if isinstance(self._runner, LastingRunner):
             await self._runner.release(claim, outcome)
 

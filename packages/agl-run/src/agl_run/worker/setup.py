@@ -1,4 +1,4 @@
-"""Builds what a worker needs from an experiment's plan: the context of its attempts, its tracers, its runner."""
+"""Builds what a worker needs from an experiment's plan: the attempts' context, the tracers and the runner."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from agl_run.plan import Plan
 from agl_run.runners.setup import RunContext, environment
 
 ALWAYS_ON = ("otel", "own-spans", "wire", "unrecorded")
-"""Tracers that no experiment has to name."""
+"""Tracers that are used in every experiment without being listed."""
 
 
 class NoRunner:
@@ -39,8 +39,8 @@ def run_context(
     Args:
         plan: The experiment.
         tracers: The tracers by name.
-        unreachable: Policies that this machine cannot reach past the gateway, with the reason.
-        parts: The parts of the context that a plan does not have, such as ``store`` and ``gateway``.
+        unreachable: For each policy that this machine cannot reach directly, the reason.
+        parts: Further arguments of :class:`RunContext` that are not in the plan, such as ``store`` and ``gateway``.
     """
     rewards = build_rewards(plan, parts.get("upstreams", ()), unreachable=unreachable)
     return RunContext(
@@ -57,7 +57,7 @@ def run_context(
 
 
 def make_runner(plan: Plan, context: RunContext) -> Runner:
-    """Build the runner of an experiment; without slots one that runs nothing."""
+    """Build the experiment's runner; without slots, return a runner that runs no attempts."""
     config = plan.config.runner
     # Without slots nothing is claimed, and building the runner could fail for what only workers
     # have.
@@ -67,13 +67,13 @@ def make_runner(plan: Plan, context: RunContext) -> Runner:
 
 
 def ca_of(plan: Plan) -> Path | None:
-    """Return the file of ``[gateway] ca``, which is named from the experiment's folder."""
+    """Return the file of ``[gateway] ca``, joined to the experiment's folder; ``None`` if it is not set."""
     ca = plan.config.gateway.ca
     return plan.folder / ca if ca else None
 
 
 def make_tracers(plan: Plan, stack: ExitStack) -> list[tuple[str, Tracer]]:
-    """Build the experiment's tracers by name; their environment is set until ``stack`` closes."""
+    """Build the experiment's tracers with their names; their environment variables are set until ``stack`` closes."""
     manager = plan.manager
     # A tracer that is listed although it is always on is installed once.
     names = dict.fromkeys((*plan.config.tracers, *ALWAYS_ON))

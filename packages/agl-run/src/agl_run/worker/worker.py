@@ -1,6 +1,6 @@
-"""The worker: claims rollouts, hands them to a runner, keeps their leases, and writes their outcomes.
+"""The worker: claims rollouts, passes them to a runner, renews their leases, and writes their outcomes.
 
-One worker serves one runner. It leaves the course of an attempt to the runner.
+A worker has one runner, which alone decides how an attempt is run.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from agl_run.runners.storable import UNFIT, storable_outcome
 _LOG = logging.getLogger("agl_run.runners")
 
 LEASE_S = 30.0
-"""Seconds after which an attempt of a silent worker counts as lost; leases are renewed three times as often."""
+"""Seconds after which an attempt of a silent worker counts as lost; its lease is renewed three times in this time."""
 
 CLAIM_WAIT_S = 20.0
-"""Longest wait of one claim in the store, in seconds; arriving work ends it early."""
+"""Longest wait of one claim at the store, in seconds; a new rollout ends it early."""
 
 GIVE_BACK_S = 5.0
-"""Longest wait of a stopping worker for the answer to its last claim, in seconds."""
+"""Longest wait, in seconds, of a stopping worker for the answer to its last claim."""
 
 
 def _ignore(*_: object) -> None:
@@ -45,15 +45,15 @@ class Worker:
     """Runs attempts until it is stopped: ``async with Worker(context, runner):``.
 
     Args:
-        context: The run.
+        context: The context of the run.
         runner: Executes attempts; started and stopped by the worker.
-        finished: Called with every rollout that reached its final status here.
-        keep: Called with the ids of a rollout and its attempt, and the attempt's spans, if they were read to judge it;
-            a waiter for the rollout can then skip that read.
+        finished: Called with every rollout that reaches its final status in this worker.
+        keep: Called with the ids of a rollout and its attempt, and the attempt's spans, if the spans were read to judge
+            it; code that waits for the rollout need not read them again.
 
     Attributes:
-        slots: The agents that run.
-        failure: Completes with the error for which the worker gave up; ``None`` before the start.
+        slots: Counts the running agents.
+        failure: A future that gets the error with which the worker gave up; ``None`` before the start.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Worker:
         # The runner starts before the first claim, so that an agent which cannot be imported costs
         # no attempt.
         await self._runner.start()
-        # A future and not an exception of the loops below: those who wait for rollouts race it
-        # against their wait.
+        # A future, not an exception of the loops below, because waiters for rollouts wait for both
+        # at once.
         self.failure = asyncio.get_running_loop().create_future()
         self._loops = [self._spawn(self._claim_loop), self._spawn(self._renew_loop)]
         return self
@@ -105,7 +105,7 @@ class Worker:
 
     @property
     def held(self) -> int:
-        """The number of attempts that it holds."""
+        """The number of attempts that this worker holds."""
         return len(self._running)
 
     def _spawn(self, work: Callable[[], Awaitable[None]]) -> "asyncio.Task[None]":
@@ -118,7 +118,7 @@ class Worker:
         return asyncio.create_task(guarded())
 
     def fail(self, error: BaseException) -> None:
-        """Complete ``failure`` with an error, for the waiters of rollouts; only the first one counts."""
+        """Set an error on ``failure``, which waiters for rollouts observe; calls after the first have no effect."""
         if self.failure is not None and not self.failure.done():
             self.failure.set_exception(error)
 
@@ -133,7 +133,7 @@ class Worker:
                 self._launch(claim, is_declined=_is_suspect(claim.rollout) and not was_careful)
 
     async def _claim(self, *, limit: int) -> list[Claim]:
-        """Wait for rollouts; a stop gives back what the store had already handed out, though its answer is lost."""
+        """Wait for rollouts; when cancelled, give back rollouts that the store may already have handed out."""
         claim = partial(
             self._context.store.claim,
             worker=self._name,
@@ -146,8 +146,8 @@ class Worker:
         try:
             return await claim(limit=limit, wait_s=CLAIM_WAIT_S)
         except asyncio.CancelledError:
-            # Best effort while stopping: what is not given back here returns to the queue when its
-            # lease lapses.
+            # Best effort while stopping: a rollout that is not given back returns to the queue when
+            # its lease ends.
             with suppress(StoreError, TimeoutError):  # the leases lapse
                 async with asyncio.timeout(GIVE_BACK_S):
                     for taken in await claim(limit=1):
@@ -155,7 +155,7 @@ class Worker:
             raise
 
     async def _wait_for_capacity(self) -> int:
-        """Return the number of attempts that may start; after a suspect that is one, once nothing else runs."""
+        """Return how many attempts may start; for a suspect, wait until nothing runs, and return 1."""
         # The suspect starts once nothing is left that it could take down.
         while self._is_careful and self._running:
             await asyncio.wait(list(self._running.values()))
@@ -176,7 +176,7 @@ class Worker:
         task.add_done_callback(lambda ended: self._ended(key, ended))
 
     async def _decline(self, claim: Claim) -> None:
-        """Give back a suspect, to claim it again when nothing else runs."""
+        """Give back a suspect, so that it is claimed again when nothing else runs."""
         try:
             await self._give_back(claim)
         except asyncio.CancelledError:
@@ -184,7 +184,7 @@ class Worker:
             raise
 
     def _ended(self, key: str, task: "asyncio.Task[None]") -> None:
-        """Forget an attempt; an outcome that the store refused makes the worker fail at once."""
+        """Forget an attempt; if its outcome could not be written, the worker fails."""
         self._running.pop(key, None)
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -206,7 +206,7 @@ class Worker:
                     task.cancel()
 
     async def _renew(self, held: Sequence[str]) -> list[str]:
-        """Renew leases and return those that are held on; an attempt that was removed costs no other its lease."""
+        """Renew leases, and return the attempts that still belong to this worker; removed attempts affect no others."""
         try:
             # One request for all leases, which is what keeps hundreds of attempts cheap.
             return await self._context.store.renew(held, lease_s=LEASE_S)
@@ -234,15 +234,15 @@ class Worker:
         await self._finish(outcome)
 
     async def _outcome(self, claim: Claim) -> Outcome:
-        """Run an attempt and judge it; raises only what gives it back."""
+        """Run an attempt and judge it; raises only errors after which the attempt must be given back."""
         context = self._context
         # What is reported if even the runner raises.
         outcome = Outcome(attempt_id=claim.attempt.attempt_id, status="failed")
         try:
             outcome = await self._execute(claim)
             if context.gateway is not None:
-                # The gateway writes calls behind the answer; an outcome before the last of them
-                # would lack rows.
+                # The gateway stores calls after it has answered them; an earlier outcome would lack
+                # the last rows.
                 await context.gateway.settle(claim.attempt.attempt_id)
             return await self._judge(claim.rollout, outcome)
         except (GatewayLostError, LostError):
@@ -252,7 +252,7 @@ class Worker:
             return msgspec.structs.replace(outcome, status="failed", error=describe_error(error))
 
     async def _release(self, claim: Claim, outcome: Outcome | None) -> None:
-        """Let the runner remove what it left for the rewards; a failure of that harms no attempt."""
+        """Let the runner remove what it kept for the rewards; an error in this does not affect the attempt."""
         if not isinstance(self._runner, LastingRunner):
             return
         try:
@@ -261,7 +261,7 @@ class Worker:
             self._warnings.add(claim.attempt.attempt_id, error)
 
     async def _execute(self, claim: Claim) -> Outcome:
-        """Run the agent; another may start when it ends, before this one's outcome is written."""
+        """Run the agent, and free its slot when it ends, before the outcome is written."""
         try:
             return await self._runner.execute(claim)
         finally:
@@ -283,7 +283,7 @@ class Worker:
                 self._finished(rollout)
 
     async def _write(self, outcome: Outcome) -> list[Rollout]:
-        """Write an outcome; one with contents that the store refuses is written as a failure without them."""
+        """Write an outcome; if the store refuses its contents, write a failure without them."""
         try:
             return await self._context.store.finish([outcome])
         except (FencedError, NotFoundError):
@@ -307,7 +307,7 @@ class Worker:
             _LOG.debug("attempt %s was not given back: %s", claim.attempt.attempt_id, error)
 
     async def _judge(self, rollout: Rollout, outcome: Outcome) -> Outcome:
-        """Add the reward emitters' spans; a success without model calls becomes a failure if calls are required."""
+        """Add the emitters' rewards; a success without model calls becomes a failure if calls are required."""
         context = self._context
         # Reading the spans costs a request per attempt, which most experiments without rewards
         # never need.
@@ -334,14 +334,14 @@ class Worker:
 
 
 def _is_suspect(rollout: Rollout) -> bool:
-    """Return true if the rollout has lost so many workers that it runs alone, and no other shares its worker's fate."""
+    """Return true if the rollout has lost so many workers that it must run alone, so as not to harm other attempts."""
     # Half of the losses that are allowed: early enough to protect others, late enough to spare the
     # innocent.
     return rollout.losses > 0 and 2 * rollout.losses >= rollout.retry.max_losses
 
 
 def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:
-    """Return all spans of an attempt as the store will return them: the stored ones, then those of the outcome."""
+    """Return all spans of an attempt as the store will return them: first the stored ones, then the outcome's."""
     spans = list(recorded)
     known = {span.span_id for span in recorded}
     for span in added:
@@ -364,7 +364,7 @@ _NO_CALLS = (
 
 
 def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
-    """Explain why no call is recorded; names the clients of calls that were seen."""
+    """Explain why no model call is recorded, with the names of clients whose calls were noticed."""
     clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
     if not clients:
         return _NO_CALLS
@@ -376,14 +376,14 @@ def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
 
 
 class Slots:
-    """Counts the agents that run, and adds up the time that they do.
+    """Counts the running agents, and sums their running time.
 
     Args:
-        count: Agents that may run at once; 0 where other machines run them all.
-        clock: Returns seconds that only grow.
+        count: The number of agents that may run at once; 0 if other machines run all agents.
+        clock: Returns monotonic seconds.
 
     Attributes:
-        taken: Agents that run now.
+        taken: The number of agents that are running.
     """
 
     def __init__(self, count: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -395,11 +395,11 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Agents that may start."""
+        """The number of further agents that may start."""
         return self.count - self.taken
 
     def now(self) -> tuple[float, float]:
-        """Return the time, and the seconds that all agents together have run until then."""
+        """Return the time, and the total seconds for which all agents together have run until then."""
         now = self._clock()
         # An integral over time, brought up to date at each change.
         self._total_s += self.taken * (now - self._since)

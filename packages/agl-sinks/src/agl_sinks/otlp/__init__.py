@@ -1,3 +1,3 @@
-"""Recorded rollouts as OpenTelemetry traces, for any tracing backend that takes OTLP over HTTP."""
+"""Sends recorded rollouts as OpenTelemetry traces to any tracing backend that accepts OTLP over HTTP."""
 
 __all__: list[str] = []

@@ -1,6 +1,7 @@
-"""The attributes of spans: which of them hold contents, a call's by the GenAI conventions, and their OTLP values.
+"""Makes the attributes of OTLP spans: filters contents, describes calls by the GenAI conventions, converts values.
 
-Without contents only attributes that describe a run pass: tracers and agents may add anything under other names.
+Unless contents are allowed, only known attributes that describe a run are sent, because tracers and agents may add
+contents under any other name.
 """
 
 import json
@@ -25,14 +26,14 @@ _DESCRIPTIVE = re.compile(
 
 
 def allowed(attributes: Mapping[str, Any], *, has_contents: bool) -> dict[str, Json]:
-    """Return the attributes that may be sent."""
+    """Return the attributes that may be sent: all of them with contents, else only descriptive ones."""
     if has_contents:
         return dict(attributes)
     return {key: value for key, value in attributes.items() if _DESCRIPTIVE.fullmatch(key)}
 
 
 def allowed_events(events: tuple[SpanEvent, ...], *, has_contents: bool) -> list[SpanEvent]:
-    """Return the events with the attributes that may be sent."""
+    """Return the events, with only those attributes that may be sent."""
     return [
         SpanEvent(
             name=event.name, time_ns=event.time_ns, attributes=allowed(event.attributes, has_contents=has_contents)
@@ -45,14 +46,14 @@ _INT64 = 1 << 63
 
 
 def key_values(attributes: Mapping[str, Any]) -> Iterator[KeyValue]:
-    """Convert attributes; leaves out ``None`` and empty texts and lists."""
+    """Convert attributes to OTLP's ``KeyValue``; leaves out ``None`` and empty texts and lists."""
     for key, value in attributes.items():
         if value is not None and value != "" and value != [] and value != ():
             yield KeyValue(key=_text(key), value=_any(value))
 
 
 def as_text(value: Any) -> str:
-    """Return a text as it is, and any other JSON value as JSON."""
+    """Return a text unchanged, and any other JSON value as JSON."""
     return value if isinstance(value, str) else to_json(value).decode()
 
 
@@ -73,7 +74,7 @@ def _any(value: Any) -> AnyValue:
 
 
 def _text(value: str) -> str:
-    """Return the text without halves of characters, which UTF-8 cannot hold."""
+    """Return the text with lone surrogates replaced, which UTF-8 cannot hold."""
     return value.encode("utf-8", "replace").decode()
 
 
@@ -81,9 +82,9 @@ INPUT, OUTPUT, TOOLS = "gen_ai.input.messages", "gen_ai.output.messages", "gen_a
 
 
 def message_attributes(call: ModelCall) -> dict[str, Json]:
-    """Return a call's messages and tools as attributes that hold JSON, which is how span attributes carry them.
+    """Return a call's messages and tools as attributes with JSON text, since attributes cannot hold nested values.
 
-    Leaves out those that are nested too deeply for JSON to be written.
+    Values that are nested too deeply to be encoded are left out.
     """
     asked = call_messages(msgspec.structs.replace(call, response=None))
     whole = call_messages(call)
@@ -133,7 +134,7 @@ def _tool_calls(calls: Any) -> Iterator[dict[str, Json]]:
 
 
 def _parsed(arguments: Any) -> Json:
-    """Return the arguments as a JSON value, or as their text where they are no JSON or too deep."""
+    """Return the arguments decoded from JSON; unchanged if they are not JSON or nested too deeply."""
     try:
         return msgspec.json.decode(arguments)
     except (TypeError, ValueError, RecursionError, msgspec.DecodeError):
@@ -146,16 +147,16 @@ def _objects(values: Any) -> Sequence[Mapping[str, Any]]:
 
 
 _PROVIDERS = {"messages": "anthropic"}
-"""The provider whose wire format a dialect is; OpenAI's for the others."""
+"""The provider of a dialect's wire format; for dialects that are not listed it is ``openai``."""
 
 
 def call_attributes(call: ModelCall, seen: Transition | None, *, has_contents: bool) -> dict[str, Json]:
-    """Return the attributes that a model call adds to those of its span.
+    """Return the attributes of a model call, to be added to those of its span.
 
     Args:
         call: The call.
-        seen: The call as the episode has it, with its agent, reward and reject reason.
-        has_contents: Whether messages and explanations are included.
+        seen: The call's transition, with its agent, reward and reject reason; ``None`` if it has none.
+        has_contents: Include messages and the details of reject reasons.
     """
     return {
         semconv.PROVIDER: _PROVIDERS.get(call.dialect, "openai"),

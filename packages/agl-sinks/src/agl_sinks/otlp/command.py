@@ -20,7 +20,7 @@ from agl_sinks.otlp.requests import as_json, requests_of
 
 BATCH = 16
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-"""Pauses before a batch is sent again."""
+"""Seconds to wait before each repetition of a batch."""
 
 
 @click.command()
@@ -69,7 +69,7 @@ def otlp(
 
 
 async def _batches(store: Store, query: RolloutQuery) -> AsyncIterator[list[Recording]]:
-    """Read the finished rollouts that match, a few at a time."""
+    """Yield the finished rollouts that match, in batches."""
     batch: list[Recording] = []
     async for recording in read_recordings(store, query, spans="all"):
         if recording.rollout.is_finished:
@@ -95,7 +95,7 @@ async def _send(batches: AsyncIterator[list[Recording]], exporter: OtlpExporter)
 
 
 async def _export(exporter: OtlpExporter, batch: list[Recording]) -> None:
-    """Send a batch, again after passing errors."""
+    """Send a batch, repeating it after errors that may pass."""
     for pause in _PAUSES_S:
         try:
             await exporter.export(batch)
@@ -109,7 +109,7 @@ async def _export(exporter: OtlpExporter, batch: list[Recording]) -> None:
 
 
 async def _write(batches: AsyncIterator[list[Recording]], path: Path, *, has_contents: bool, service: str) -> int:
-    """Write one request a line, as collectors read and write traces in files."""
+    """Write requests as JSON lines, the file format of collectors; returns the number of rollouts."""
     count = 0
     try:
         file = path.open("wb")

@@ -1,4 +1,4 @@
-"""The exporter that sends rollouts to a tracing backend at one URL."""
+"""The exporter that sends finished rollouts to a tracing backend."""
 
 import gzip
 import os
@@ -20,10 +20,10 @@ from agl_sinks.sending import in_background, post
 
 PATH = "/v1/traces"
 DEFAULT = "http://localhost:4318"
-"""The address at which a collector listens by default."""
+"""The default address of a collector."""
 
 _PASSING = frozenset({429, 502, 503, 504})
-"""Statuses after which a request may be repeated, by the specification of OTLP over HTTP."""
+"""Statuses after which a request may be repeated, according to the specification of OTLP over HTTP."""
 
 _ADVICE = {
     401: "give its key in the variable that headers_env names",
@@ -33,7 +33,7 @@ _ADVICE = {
     413: "leave out the contents, or raise the backend's limit on the size of a request",
 }
 _VALUE = re.compile(r"[\t -~\x80-\xff]*")
-"""The characters that the value of a header may have."""
+"""Matches valid values of HTTP headers."""
 
 _PROTOBUF = "application/x-protobuf"
 
@@ -56,7 +56,7 @@ def _url(endpoint: str) -> str:
 
 
 def _headers(variable: str) -> dict[str, str]:
-    """Read headers in OpenTelemetry's form, in which values are quoted as in URLs."""
+    """Read headers from a variable in OpenTelemetry's form, with names and values percent-encoded."""
     names = (variable,) if variable else ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
     name = next((name for name in names if os.environ.get(name)), "")
     found: dict[str, str] = {}
@@ -72,7 +72,7 @@ def _headers(variable: str) -> dict[str, str]:
 
 
 def _parsed(content_type: str, body: bytes) -> ExportTraceServiceResponse:
-    """Read an answer; one of another type counts as empty, which means that everything was taken."""
+    """Decode a response; one of another content type counts as empty, which means that all spans were accepted."""
     try:
         return ExportTraceServiceResponse.FromString(body if content_type == _PROTOBUF else b"")
     except DecodeError:
@@ -84,21 +84,21 @@ def _count(request: ExportTraceServiceRequest) -> int:
 
 
 class OtlpExporter:
-    """Sends each rollout as one trace. Its ids follow from the rollout's, so that sending it again adds nothing.
+    """Sends each rollout as one trace, whose ids are derived from the rollout's id: sending it again adds nothing.
 
     Args:
-        endpoint: The backend's base URL, or the whole one that ends in ``/v1/traces``; by default that of the
-            variables ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` and ``OTEL_EXPORTER_OTLP_ENDPOINT``, or else
+        endpoint: The backend's base URL, or its full URL, which ends in ``/v1/traces``. The default is
+            ``$OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, or else ``$OTEL_EXPORTER_OTLP_ENDPOINT``, or else
             ``http://localhost:4318``.
         headers_env: The environment variable with the backend's headers, such as its key, in OpenTelemetry's form
             ``name=value,name=value``; by default ``OTEL_EXPORTER_OTLP_TRACES_HEADERS`` or
             ``OTEL_EXPORTER_OTLP_HEADERS``.
-        contents: Whether messages, tool calls, tasks, feedback and the texts of errors are sent too.
+        contents: Send messages, tool calls, tasks, feedback and the texts of errors too.
         service: The name of the service in the backend; by default the name of the experiment.
-        timeout_s: Seconds that one request may take.
+        timeout_s: Timeout of one request in seconds.
 
     Raises:
-        ConfigError: The endpoint is not a URL, or the variable is not set or has another form.
+        ConfigError: The endpoint is not a valid URL, or the variable with the headers is not set or not valid.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class OtlpExporter:
 
     @property
     def destination(self) -> str:
-        """The backend's URL, without a key in it."""
+        """The backend's URL, without keys."""
         return shown_url(self._url)
 
     async def export(self, recordings: Sequence[Recording]) -> None:
-        """Send rollouts with all of their spans.
+        """Send rollouts with all their spans.
 
         Raises:
-            ExportError: The backend cannot be reached, refuses a request, or rejects some of its spans.
+            ExportError: The backend cannot be reached, refuses a request, or rejects some of the spans.
         """
         made = await in_background(
             lambda: list(requests_of(recordings, has_contents=self._contents, service=self._service))
@@ -159,4 +159,4 @@ class OtlpExporter:
         return _parsed(answer.headers.get("Content-Type", "").partition(";")[0], answer.content)
 
     async def close(self) -> None:
-        """Nothing to release: every request has a connection of its own."""
+        """Do nothing: every request uses its own connection."""

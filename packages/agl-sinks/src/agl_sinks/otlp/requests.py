@@ -1,8 +1,8 @@
-"""Packs the spans of rollouts into requests of a size that backends accept: to send them, or to write them to a file.
+"""Packs the spans of rollouts into requests of a size that backends accept, to send them or to write them to a file.
 
 ``agl data export --format otlp`` writes whole rollouts, with contents and token ids, for collectors and for ``agl data
-import``: JSON, one request a line, or Protobuf, each request with its length before it, where the name ends in ``.pb``.
-A call and a reward have all of their fields as JSON in attributes.
+import``. The file has one JSON request per line; if its name ends in ``.pb``, it has Protobuf requests, each after its
+length. All fields of a call or a reward are in an attribute, as JSON.
 """
 
 import math
@@ -22,7 +22,7 @@ from agl_sinks.otlp.attributes import key_values
 from agl_sinks.otlp.traces import spans_of
 
 MAX_BYTES = 2 << 20
-"""Bytes of spans in one request, before compression; one span may be larger."""
+"""Largest size of the spans in one request, in bytes before compression; a single span may be larger."""
 
 _UNFINISHED = "rollouts that are not finished: left out"
 _OTHERS = "spans of attempts that did not decide: left out"
@@ -38,12 +38,12 @@ _CHANGED = "rollouts with halves of characters, which were replaced, or integers
 def requests_of(
     recordings: Sequence[Recording], *, has_contents: bool, has_records: bool = False, service: str = ""
 ) -> Iterator[ExportTraceServiceRequest]:
-    """Make the requests that send ``recordings``, grouped by experiment.
+    """Yield the requests that send ``recordings``; a request holds spans of only one experiment.
 
     Args:
-        recordings: Finished rollouts with all of their spans.
-        has_contents: Whether messages, tasks and other texts are included.
-        has_records: Whether calls and rewards have all of their fields, token ids included.
+        recordings: Finished rollouts with all their spans.
+        has_contents: Include messages, tasks and other texts.
+        has_records: Include all fields of calls and rewards, such as token ids.
         service: The name of the service; by default the name of the experiment.
     """
     for experiment, own in groupby(recordings, key=lambda recording: recording.rollout.experiment):
@@ -57,7 +57,7 @@ def requests_of(
 
 
 def as_json(request: ExportTraceServiceRequest) -> Json:
-    """Return a request in the JSON form of OTLP, in which ids are hexadecimal and enumerations are numbers."""
+    """Return a request in OTLP's JSON form, with hexadecimal ids and enumerations as numbers."""
     return _with_hex_ids(MessageToDict(request, use_integers_for_enums=True), request)
 
 
@@ -98,14 +98,14 @@ def _request(spans: Sequence[OtlpSpan], *, experiment: str, service: str) -> Exp
 
 
 class OtlpWriter:
-    """Writes rollouts as traces."""
+    """Writes rollouts as traces to the file of an export, in JSON or Protobuf."""
 
     def __init__(self, *, setup: ExportSetup) -> None:
         self._file, self._losses = setup.file, setup.losses
         self._is_protobuf = setup.path is not None and setup.path.suffix == ".pb"
 
     def write(self, item: Exported) -> int:
-        """Write a rollout as one request or several; returns 0 for one that is not finished."""
+        """Write a rollout as one or more requests and return 1; an unfinished rollout is left out and gives 0."""
         rollout = item.recording.rollout
         if not rollout.is_finished:
             self._losses.add(_UNFINISHED, rollout.rollout_id)
@@ -120,11 +120,11 @@ class OtlpWriter:
         return 1
 
     def close(self) -> None:
-        """Nothing is left to write."""
+        """Do nothing: every rollout is already written."""
 
 
 def _decided(recording: Recording, episode: Episode, losses: Losses) -> Recording:
-    """Return the recording with the deciding attempt alone, and count what that leaves out."""
+    """Return the recording with only the spans of the deciding attempt to write, and count the others as losses."""
     rollout_id, attempt = recording.rollout.rollout_id, episode.attempt
     own = [span for span in recording.spans if attempt is not None and span.attempt_id == attempt.attempt_id]
     losses.add(_OTHERS, rollout_id, len(recording.spans) - len(own))

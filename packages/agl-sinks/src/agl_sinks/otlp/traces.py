@@ -1,7 +1,8 @@
-"""A rollout as one trace: its span, the attempts below it where there are several, and what each recorded.
+"""Converts a rollout to a trace: a span for the rollout, spans for its attempts if it has several, and recorded spans.
 
-Ids are digests of the rollout's id and the time of its creation: a rollout that is sent again gets the same ones, and
-one of the same id in another store gets others. Recorded ids are the attribute ``agl.span_id``.
+Ids in the trace are digests of the rollout's id, its time of creation, and the recorded id. Sending a rollout again
+therefore gives the same ids, and a rollout with the same id in another store gets different ones. The recorded id of a
+span is in the attribute ``agl.span_id``.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from agl_inspect.exports import call_record
 from agl_sinks.otlp.attributes import allowed, allowed_events, as_text, call_attributes, key_values
 
 CALL_RECORD, REWARD_RECORD = "agl.call", "agl.reward_record"
-"""Attributes that hold whole records as JSON."""
+"""Attributes that hold the whole record of a call or a reward, as JSON."""
 
 _KINDS = {
     "internal": OtlpSpan.SPAN_KIND_INTERNAL,
@@ -35,12 +36,12 @@ _OUTCOMES = {"succeeded": "ok", "failed": "error", "timeout": "error", "lost": "
 
 
 def spans_of(recording: Recording, *, has_contents: bool, has_records: bool = False) -> Iterator[OtlpSpan]:
-    """Convert a finished rollout with all of its spans, the rollout's own first.
+    """Convert a finished rollout with all its spans; the rollout's own span comes first.
 
     Args:
-        recording: The rollout.
-        has_contents: Whether messages, tasks and other texts are included.
-        has_records: Whether calls and rewards have all of their fields, token ids included, as attributes with JSON.
+        recording: The rollout with its attempts and spans.
+        has_contents: Include messages, tasks and other texts.
+        has_records: Include all fields of calls and rewards, such as token ids, in attributes with JSON.
     """
     return _Trace(recording, has_contents=has_contents, has_records=has_records).spans()
 
@@ -71,7 +72,7 @@ class _Trace:
         }
 
     def spans(self) -> Iterator[OtlpSpan]:
-        """Convert the rollout, its attempts if there are several, and the recorded spans."""
+        """Yield the span of the rollout, spans of its attempts if it has several, and the recorded spans."""
         yield self._rollout()
         if self._has_several:
             yield from map(self._attempt, self._recording.attempts)
@@ -162,7 +163,10 @@ class _Trace:
         return {**_reward(span.reward), **record}
 
     def _parent(self, span: Span) -> bytes:
-        """Return the framework's span that a call carried, the recorded parent, or the attempt's own span."""
+        """Return the parent's id in the trace: the framework's span if the span names one, else the recorded parent.
+
+        If neither was recorded, the parent is the span of the attempt or of the rollout.
+        """
         framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
         root = self._roots.get(span.attempt_id)
         for parent in (framework, span.parent_id):
@@ -189,7 +193,7 @@ class _Trace:
         return made
 
     def _end(self, span: OtlpSpan, status: str, error: ErrorInfo | None) -> None:
-        """Set the outcome of a rollout or an attempt, with the type of the error that ended it."""
+        """Set the status of the span of a rollout or an attempt, and add the error that ended it."""
         span.status.code = _STATUSES[status]
         if status != "error" or error is None:
             return

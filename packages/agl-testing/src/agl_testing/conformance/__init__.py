@@ -1,7 +1,7 @@
-"""One class per contract; a plugin's tests subclass it, give it one fixture, and run everything the contract says.
+"""Conformance classes, one per contract: a plugin's tests subclass one, and override a fixture to run all its tests.
 
-Capability flags have the strictest value as their default; a test is weakened only by overriding it with
-``pytest.mark.xfail(reason=...)``. Each class says which fixture it wants.
+Each class names the fixture to override. Capability flags are set to their strictest value by default. A single test
+can be weakened only by overriding it with ``pytest.mark.xfail(reason=...)``.
 """
 
 from agl_testing.conformance.algorithm import AlgorithmConformance

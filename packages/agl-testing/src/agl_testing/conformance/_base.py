@@ -1,8 +1,8 @@
 """The base of the conformance classes, and the test that keeps subclasses from weakening them silently.
 
-A contract's class has flags for what an implementation may lack, strictest by default. An implementation lowers a
-flag in its subclass, where a reader sees it. A single test may be weakened by overriding it with an ``xfail`` that
-gives its reason, and in no other way.
+A contract's class has flags for the capabilities that an implementation may lack; by default all are required. An
+implementation lowers a flag in its subclass, where a reader sees it. A single test may be weakened only by overriding
+it with an ``xfail`` that gives a reason.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ import pytest
 T = TypeVar("T")
 
 LIMIT_S = 30.0
-"""Seconds that one test's coroutine may take; a wake-up that never comes fails instead of hanging."""
+"""Seconds that one test's coroutine may take; a test that waits for a lost wake-up fails instead of hanging."""
 
 
 def run(work: Coroutine[Any, Any, T], *, limit_s: float = LIMIT_S) -> T:
-    """Return the result of ``work``, run in a fresh event loop; raises :class:`TimeoutError` after ``limit_s``."""
+    """Run ``work`` in a new event loop, and return its result; raises :class:`TimeoutError` after ``limit_s``."""
     return asyncio.run(asyncio.wait_for(work, limit_s))
 
 
@@ -29,13 +29,13 @@ class Conformance:
     """The contract's name, for messages."""
 
     def test_no_test_is_weakened_without_a_reason(self) -> None:
-        """Overridden tests carry ``xfail`` with a reason, and the class as a whole is neither skipped nor excused."""
+        """Every overridden test is marked ``xfail`` with a reason, and the class is marked neither skip nor xfail."""
         faults = [*_faults_of_tests(type(self)), *_faults_of_marks(type(self))]
         assert [] == faults
 
 
 def require(condition: bool, flag: str, contract: str) -> None:
-    """Skip a test whose capability the subclass gave up by lowering ``flag``."""
+    """Skip the running test unless ``condition`` holds, because the subclass has lowered ``flag``."""
     if not condition:
         pytest.skip(f"this {contract} says {flag} = False")
 

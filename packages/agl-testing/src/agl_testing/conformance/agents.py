@@ -1,7 +1,7 @@
-"""Agents that behave and misbehave on demand, for the tests of runners.
+"""Agents that behave or misbehave as their task says, for the tests of runners.
 
-``task["do"]`` names one of the :data:`BEHAVIOURS`. As a program (``python -m agl_testing.conformance.agents``) they
-read the task as JSON from standard input and print the reward, as the command runner wants it.
+``task["do"]`` names one of the :data:`BEHAVIOURS`. As a program (``python -m agl_testing.conformance.agents``) the
+agent reads its task as JSON from standard input and prints the reward, as the runner ``command`` expects.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ def behave(task: dict[str, Any]) -> Any:
 
 
 async def behave_async(task: dict[str, Any]) -> Any:
-    """Carry out the task's behaviour, as a coroutine function that yields to the event loop where it can."""
+    """Carry out the task's behaviour, as a coroutine function; only ``hang`` yields to the event loop throughout."""
     await asyncio.sleep(0)
     if task["do"] == "hang":
         deadline = time.monotonic() + HANG_S
@@ -75,7 +75,7 @@ def _keys(task: dict[str, Any]) -> list[str]:
 
 
 def _search(task: dict[str, Any]) -> list[str]:
-    """Return everything in this process's running functions and waiting coroutines that mentions the task."""
+    """Return the local values, as text, that mention the task in running functions and suspended coroutines."""
     tops = sys._current_frames().values()  # pyright: ignore[reportPrivateUsage]  # documented
     frames = [frame for top in tops for frame, _ in traceback.walk_stack(top)]
     frames += [found.cr_frame for found in gc.get_objects() if inspect.iscoroutine(found) and found.cr_frame]

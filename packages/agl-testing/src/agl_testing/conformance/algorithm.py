@@ -1,4 +1,4 @@
-"""The conformance class of algorithms: resumable steps that own what they tune, and train no rollout twice."""
+"""The conformance class of algorithms: steps resume, publish only resources they tune, and train no rollout twice."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -19,7 +19,7 @@ from agl_testing.conformance._base import Conformance, require, run
 from agl_testing.conformance.bench import NAME, AlgorithmBench, AlgorithmScenario
 
 LIMIT_S = 300.0
-"""Seconds that one test may take; algorithms load models."""
+"""Seconds that one test may take, which includes loading models."""
 
 
 class AlgorithmConformance(Conformance):
@@ -36,14 +36,14 @@ class AlgorithmConformance(Conformance):
     contract: ClassVar[str] = "algorithm"
 
     is_deterministic: ClassVar[bool] = True
-    """Equal seeds and rollouts give equal reports, on one machine."""
+    """On one machine, equal seeds and rollouts give equal reports."""
 
     collects: ClassVar[bool] = True
-    """The algorithm asks for rollouts; supervised fine-tuning on files lowers this."""
+    """The algorithm collects rollouts; set this flag to false for one that does not, such as fine-tuning on files."""
 
     @pytest.fixture
     def scenario(self) -> AlgorithmScenario:
-        """The algorithm and its world; the one fixture to override."""
+        """The algorithm and a small world to test it in; the only fixture to override."""
         raise NotImplementedError("override the fixture 'scenario' with the algorithm under test")
 
     def test_steps_are_counted_until_the_algorithm_says_that_it_is_finished(
@@ -192,7 +192,7 @@ class AlgorithmConformance(Conformance):
 
 @asynccontextmanager
 async def _opened(bench: AlgorithmBench, *, state: Mapping[str, Json] | None = None) -> AsyncGenerator[Algorithm]:
-    """Yield a new object, set up as the driver does it; it is closed at the end."""
+    """Yield a new algorithm, set up and restored as in a run, and close it at the end."""
     algorithm = bench.scenario.make()
     await algorithm.setup(bench.context())
     if state is not None:
@@ -208,7 +208,7 @@ async def _complete(scenario: AlgorithmScenario, workdir: Path) -> list[StepRepo
 
 
 async def _run(bench: AlgorithmBench, *, is_resumed: bool = False) -> list[StepReport]:
-    """Return the reports of all steps; ``is_resumed`` restores a new object, with new policies, before each step."""
+    """Return the reports of all steps; with ``is_resumed``, each step runs on a new object, restored from the state."""
     reports: list[StepReport] = []
     saved: Mapping[str, Json] | None = None
     while not (reports and reports[-1].is_finished):
@@ -225,7 +225,10 @@ async def _run(bench: AlgorithmBench, *, is_resumed: bool = False) -> list[StepR
 async def _third_after_going_back(
     scenario: AlgorithmScenario, workdir: Path, *, is_resumed: bool = False
 ) -> StepReport:
-    """Return the report of the step after two, the second of which was taken back; ``is_resumed`` restores before."""
+    """Take two steps, go back to the state after the first, and return the report of the next step.
+
+    With ``is_resumed``, that step runs on a new object, restored from the state.
+    """
     bench = AlgorithmBench(scenario, workdir)
     async with bench, _opened(bench) as algorithm:
         assert isinstance(algorithm, ReversibleAlgorithm)
@@ -246,7 +249,7 @@ async def _third_after_going_back(
 async def _finish(
     bench: AlgorithmBench, *, state: Mapping[str, Json] | None = None
 ) -> tuple[list[StepReport], Mapping[str, Json]]:
-    """Return the reports of all steps after ``state``, run in one process, and the state after the last."""
+    """Run one algorithm object from ``state`` to the end; return the reports of its steps, and its last state."""
     reports: list[StepReport] = []
     async with bench, _opened(bench, state=state) as algorithm:
         while not (reports and reports[-1].is_finished):
@@ -266,7 +269,7 @@ def _as_saved(state: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _stable(report: StepReport) -> Mapping[str, float]:
-    """Return the metrics that do not measure time, rounded so that sums in another order are equal."""
+    """Return the metrics that do not measure time, rounded so that the order of summation does not matter."""
     return {name: round(value, 5) for name, value in report.metrics.items() if not _measures_time(name)}
 
 

@@ -1,7 +1,7 @@
-"""Gives an algorithm all that it needs without an experiment: collecting, publishing, policies and a store.
+"""Runs an algorithm without an experiment: provides its context, with collecting, publishing, policies and a store.
 
-The bench keeps what outlives a crash (store, published versions, collected rollouts, the work directory) apart
-from what does not (the algorithm object and the policies), so that a test can drop the second and go on.
+The bench itself holds everything that survives a crash: the store, published versions, collected rollouts, and the work
+directory. Algorithm objects and policies do not survive, so a test can discard them and continue with new ones.
 """
 
 import inspect
@@ -25,14 +25,15 @@ NAME = "under-test"
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOrder:
-    """One rollout that an algorithm asked for.
+    """One rollout that an algorithm has requested.
 
     Attributes:
-        rollout: The rollout as it would be enqueued, with task, group, mode and a repeatable id.
+        rollout: The rollout as it would be enqueued, with its task, group and mode. If the step is repeated, the
+            rollout has the same id.
         resources: Resources that the agent would read, by name.
-        llms: Endpoint of each policy, by name.
-        seed: A number that differs between rollouts and is the same when the step is repeated.
-        is_greedy: Whether the tuned policies must answer at temperature 0.
+        llms: Endpoints of the policies, by name.
+        seed: A seed for the rollout, which is the same if the step is repeated.
+        is_greedy: True if the tuned policies must answer at temperature 0.
     """
 
     rollout: Rollout
@@ -43,25 +44,27 @@ class RolloutOrder:
 
 
 def no_policies(_: Path) -> Mapping[str, Policy]:
-    """Return no policies, for an algorithm that tunes no weights."""
+    """Return an empty mapping, for algorithms that tune no weights."""
     return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmScenario:
-    """An algorithm and a small world that it can learn in.
+    """An algorithm, and a small world in which it can learn.
 
     Attributes:
-        make: Returns a new object, with the same small parameters every time; it finishes within ``max_steps`` steps.
+        make: Returns a new algorithm, always with the same parameters.
         play: Runs one rollout and returns its episode, with reward and rows; may be a coroutine function.
-        resources: First versions of resources by name.
-        policies: Returns new policies by name; the bench starts and stops them, and publishes their resource first.
-        tunes: Names that the algorithm owns.
-        train: Training tasks; ``val`` validation tasks.
-        files: Text files by name, relative to the work directory, that the parameters refer to.
-        make_longer: Returns a new object that differs from those of ``make`` in taking more steps; for algorithms that
-            are :class:`~agl.contracts.ExtendableAlgorithm`.
-        agents: What the context says of the agents that train.
+        resources: The first version of each resource, by name.
+        policies: Returns new policies by name; the bench publishes their first resources, and starts and stops them.
+        tunes: Names of the resources that the algorithm tunes.
+        train: Training tasks.
+        val: Validation tasks.
+        files: Text files that the algorithm's parameters refer to, by name relative to the work directory.
+        max_steps: The number of steps within which the algorithm must finish.
+        make_longer: Returns a new algorithm with the parameters of ``make`` but more steps. ``None`` skips the tests
+            of an :class:`~agl.contracts.ExtendableAlgorithm`.
+        agents: Regular expression for the names of the agents that train, in the algorithm's context; ``""`` for all.
     """
 
     make: Callable[[], Algorithm]
@@ -78,12 +81,19 @@ class AlgorithmScenario:
 
 
 class AlgorithmBench:
-    """The world of one scenario; ``async with`` starts its policies, once per simulated process."""
+    """The world of one scenario. Each ``async with`` simulates a process: it starts new policies and stops them."""
 
     def __init__(
         self, scenario: AlgorithmScenario, workdir: Path, *, credit: Credit | None = None, given: Recorded | None = None
     ) -> None:
-        """Make the world; ``given`` rollouts, which another algorithm paid for, make a source called ``payer``."""
+        """Make the world of a scenario.
+
+        Args:
+            scenario: The scenario.
+            workdir: The work directory; created if it does not exist.
+            credit: The credit in the context; by default :class:`EpisodeCredit`.
+            given: Rollouts of another algorithm, which become the source ``payer``; ``None`` for no source.
+        """
         self.scenario = scenario
         self.workdir = workdir
         self.store = MemoryStore("memory://")
@@ -93,7 +103,7 @@ class AlgorithmBench:
         self._asked: dict[str, Rollout] = {}
         self._versions: dict[tuple[str, str], ResourceVersion] = {}
         self.requests = 0
-        self.kept: set[int] = set()  # the steps whose files must stay
+        self.kept: set[int] = set()  # steps whose files the algorithm must not remove
         self.sources = () if given is None else ("payer",)
         self._given = given
         self._credit: Credit = credit or EpisodeCredit()
@@ -154,7 +164,10 @@ class AlgorithmBench:
         )
 
     async def said(self, *, steps: int) -> list[str]:
-        """Return what a new algorithm says in its setup and its first steps; enters and leaves the bench itself."""
+        """Return the lines that a new algorithm prints in its setup and its first steps.
+
+        The method enters and leaves the bench itself.
+        """
         lines: list[str] = []
         async with self:
             algorithm = self.scenario.make()
@@ -165,17 +178,17 @@ class AlgorithmBench:
         return lines
 
     def policy(self, name: str) -> Policy:
-        """Return a policy that runs."""
+        """Return the running policy of that name; raises ConfigError if it does not exist."""
         if name not in self._policies:
             raise ConfigError(f"there is no policy {name!r}; there are {sorted(self._policies)}")
         return self._policies[name]
 
     def versions(self) -> dict[str, ResourceVersion]:
-        """Return the live versions, for ``go_back``."""
+        """Return the live versions by name, to be passed to :meth:`go_back`."""
         return dict(self._live)
 
     async def go_back(self, versions: Mapping[str, ResourceVersion]) -> None:
-        """Make earlier versions live; their policies serve them."""
+        """Make earlier versions live, and load them into their policies."""
         for name, version in versions.items():
             self._live[name] = version
             if name in self._policies:
@@ -193,13 +206,13 @@ class AlgorithmBench:
         keeps_all: bool = False,
         greedy: bool = False,
     ) -> Collected:
-        """Play every task ``n`` times, or find what an earlier process already paid for.
+        """Play every task ``n`` times; rollouts that an earlier process collected are returned without playing again.
 
         Raises:
-            ConfigError: An earlier process asked for another rollout under an id, as a store refuses it.
-            NotFoundError: A version that is pinned does not exist.
+            ConfigError: A repeated step requests a rollout that differs from the one it requested first.
+            NotFoundError: A pinned version does not exist.
         """
-        del keeps_all  # the bench has no policies for failed rollouts
+        del keeps_all  # the bench has no failed rollouts to drop
         self.requests += 1
         episodes: list[Episode] = []
         for position, task in enumerate(task for task in tasks for _ in range(n)):
@@ -215,8 +228,8 @@ class AlgorithmBench:
         return Collected(episodes=tuple(episodes))
 
     async def recorded(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
-        """The rollouts that the bench was given, as one finished step of an algorithm that is over."""
-        del max_age  # the bench gives young rollouts only
+        """Return the given rollouts as step 1 of the source ``payer``, which has ended."""
+        del max_age  # all given rollouts are recent
         if self._given is None:
             raise ConfigError("the bench was given no rollouts, so the algorithm has no source")
         if (after or {}).get("payer"):
@@ -226,7 +239,7 @@ class AlgorithmBench:
     async def publish(
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
     ) -> ResourceVersion:
-        """Make a version of a tuned resource live; the same step again replaces its own version."""
+        """Publish a version of a tuned resource and make it live; a repeated step replaces its earlier version."""
         if name not in self.scenario.tunes:
             raise ConfigError(f"{NAME!r} published {name!r} and tunes only {list(self.scenario.tunes)}")
         version = ResourceVersion(
@@ -255,7 +268,7 @@ class AlgorithmBench:
         parent: str = "",
         metadata: Mapping[str, Json] | None = None,
     ) -> ResourceVersion:
-        """Keep a version of a tuned resource that is not live."""
+        """Store a version of a tuned resource without making it live."""
         if name not in self.scenario.tunes:
             raise ConfigError(f"{NAME!r} proposed {name!r} and tunes only {list(self.scenario.tunes)}")
         version = ResourceVersion(
@@ -272,7 +285,7 @@ class AlgorithmBench:
         return version
 
     async def _keep(self, version: ResourceVersion) -> None:
-        """Keep a version in the store, so that there may be scores of it; of a repeated step the first one is kept."""
+        """Publish a version to the store, so that it can have scores; a repeated step's version is not stored again."""
         self._versions[version.name, version.version] = version
         with suppress(ConflictError):
             await self.store.publish([version])
@@ -309,7 +322,7 @@ class AlgorithmBench:
 
 
 def _check_repeated(asked: Rollout, again: Rollout, pinned: Mapping[str, str] | None) -> None:
-    """Raise ConfigError if a repeated step asks for another rollout; its live versions may be others."""
+    """Raise ConfigError if a repeated step requests another rollout; versions may differ unless they are pinned."""
     has_other_versions = any(asked.resources.get(name) != version for name, version in (pinned or {}).items())
     found = {
         "another task": asked.task != again.task,

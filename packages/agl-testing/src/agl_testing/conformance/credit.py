@@ -1,4 +1,4 @@
-"""The conformance class of credit: every call that is not rejected gets one finite number, and no other call does."""
+"""The conformance class of credit: each call without a reject reason gets one finite number, and other calls none."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -17,7 +17,7 @@ from agl_testing.conformance._base import Conformance, require
 from agl_testing.conformance.samples import make_group
 
 SEEDS = range(25)
-"""Random groups that every test sees."""
+"""Seeds of the random groups that every test uses."""
 
 
 class CreditConformance(Conformance):
@@ -34,12 +34,13 @@ class CreditConformance(Conformance):
     contract: ClassVar[str] = "credit"
 
     is_per_episode: ClassVar[bool] = True
-    """The credit of an episode's calls depends on this episode alone; baselines over the group are the estimator's.
-    A counterfactual credit, which looks at the siblings, lowers this."""
+    """The credit of an episode's calls depends on that episode alone; computing baselines over the group is the
+    estimator's part. Set this flag to false for credit that reads the group's other episodes, such as counterfactual.
+    """
 
     @pytest.fixture
     def credit(self) -> Credit:
-        """The credit assignment; the one fixture to override."""
+        """The credit under test; the only fixture to override."""
         raise NotImplementedError("override the fixture 'credit' with the credit assignment under test")
 
     def test_exactly_the_calls_that_are_not_rejected_get_credit_in_order(self, credit: Credit) -> None:

@@ -1,4 +1,4 @@
-"""The conformance class of plugins: light to discover, honest in its metadata, and nothing that cannot be built."""
+"""The conformance class of plugins: they import little, have correct metadata, and name only factories that exist."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -32,7 +32,7 @@ print("\\n".join(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
 
 
 class PluginConformance(Conformance):
-    """Run every test of the rules for plugins.
+    """Run every test of the plugin contract.
 
     .. code-block:: python
 
@@ -43,10 +43,10 @@ class PluginConformance(Conformance):
     contract: ClassVar[str] = "plugin"
 
     module: ClassVar[str] = ""
-    """The module that the entry point names."""
+    """The plugin module, as the entry point names it."""
 
     is_installed: ClassVar[bool] = True
-    """The plugin's distribution is installed, with its entry point."""
+    """The plugin's distribution is installed, and has an entry point for the module."""
 
     @pytest.fixture
     def plugin(self) -> object:

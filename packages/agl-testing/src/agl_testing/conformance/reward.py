@@ -1,4 +1,4 @@
-"""The conformance class of reward emitters: finite values, the same every time, whatever was recorded."""
+"""The conformance class of reward emitters: for any recorded spans, values are finite and equal every time."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -19,7 +19,7 @@ from agl_testing.conformance.samples import chat_span, error_span, rollout_of, t
 
 
 class RewardCase(Record, frozen=True, kw_only=True):
-    """A finished attempt and the reward that the emitter must give it; ``None`` for no opinion."""
+    """A finished attempt, and the reward that the emitter must give it; ``None`` if it must give no value."""
 
     rollout: Rollout
     spans: tuple[Span, ...]
@@ -27,7 +27,7 @@ class RewardCase(Record, frozen=True, kw_only=True):
 
 
 class RewardConformance(Conformance):
-    """Run every test of the contract of reward emitters.
+    """Run every test of the contract for reward emitters.
 
     .. code-block:: python
 
@@ -38,30 +38,30 @@ class RewardConformance(Conformance):
             def emitter(self):
                 return MyReward()
 
-    ``cases`` may be overridden to state values that the emitter must give.
+    Override the fixture ``cases`` too, to state values that the emitter must give.
     """
 
     contract: ClassVar[str] = "reward"
 
     task: ClassVar[Any] = {"question": "what is 6 * 7?", "answer": "42"}
-    """A task that the emitter understands, hidden fields included."""
+    """A task that the emitter understands, including hidden fields."""
 
     is_deterministic: ClassVar[bool] = True
-    """Equal records get equal rewards; an emitter that asks a model lowers this."""
+    """Equal records get equal rewards; set this flag to false for an emitter that calls a model."""
 
     @pytest.fixture
     def emitter(self) -> RewardEmitter:
-        """The emitter; the one fixture to override."""
+        """The emitter under test; the only fixture that must be overridden."""
         raise NotImplementedError("override the fixture 'emitter' with the reward emitter under test")
 
     @pytest.fixture
     def cases(self) -> Sequence[RewardCase]:
-        """Attempts with the values that the emitter must give; none by default."""
+        """Attempts with the values that the emitter must give; empty by default."""
         return ()
 
     @pytest.fixture
     def attempts(self) -> list[tuple[Rollout, list[Span]]]:
-        """Attempts as emitters meet them: nothing recorded, a plain answer, tools, errors, a failed rollout."""
+        """Sample attempts: without spans, with a plain answer, with a tool, with errors, and with a failed rollout."""
         rollout = rollout_of(self.task)
         answer = chat_span(rollout, text="42")
         spans = [[], [answer], [tool_span(rollout), answer], [error_span(rollout), tool_span(rollout, status="error")]]
@@ -111,7 +111,7 @@ class RewardConformance(Conformance):
 
 
 def evaluate(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    """Return the rewards that ``emitter`` gives, as a list; a coroutine function is awaited."""
+    """Return the emitter's rewards as a list; the emitter may be a function or a coroutine function."""
     given: Any = emitter(rollout, spans)
     if inspect.isawaitable(given):
         given = asyncio.run(_await(given))

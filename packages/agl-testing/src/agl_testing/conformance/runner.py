@@ -1,4 +1,4 @@
-"""The conformance class of runners: whatever an agent does, its attempt ends readably and no other is harmed."""
+"""The conformance class of runners: whatever an agent does, its attempt gets a clear outcome and harms no other."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -28,7 +28,7 @@ MakeRunner = Callable[[RunContext], Runner]
 Work = Callable[["Bench"], Awaitable[None]]
 
 STOP_S = 10.0
-"""Seconds beyond its time limit after which an agent must have been stopped."""
+"""Seconds after its start within which an agent with a short time limit must have been stopped."""
 
 PYTHON_AGENTS = (
     AgentSpec(path="agl_testing.conformance.agents:behave"),
@@ -37,7 +37,7 @@ PYTHON_AGENTS = (
 """The agents of the conformance tests as Python functions, sync and async."""
 
 COMMAND_AGENTS = (AgentSpec(command=(sys.executable, "-m", "agl_testing.conformance.agents")),)
-"""The same agent as a program."""
+"""The agent of the conformance tests as a program."""
 
 
 class Bench:
@@ -48,7 +48,7 @@ class Bench:
         self.store = store
 
     async def claim(self, task: dict[str, Any], *, timeout_s: float | None = None, hidden: Sequence[str] = ()) -> Claim:
-        """Enqueue a rollout of ``task`` and return its claim."""
+        """Enqueue a rollout of ``task``, claim it, and return the claim."""
         rollout = make_rollout(retry=RetryPolicy(timeout_s=timeout_s))
         asked = Rollout(rollout_id=rollout.rollout_id, task=task, retry=rollout.retry, hidden=tuple(hidden))
         await self.store.enqueue([asked])
@@ -59,7 +59,7 @@ class Bench:
         return await self.runner.execute(await self.claim(task, timeout_s=timeout_s))
 
     async def spans(self, outcome: Outcome, claim: Claim) -> list[Span]:
-        """Return everything that the attempt recorded, written before its end or with it."""
+        """Return all spans of the attempt: those in the store, and those in its outcome."""
         written = await self.store.spans(claim.rollout.rollout_id, attempt_id=claim.attempt.attempt_id)
         return [*written, *outcome.spans]
 
@@ -78,17 +78,17 @@ class RunnerConformance(Conformance):
     contract: ClassVar[str] = "runner"
 
     is_isolated: ClassVar[bool] = True
-    """An agent that ends its process (``os._exit``, a crash in C) takes only its own attempt with it."""
+    """An agent that ends its process, by ``os._exit`` or a crash in C, ends only its own attempt."""
 
     is_python: ClassVar[bool] = True
     """Agents are Python functions: exceptions keep their type, and any object can be returned."""
 
     agents: ClassVar[tuple[AgentSpec, ...]] = PYTHON_AGENTS
-    """The behaving agents in the forms that the runner takes; ``COMMAND_AGENTS`` for programs."""
+    """The agents of the conformance tests in the forms that the runner accepts; ``COMMAND_AGENTS`` for programs."""
 
     @pytest.fixture
     def make_runner(self) -> MakeRunner:
-        """A function that makes the runner from its setup; the one fixture to override."""
+        """A function from a :class:`RunContext` to the runner under test; the only fixture to override."""
         raise NotImplementedError("override the fixture 'make_runner' with the runner under test")
 
     def test_returned_number_is_the_reward(self, make_runner: MakeRunner) -> None:
@@ -244,7 +244,7 @@ class RunnerConformance(Conformance):
         self._run(make_runner, work)
 
     def _run(self, make_runner: MakeRunner, work: Work) -> None:
-        """Do ``work`` once for every form of agent."""
+        """Run ``work`` with a new bench for every form of agent."""
         for agent in self.agents:
             run(_with_bench(make_runner, agent, work), limit_s=60)
 

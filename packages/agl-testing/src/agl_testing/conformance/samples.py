@@ -1,4 +1,4 @@
-"""Finished rollouts with their spans and episodes, for the tests of components that read them."""
+"""Sample rollouts, spans and episodes, for tests of components that read finished rollouts."""
 
 import random
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ from agl_testing.model_server.codec import ConversationTurn, encode, logprob, re
 
 
 class FinishedCredit:
-    """Gives the reward to a rollout's calls, and a finished advantage of 0.5 to its last one."""
+    """Credits a rollout's calls with its reward, except for the last call, which gets a final advantage of 0.5."""
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """Return the credit of each call."""
+        """Return the credit of each call, by episode."""
         return [[*self._shared(episode), self._finished(episode)] for episode in group]
 
     def _shared(self, episode: Episode) -> list[CallCredit]:
@@ -41,7 +41,7 @@ class FinishedCredit:
 
 
 def rollout_of(task: Json, *, group_id: str = "group") -> Rollout:
-    """Return a succeeded rollout of ``task``, hidden fields included."""
+    """Return a succeeded rollout of ``task``, whose field ``answer`` is hidden."""
     rollout_id = new_rollout_id()
     return Rollout(
         rollout_id=rollout_id,
@@ -55,7 +55,7 @@ def rollout_of(task: Json, *, group_id: str = "group") -> Rollout:
 
 
 def chat_span(rollout: Rollout, *, text: str, agent: str = "") -> Span:
-    """Return a recorded model call that answered ``text``, with its tokens."""
+    """Return the span of a model call that answered ``text``, with token ids and log-probabilities."""
     turn = ConversationTurn(role="user", text="what is 6 * 7?")
     ids = encode(text)
     call = ModelCall(
@@ -76,24 +76,24 @@ def chat_span(rollout: Rollout, *, text: str, agent: str = "") -> Span:
 
 
 def tool_span(rollout: Rollout, *, status: SpanStatus = "ok") -> Span:
-    """Return a recorded tool execution."""
+    """Return the span of a tool's execution."""
     attributes: dict[str, Json] = {semconv.OPERATION: semconv.OP_EXECUTE_TOOL, semconv.TOOL_NAME: "calc"}
     return _span(rollout, "execute_tool calc", attributes=attributes, status=status)
 
 
 def error_span(rollout: Rollout) -> Span:
-    """Return a recorded exception."""
+    """Return the span of an exception."""
     return _span(rollout, "exception ValueError", attributes={semconv.ERROR_TYPE: "ValueError"}, status="error")
 
 
 def make_group(draw: random.Random, *, size: int = 4) -> list[Episode]:
-    """Return episodes of one task with random agents, turns, rewards, rejected calls and rows; all have a reward."""
+    """Return episodes of one task, each with a reward, and with random agents, calls, reject reasons and rows."""
     group_id = f"task-{draw.randrange(1_000_000)}"
     return [make_episode(draw, group_id=group_id) for _ in range(size)]
 
 
 def make_episode(draw: random.Random, *, group_id: str) -> Episode:
-    """Return an episode with up to six calls of up to three agents; each row holds one call."""
+    """Return a random episode with up to six calls of up to three agents; each row holds one call."""
     rollout = rollout_of({"question": "?"}, group_id=group_id)
     transitions = [_transition(draw, rollout, turn) for turn in range(draw.randrange(7))]
     value = round(draw.uniform(-1, 1), 3)

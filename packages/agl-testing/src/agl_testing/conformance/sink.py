@@ -1,4 +1,4 @@
-"""The conformance class of sinks: everything of a run arrives once, and nothing that a sink does changes the run."""
+"""The conformance class of sinks: every number of a run arrives exactly once, and a sink never changes the run."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -18,14 +18,14 @@ LONG = "<b>|\\ {} \x00\x1b[31m\ud800 🙂\n" * 40_000
 
 
 class SinkRead(Record, frozen=True, kw_only=True):
-    """A run as the other system's own library reads it.
+    """A run as read from the sink's system with that system's own library.
 
     Attributes:
         name: The name of the run.
-        figures: The values of each metric with their steps, in the order in which they are kept.
-        config: The configuration by dotted name, as texts.
-        tables: The newest table of each name, a dictionary for each row.
-        result: The summary of the end, and ``status``, as texts; empty as long as the file may lack something.
+        figures: Steps and values of each metric, by name, in stored order.
+        config: The values of the configuration as text, by dotted name.
+        tables: The newest version of each table, by name, with one dictionary per row.
+        result: The final summary and ``status``, as text by name; empty as long as the run may be incomplete.
     """
 
     name: str
@@ -36,7 +36,7 @@ class SinkRead(Record, frozen=True, kw_only=True):
 
 
 class SinkConformance(Conformance):
-    """Run every test of the contract of sinks, with the system's own library as the reader.
+    """Run every test of the sink contract, reading the results with the library of the sink's system.
 
     .. code-block:: python
 
@@ -56,21 +56,21 @@ class SinkConformance(Conformance):
     """The sink's registered name."""
 
     statuses: ClassVar[dict[str, str]] = {"finished": "finished", "failed": "failed"}
-    """The system's words for the end of a run."""
+    """The system's names for the statuses ``finished`` and ``failed`` of a run."""
 
     search: ClassVar[str] = ""
-    """A prompt search of ``agl-algo-apo`` to run, where that is installed: ``apo`` or ``gepa``."""
+    """The prompt search of ``agl-algo-apo`` to run, ``apo`` or ``gepa``; ``""`` skips that test."""
 
     def params(self, folder: Path) -> dict[str, Any]:
-        """Return parameters that let the sink write below a folder."""
+        """Return parameters with which the sink writes into a folder."""
         raise NotImplementedError("override params() with parameters that let the sink write below the folder")
 
     def broken_params(self, folder: Path) -> dict[str, Any]:
-        """Return parameters that pass every check, with which the sink cannot write because a file is in its way."""
+        """Return valid parameters with which the sink cannot write, for example because a file is in its way."""
         raise NotImplementedError("override broken_params() with parameters with which the sink cannot write")
 
     def read(self, folder: Path) -> list[SinkRead]:
-        """Return the runs that the sink wrote, also while it writes; none where it did not begin yet."""
+        """Return the runs that the sink has written, even while it is writing; empty before it has begun."""
         raise NotImplementedError("override read() with what the system's own library reads")
 
     def test_steps_of_several_algorithms_arrive_each_on_its_own_axis(self, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ class SinkConformance(Conformance):
         assert all("{order}" in str(row["text"]) for row in candidates.values() if row["decision"] == "accepted")
 
     def _ended(self, folder: Path) -> SinkRead:
-        """Return the only run once its end can be read."""
+        """Wait until the end of the only run can be read, and return the run."""
         (found,) = wait_until(lambda: [one for one in self.read(folder) if one.result])
         return found
 

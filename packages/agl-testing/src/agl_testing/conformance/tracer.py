@@ -1,4 +1,4 @@
-"""The conformance class of tracers: spans go to the right attempt, in one tree, and the agent is never harmed."""
+"""The conformance class of tracers: an attempt's spans form one tree, and tracing never harms the agent."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -24,15 +24,15 @@ Probe = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TracerScenario:
-    """A tracer and a little of the framework that it observes.
+    """A tracer, and a small program in the framework that it observes.
 
     Attributes:
-        tracer: Not installed yet.
-        run: Does one small piece of work in the framework and calls the probe once within its innermost
-            operation; a function or a coroutine function. It must work without the tracer, too.
-        fail: Lets the given exception be raised within an operation of the framework.
-        patched: What ``install`` replaces, as (owner, attribute); each must be the original again afterwards.
-        attempt: Further fields of the attempt, such as ``upstreams``.
+        tracer: The tracer, not installed.
+        run: A function or coroutine function that does some work in the framework, and calls the probe once within the
+            innermost operation. It must also work without the tracer.
+        fail: A function or coroutine function that raises the given exception within an operation of the framework.
+        patched: The attributes that ``install`` replaces, as pairs of owner and name; ``uninstall`` must restore them.
+        attempt: Further fields of the active attempt, such as ``upstreams``.
     """
 
     tracer: Tracer
@@ -56,14 +56,14 @@ class TracerConformance(Conformance):
     contract: ClassVar[str] = "tracer"
 
     has_current_span: ClassVar[bool] = True
-    """A model call that leaves within the framework belongs to one of the tracer's spans."""
+    """A model call that is made within the framework belongs to one of the tracer's spans."""
 
     records_errors: ClassVar[bool] = True
     """An operation that raises becomes a span with status ``error``."""
 
     @pytest.fixture
     def scenario(self) -> TracerScenario:
-        """The tracer and its framework; the one fixture to override."""
+        """The tracer and a program in its framework; the only fixture to override."""
         raise NotImplementedError("override the fixture 'scenario' with the tracer under test")
 
     def test_events_become_spans_of_the_attempt_in_one_tree(self, scenario: TracerScenario) -> None:
@@ -179,7 +179,7 @@ class TracerConformance(Conformance):
 
 
 class _Attempt:
-    """An attempt, and the spans that were recorded for it."""
+    """An attempt, and the spans recorded for it."""
 
     def __init__(self, scenario: TracerScenario, *, record: Callable[[Span], None] | None = None) -> None:
         self.spans: list[Span] = []
@@ -218,7 +218,7 @@ class _Attempt:
 
 
 def _check_equal(attempts: list[_Attempt]) -> None:
-    """Assert that attempts which did the same work recorded spans of the same names, and share no span."""
+    """Assert that attempts with the same work each recorded a tree of spans of their own, with the same names."""
     for attempt in attempts:
         assert attempt.spans
         attempt.check_tree()
@@ -245,7 +245,7 @@ async def _await(result: Any) -> None:
 
 
 def _no_probe() -> None:
-    """Probe nothing."""
+    """Do nothing."""
 
 
 def _broken_record(span: Span) -> Never:

@@ -1,4 +1,4 @@
-"""A model API for tests, on a real port: scripted replies, known tokens, faults on demand, every byte recorded."""
+"""A model API for tests, on a real port: it sends scripted replies with known tokens, injects faults, records calls."""
 
 from agl_testing.model_server.canned import CannedModelServer, CannedReply
 from agl_testing.model_server.codec import (

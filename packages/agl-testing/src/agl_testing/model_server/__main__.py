@@ -10,9 +10,9 @@ from agl_testing.model_server import CannedModelServer, CannedReply, Reply, Scri
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until interrupted; the first line on standard output is the base URL.
+    """Print the base URL as the first line on standard output, and serve until interrupted.
 
-    A port that cannot be opened ends it with one line on standard error and exit status 1.
+    If the port cannot be opened, print one line on standard error and exit with status 1.
     """
     options = _parser().parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Cuts an answer into pieces with their tokens, from which every dialect writes its plain or streamed response."""
+"""Splits an answer into pieces with their tokens; every dialect writes its plain or streamed response from these."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,14 +16,14 @@ PieceKind: TypeAlias = Literal["text", "call", "arguments", "end"]
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of one streamed event: some text, the head of a call, a part of its arguments, or the end.
+    """The content of one streamed event: text, the head of a tool call, a part of its arguments, or the end.
 
     Attributes:
-        kind: Which of these it is.
-        text: The text, the called function's name, or a part of the arguments' JSON.
-        ids: The tokens that it makes visible.
-        start: Position of the first of them in the response.
-        call: Index of the tool call, -1 for text and end.
+        kind: The kind of content.
+        text: The text, the name of the called function, or a part of the arguments' JSON.
+        ids: Ids of the tokens in this piece.
+        start: Position of the first of these tokens in the response.
+        call: Index of the tool call; -1 for text and end.
     """
 
     kind: PieceKind
@@ -34,7 +34,15 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of a response: its text, calls with their ids, finish reason, and all pieces in order."""
+    """One choice of a response.
+
+    Attributes:
+        text: The text.
+        calls: The tool calls.
+        call_ids: The id of each tool call.
+        reason: The finish reason.
+        pieces: All pieces in order.
+    """
 
     text: str
     calls: tuple[FunctionCall, ...]
@@ -44,18 +52,21 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ids(self) -> list[int]:
-        """Every sampled token, the end token included unless the answer was cut by length."""
+        """Ids of all sampled tokens, including the end token unless the finish reason is ``length``."""
         return [number for piece in self.pieces for number in piece.ids]
 
 
 class ScriptedExchange(msgspec.Struct, frozen=True, kw_only=True):
-    """One call as a dialect needs it to write the response.
+    """A request and its answers, from which a dialect writes the response.
 
     Attributes:
         number: Number of the call on this server, from 1; response ids are derived from it.
+        dialect: The API of the request.
+        flavour: The server to imitate.
+        model: The model's name in the response.
         body: The request's parsed JSON.
-        prompts: One list of ids per prompt; completions may ask several at once.
-        answers: The choices, ``n`` per prompt, in order.
+        prompts: Token ids of each prompt; only a request of the completions API may have several.
+        answers: The choices, ``n`` per prompt, in the order of the prompts.
         created: Time of the response in Unix seconds.
     """
 
@@ -70,33 +81,33 @@ class ScriptedExchange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wants_ids(self) -> bool:
-        """True if token ids go into the response."""
+        """True if the response must include token ids."""
         return bool(self.body.get("return_token_ids")) and self.flavour in ("vllm", "sglang", "every")
 
     @property
     def includes_usage(self) -> bool:
-        """True if a stream ends with a usage chunk."""
+        """True if a stream must end with a usage chunk."""
         options: dict[str, Any] = self.body.get("stream_options") or {}
         return bool(options.get("include_usage"))
 
     def prompt_of(self, choice: int) -> list[int]:
-        """Return the prompt ids that a choice answers, by its index."""
+        """Return the token ids of the prompt that the choice with this index answers."""
         # Choices are n per prompt, in the prompts' order.
         return self.prompts[choice * len(self.prompts) // len(self.answers)]
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens in all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of all answers."""
+        """Number of tokens in all answers."""
         return sum(len(answer.ids) for answer in self.answers)
 
 
 def answer_of(reply: Reply, *, number: int, choice: int) -> ScriptedAnswer:
-    """Cut ``reply`` into pieces; call ids are derived from the call's number and the choice."""
+    """Split ``reply`` into pieces; ids of tool calls are derived from the number of the model call and the choice."""
     calls = tuple(call.to_call() for call in reply.tool_calls)
     drafts: list[tuple[PieceKind, str, list[int], int]] = []
     for part in split(reply.text, reply.chunks):
@@ -116,7 +127,7 @@ def answer_of(reply: Reply, *, number: int, choice: int) -> ScriptedAnswer:
 
 
 def split(text: str, chunks: int | tuple[str, ...]) -> list[str]:
-    """Return ``text`` in that many parts of nearly equal length, or the parts given, without empty ones."""
+    """Split ``text`` into that many parts of nearly equal length, or into the given parts; empty parts are dropped."""
     if not isinstance(chunks, int):
         if "".join(chunks) != text:
             raise ValueError(f"the chunks {chunks!r} do not add up to the reply's text {text!r}; make them equal")
@@ -127,12 +138,12 @@ def split(text: str, chunks: int | tuple[str, ...]) -> list[str]:
 
 
 def logprobs_of(ids: Sequence[int], start: int = 0) -> list[float]:
-    """Return the log-probabilities of ``ids``, the first of which is at position ``start`` of the response."""
+    """Return the log-probabilities of the tokens ``ids``, which begin at position ``start`` of the response."""
     return [logprob(token, position) for position, token in enumerate(ids, start)]
 
 
 def content_logprobs(ids: Sequence[int], start: int, *, with_top: bool = False) -> list[dict[str, Any]]:
-    """Return log-probabilities in the form of the chat and responses APIs, one entry per token."""
+    """Return the log-probabilities of tokens in the form of the chat and responses APIs, one entry per token."""
     entries: list[dict[str, Any]] = []
     for token, value in zip(ids, logprobs_of(ids, start), strict=True):
         text = decode([token])

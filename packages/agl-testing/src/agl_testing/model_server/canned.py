@@ -1,8 +1,8 @@
-"""A model server for benchmarks, fast enough not to be measured itself: pre-encoded replies over minimal HTTP/1.1.
+"""A model server for benchmarks: it sends pre-encoded replies over minimal HTTP/1.1, so that its own cost is small.
 
-It answers every POST with the next of its replies, looks into the body only for ``"stream":true``, and records
-nothing but a count. A call costs it about 30 microseconds. It is not a general HTTP server: bodies need a
-``Content-Length``, and pipelined requests are not supported.
+It answers every POST with the next of its replies, searches the body only for ``"stream":true``, and records only the
+number of calls. A call takes about 30 microseconds. It is not a general HTTP server: bodies need a ``Content-Length``,
+and pipelined requests are not supported.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
 
 class CannedReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete HTTP response, plain and as the writes of a stream."""
+    """A complete HTTP response in two forms: plain, and streamed as a sequence of writes."""
 
     plain: bytes
     stream: tuple[bytes, ...]
@@ -33,9 +33,9 @@ class CannedReply(msgspec.Struct, frozen=True, kw_only=True):
     def chat(
         cls, *, prompt_tokens: int = 1000, response_tokens: int = 200, events: int = 50, seed: int = 0
     ) -> "CannedReply":
-        """Return a chat completion with that many prompt and response tokens, their ids and log-probabilities.
+        """Return a chat completion of the given size, with token ids and log-probabilities.
 
-        A stream of it has ``events`` pieces of text, one write each. Other seeds give other tokens.
+        The streamed form has ``events`` pieces of text, with one write for each. Each seed gives different tokens.
         """
         draw = random.Random(seed)
         text = "".join(draw.choice(_LETTERS) for _ in range(response_tokens - 1))
@@ -55,7 +55,7 @@ class CannedReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CannedModelServer(ThreadedServer):
-    """Serves ``replies`` in turn from its own thread; a context manager like the scripted server."""
+    """Serves ``replies`` in turn from its own thread; used as a context manager, like the scripted server."""
 
     def __init__(self, replies: Sequence[CannedReply] | None = None, *, port: int = 0) -> None:
         super().__init__(port)
@@ -69,7 +69,7 @@ class CannedModelServer(ThreadedServer):
 
     @asynccontextmanager
     async def listening(self) -> AsyncGenerator[int]:
-        """Listen with a protocol of its own, which does nothing that a benchmark does not need."""
+        """Listen with a minimal protocol that does only what a benchmark needs."""
         connections: set[_Connection] = set()
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Connection(self, connections), HOST, self._port)

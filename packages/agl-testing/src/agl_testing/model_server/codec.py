@@ -1,8 +1,8 @@
-"""The token codec of the scripted server: one token per byte, and marker tokens around turns.
+"""The scripted server's token codec, with one token per byte, and marker tokens around turns.
 
-It is not the tokenizer of a real model. It has the three properties that tests and benchmarks need: ids are known in
-advance, text comes back exactly, and the prompt of a conversation's next call starts with the ids of the previous
-prompt and response, as a chat template without drift guarantees.
+It is not the tokenizer of a real model. It has three properties that tests and benchmarks need: ids are known in
+advance, decoding gives exactly the encoded text, and there is no drift: the prompt of a conversation's next call starts
+with the ids of the previous prompt and response.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,9 +25,9 @@ VOCABULARY_SIZE = OFFSET + 256
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """A function call of the model: its name and its arguments as the JSON text that the model wrote.
+    """A function call of the model, with its arguments as the JSON text that the model wrote.
 
-    ``namespace`` is the group of the function in the responses API; it is not part of the tokens.
+    ``namespace`` is the function's group in the responses API; it is not part of the tokens.
     """
 
     name: str
@@ -36,7 +36,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
 
 class ConversationTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a conversation in any dialect; ``images`` counts its image parts."""
+    """One message of a conversation in any dialect; ``images`` is the number of its image parts."""
 
     role: str
     text: str = ""
@@ -45,12 +45,12 @@ class ConversationTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(text: str) -> list[int]:
-    """Return the ids of ``text``, one per UTF-8 byte."""
+    """Return the token ids of ``text``, one per UTF-8 byte."""
     return [byte + OFFSET for byte in text.encode()]
 
 
 def decode(ids: Iterable[int]) -> str:
-    """Return the text of ``ids``, with markers as ``<|name|>``; the inverse of :func:`encode` for plain text."""
+    """Return the text of token ids, with markers as ``<|name|>``; the inverse of :func:`encode` if there are none."""
     out = bytearray()
     for number in ids:
         out += bytes((number - OFFSET,)) if number >= OFFSET else _MARKERS[number].encode()
@@ -58,12 +58,12 @@ def decode(ids: Iterable[int]) -> str:
 
 
 def render_turn(turn: ConversationTurn) -> list[int]:
-    """Return the ids of one message: role marker, text, calls and end marker."""
+    """Return the token ids of one message: role marker, images, text, calls and end marker."""
     return [ROLES.get(turn.role, ROLES["user"]), *render_answer(turn.text, turn.calls, images=turn.images), END]
 
 
 def render_answer(text: str, calls: Sequence[FunctionCall], *, images: int = 0) -> list[int]:
-    """Return the ids that a model samples for a message, without the end marker."""
+    """Return the token ids of a message's content, without role marker and end marker."""
     ids = [IMAGE] * images + encode(text)
     for call in calls:
         ids += render_call_head(call.name) + encode(call.arguments)
@@ -71,12 +71,12 @@ def render_answer(text: str, calls: Sequence[FunctionCall], *, images: int = 0) 
 
 
 def render_call_head(name: str) -> list[int]:
-    """Return the ids of a call up to its arguments: the call's marker, its name, and the marker of the arguments."""
+    """Return the token ids of a call up to its arguments: call marker, function name, and arguments marker."""
     return [CALL, *encode(name), ARGUMENTS]
 
 
 def render_prompt(turns: Iterable[ConversationTurn], *, tools: object = None) -> list[int]:
-    """Return the ids of a chat request's prompt: tools, turns, and the marker that begins the assistant's answer."""
+    """Return the token ids of a chat request's prompt: tools, turns, and the role marker that starts the answer."""
     ids = [TOOLS, *encode(msgspec.json.encode(tools).decode()), END] if tools else []
     for turn in turns:
         ids += render_turn(turn)
@@ -84,5 +84,5 @@ def render_prompt(turns: Iterable[ConversationTurn], *, tools: object = None) ->
 
 
 def logprob(token: int, position: int) -> float:
-    """Return the log-probability that the server reports for ``token`` at ``position`` of its response, below 0."""
+    """Return the log-probability, below 0, that the server reports for ``token`` at ``position`` of a response."""
     return -((token * 31 + position * 17) % 97 + 1) / 100

@@ -1,4 +1,4 @@
-"""Turns HTTP requests into scripted responses: parsing, refusals, faults, plain bodies and streams."""
+"""Answers HTTP requests by the script: parses requests, refuses bad ones, injects faults, writes bodies and streams."""
 
 import asyncio
 import time
@@ -39,16 +39,19 @@ _FORMATS = {"chat": chat, "completions": completions, "responses": responses, "m
 
 @dataclass(kw_only=True)
 class RecordedCall:
-    """One HTTP exchange; the server fills it in while it goes on.
+    """One HTTP exchange; the server updates the record while the exchange goes on.
 
     Attributes:
         path: Path with its query string, as the client sent it.
-        headers: The request's headers by name in lower case.
-        body: The request's bytes; ``json`` is their parsed value, ``None`` if they are not JSON.
-        status: Status of the response, 0 before it began.
+        method: The request's method.
+        headers: The request's headers, by name in lower case.
+        body: The bytes of the request's body.
+        json: The parsed body; ``None`` if it is not JSON.
+        dialect: The API of the path.
+        status: Status of the response; 0 before the response begins.
         chunks: The bytes of the response's body, without transfer framing, one entry per write or streamed event.
-        is_complete: Whether the whole response was written; false after a cut or when the client went away.
-        is_abandoned: Whether the client closed the connection before the response was complete.
+        is_complete: True if the whole response was written; false if it was cut or the client disconnected.
+        is_abandoned: True if the client closed the connection before the response was complete.
     """
 
     path: str
@@ -64,20 +67,20 @@ class RecordedCall:
 
     @property
     def sent(self) -> bytes:
-        """Every byte of the response's body."""
+        """All bytes of the response's body."""
         return b"".join(self.chunks)
 
 
 class ScriptedHandler:
-    """Answers every path of the server; one instance per server, used in the server's loop only.
+    """Answers requests at every path of a server; each server has one handler, used only in the server's event loop.
 
     Args:
-        next_step: Gives the script's step for a request.
-        record: Takes every call that arrives.
-        default: The reply of a fault that names none.
+        next_step: Returns the script's step for a request.
+        record: Called with every call that arrives.
+        default: The reply for a fault that has no reply of its own.
         flavour: The server to imitate.
-        models: Names of models; the first is assumed where a request names none.
-        api_key: If given, calls without it get a 401.
+        models: Names of models; the first is used if a request names no model.
+        api_key: The key that calls must have, or else get a 401; ``None`` to accept all calls.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class ScriptedHandler:
             return await _send_plain(request, call, _error_response(call.dialect, 400, message))
         try:
             step = self._next_step(model_request)
-        except Exception as error:  # noqa: BLE001  # the test's own function
+        except Exception as error:  # noqa: BLE001  # any error of the test's own function
             step = self._failed(error)
         if isinstance(step, Status):
             return await _send_plain(request, call, _status_response(call.dialect, step))
@@ -172,7 +175,7 @@ class ScriptedHandler:
         return await _send_faulty(request, call, response, step)
 
     def _failed(self, error: Exception) -> Status:
-        """Keep an error of the script, which the server raises at its end; returns the answer of the call."""
+        """Store an error of the script, which the server raises when it stops; returns an HTTP 500 for the call."""
         self.script_errors.append(error)
         return Status(code=500, message=f"the script failed: {error!r}")
 
@@ -222,7 +225,7 @@ class ScriptedHandler:
 
 
 def _check_choices(asked: object) -> None:
-    """Raise ValueError unless a request asks for a number of choices that an API gives."""
+    """Raise ValueError if the request's ``n`` is given and is not a positive integer."""
     if asked is not None and (not isinstance(asked, int) or asked < 1):
         raise ValueError(f"n is {asked!r}, and has to be 1 or more")
 

@@ -1,4 +1,4 @@
-"""The script of a model server: its replies and the faults that it injects, call by call."""
+"""The script of a model server: the replies and faults with which it answers calls."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
@@ -11,15 +11,16 @@ Dialect: TypeAlias = Literal["chat", "completions", "responses", "messages", "em
 """The APIs that the server speaks."""
 
 Flavour: TypeAlias = Literal["vllm", "sglang", "every", "plain", "openai"]
-"""``vllm`` and ``sglang`` return token ids in their own fields when asked; ``every`` does so in every API, the
-messages and tool calls of responses included, which vLLM leaves out; ``plain`` ignores the request for them; ``openai``
-refuses it with a 400, as an API that checks its arguments does."""
+"""The server to imitate, which determines how a request for token ids is answered. ``vllm`` and ``sglang`` return ids
+in the fields of these servers. ``every`` returns ids in every API, also where vLLM does not: in the messages API, and
+for tool calls of the responses API. ``plain`` ignores the request. ``openai`` answers 400, as an API that checks its
+arguments does."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call of a reply; arguments are JSON text, or a mapping that is encoded to it.
+    """A tool call in a reply; its arguments are JSON text, or a mapping that is encoded as JSON.
 
-    ``namespace`` is the group of the tool in the responses API.
+    ``namespace`` is the tool's group in the responses API.
     """
 
     name: str
@@ -37,13 +38,14 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """An answer of the model.
 
     Attributes:
-        text: The content.
-        tool_calls: Tools that the model calls, in parallel where there are several.
-        finish_reason: In chat's words; ``""`` means ``tool_calls`` with tool calls and ``stop`` without.
-            ``length`` leaves the end token out.
-        delay: Seconds before the first byte; ``chunk_delay`` before each streamed piece.
+        text: The text of the answer.
+        tool_calls: The tool calls of the answer; several are parallel calls.
+        finish_reason: The finish reason of the chat API; ``""`` stands for ``tool_calls`` if there are tool calls, and
+            else for ``stop``. With ``length`` the answer has no end token.
+        delay: Seconds before the first byte.
+        chunk_delay: Seconds before each streamed event.
         chunks: Number of pieces of a streamed text (at most one per character), or the pieces themselves.
-        headers: Headers that are added to the response's.
+        headers: Headers to add to the response.
     """
 
     text: str = ""
@@ -56,7 +58,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reason(self) -> str:
-        """The finish reason in chat's words."""
+        """The finish reason of the chat API, with the default filled in."""
         return self.finish_reason or ("tool_calls" if self.tool_calls else "stop")
 
 
@@ -69,7 +71,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """Send ``after_chunks`` streamed events, nothing for ``seconds``, then the rest of ``reply``."""
+    """Send ``after_chunks`` streamed events, pause for ``seconds``, then send the rest of ``reply``."""
 
     seconds: float
     after_chunks: int = 0
@@ -84,24 +86,26 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Garbage(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer 200 with bytes that are not what the API promises."""
+    """Answer 200 with a body that is not valid in the API."""
 
     body: bytes = b"<html>it works!</html>"
     content_type: str = "text/html"
 
 
 Step: TypeAlias = Reply | tuple[Reply, ...] | Status | Stall | Cut | Garbage
-"""One call's script; a tuple holds one reply per choice of a request with ``n > 1``."""
+"""The script of one call; a tuple has one reply for each choice of a request with ``n > 1``."""
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as a scripting function sees it.
+    """A request as a ``respond`` function gets it.
 
     Attributes:
         index: Position among the server's model calls, from 0.
-        body: The parsed JSON.
-        turns: The conversation, the same for every dialect; one user turn for a text prompt.
-        prompt_ids: The ids that the server reports for the prompt.
+        dialect: The API of the request.
+        headers: The request's headers, by name in lower case.
+        body: The parsed JSON body.
+        turns: The conversation, in the same form for every dialect; a text prompt is one user turn.
+        prompt_ids: The token ids that the server reports for the prompt.
     """
 
     index: int
@@ -118,4 +122,4 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Respond: TypeAlias = Callable[[ModelRequest], Step]
-"""Gives the next step of the script for a request."""
+"""A function that returns the step with which a request is answered."""

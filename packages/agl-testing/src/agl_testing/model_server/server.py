@@ -1,4 +1,4 @@
-"""The scripted model server: real sockets, its own thread and event loop, usable from sync and async tests."""
+"""The scripted model server, with a real port and an event loop in its own thread, for sync and async tests."""
 
 import threading
 from collections import deque
@@ -20,16 +20,16 @@ class ScriptedModelServer(ThreadedServer):
     ...     client = openai.OpenAI(base_url=server.base_url, api_key="any")
 
     Args:
-        steps: Queued replies and faults, one per call, in order of arrival.
-        respond: A function from request to step; it then answers every call.
+        steps: Replies and faults to queue; each call, in order of arrival, takes the next.
+        respond: A function that returns the step for a request; if given, it answers every call instead of the queue.
         default: The answer when the queue is empty; ``None`` for an HTTP 500.
         flavour: The server to imitate in returning token ids.
-        models: Names that ``/v1/models`` lists; the first is assumed where a request names none.
-        api_key: If given, calls without it get a 401.
-        port: 0 for any free one.
+        models: Names that ``/v1/models`` lists; the first is used if a request names no model.
+        api_key: The key that calls must have, or else get a 401; ``None`` to accept all calls.
+        port: The port; 0 for any free one.
 
-    The server starts on entering the context (or by :meth:`start`) and is gone, stalled calls included, on
-    leaving it (or by :meth:`stop`); leaving also raises the error of a ``respond`` function.
+    Entering the context, or calling :meth:`start`, starts the server. Leaving the context, or calling :meth:`stop`,
+    stops it and ends all calls, even stalled ones. Leaving the context also raises the first error of the script.
     All methods may be called from any thread.
     """
 
@@ -59,7 +59,7 @@ class ScriptedModelServer(ThreadedServer):
 
     @property
     def calls(self) -> list[RecordedCall]:
-        """Every call that has arrived, in order."""
+        """All calls that have arrived, in order."""
         return list(self._calls)
 
     def enqueue(self, *steps: Step) -> None:
@@ -67,15 +67,15 @@ class ScriptedModelServer(ThreadedServer):
         self._steps.extend(steps)
 
     def respond_with(self, respond: Respond | None) -> None:
-        """Answer all later calls with ``respond``; ``None`` goes back to the queue."""
+        """Answer all later calls with ``respond``; ``None`` returns to the queue."""
         self._respond = respond
 
     def clear_calls(self) -> None:
-        """Forget the calls that were recorded."""
+        """Remove all recorded calls."""
         self._calls.clear()
 
     def wait_for_calls(self, count: int, *, timeout: float = 10.0) -> list[RecordedCall]:
-        """Block until ``count`` calls have arrived; :class:`TimeoutError` says how many did."""
+        """Block until ``count`` calls have arrived, and return them; raises :class:`TimeoutError` after ``timeout``."""
         with self._arrived:
             if not self._arrived.wait_for(lambda: len(self._calls) >= count, timeout):
                 raise TimeoutError(f"{len(self._calls)} of {count} calls reached the server within {timeout} s")
@@ -87,7 +87,7 @@ class ScriptedModelServer(ThreadedServer):
             self._arrived.notify_all()
 
     def _next_step(self, request: ModelRequest) -> Step:
-        """Return the step for a request; an HTTP 500 that says so when the script has run out."""
+        """Return the step for a request; if the script has no step left, return the default or an HTTP 500."""
         if self._respond is not None:
             return self._respond(request)
         if self._steps:
@@ -105,7 +105,7 @@ class ScriptedModelServer(ThreadedServer):
 
     @asynccontextmanager
     async def listening(self) -> AsyncGenerator[int]:
-        """Listen with aiohttp, which cancels calls in progress when the block ends."""
+        """Listen with aiohttp; calls in progress are cancelled when the block ends."""
         runner = web.ServerRunner(web.Server(self._handler.handle, handler_cancellation=True), shutdown_timeout=0.05)
         await runner.setup()
         try:

@@ -1,4 +1,4 @@
-"""A server in a thread and an event loop of its own, so that synchronous and asynchronous tests use it alike."""
+"""The base of servers that run an event loop in their own thread, so that sync and async tests use them alike."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ class ThreadedServer:
     """Serves on a local port from :meth:`start` to :meth:`stop`, or within a ``with`` block.
 
     Args:
-        port: A port of this machine, which no other machine reaches; 0 for any free one.
+        port: A port on the loopback interface; 0 for any free port.
     """
 
     def __init__(self, port: int) -> None:
@@ -26,20 +26,25 @@ class ThreadedServer:
 
     @property
     def url(self) -> str:
-        """Root of the server, which Anthropic clients take as their base URL."""
+        """The server's root URL, the base URL for Anthropic's clients."""
         return f"http://{HOST}:{self._port}"
 
     @property
     def base_url(self) -> str:
-        """The root with ``/v1``, which OpenAI clients take as their base URL."""
+        """The root URL with ``/v1``, the base URL for OpenAI's clients."""
         return f"{self.url}/v1"
 
     def listening(self) -> AbstractAsyncContextManager[int]:
-        """Listen for the length of a block, which gets the port; raises :class:`OSError` if it is taken."""
+        """Listen while the context is open; it yields the port. Raises :class:`OSError` if the port is in use."""
         raise NotImplementedError
 
     def start(self) -> Self:
-        """Bind the port and serve; returns when calls are accepted."""
+        """Start the thread and serve; returns once the server accepts calls.
+
+        Raises:
+            OSError: The port is in use.
+            TimeoutError: The server did not start in time.
+        """
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name=type(self).__name__, daemon=True)
         self._thread.start()
@@ -50,7 +55,7 @@ class ThreadedServer:
         return self
 
     def stop(self) -> None:
-        """Close the port and every connection, stalled calls included; idempotent."""
+        """Close the port and all connections, including those of stalled calls; idempotent."""
         if self._thread is None:
             return
         if self._loop is not None and self._stopping is not None and self._thread.is_alive():
@@ -59,7 +64,7 @@ class ThreadedServer:
         self._thread = None
 
     async def serve(self, started: threading.Event) -> None:
-        """Serve until :meth:`stop`; sets ``started`` once the port is open. Raises :class:`OSError` if it is taken."""
+        """Serve until :meth:`stop`; sets ``started`` once the port is open. Raises :class:`OSError` if it is in use."""
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         async with self.listening() as self._port:

@@ -1,1 +1,1 @@
-"""Rollouts, spans and child processes for tests of stores. Imports no test framework, so child processes start fast."""
+"""Sample records and child processes for tests of stores; imports no test framework, so child processes start fast."""

@@ -1,8 +1,8 @@
-"""A store under test, as a test and its child processes open it, and the child process itself.
+"""The location of a store under test, and a child process that works on the store.
 
-``python -m agl_testing.stores.process FACTORY URL REPORT write|drain`` works on a store until it is killed, or until
-the queue is empty. It appends a line to REPORT after every acknowledged write, so that a test can compare these writes
-with the stored ones.
+``python -m agl_testing.stores.process FACTORY URL REPORT write|drain`` works on a store until it is killed (``write``)
+or the queue is empty (``drain``). It appends a line to REPORT after every acknowledged write, so that a test can
+compare the acknowledged writes with the stored records.
 """
 
 import asyncio
@@ -21,28 +21,28 @@ LEASE_S = 1.0
 
 
 class StoreLocation(Record, frozen=True, kw_only=True):
-    """A store's factory by import path, and its URL; enough for a second process to open the same store.
+    """A store's factory and URL, from which another process can open the same store.
 
     Attributes:
-        factory: ``"module:attribute"``, as in the plugin's record.
-        url: URL of the store; fresh and empty for every test.
+        factory: Import path ``"module:attribute"`` of the factory, as in the plugin's entry.
+        url: URL of the store, which is new and empty for every test.
     """
 
     factory: str
     url: str
 
     def open(self) -> Store:
-        """Open a store object on this location."""
+        """Open a store object at this location."""
         module, _, attribute = self.factory.partition(":")
         return getattr(importlib.import_module(module), attribute)(self.url)
 
 
 class Acknowledged(Record, frozen=True, kw_only=True):
-    """One line of a child's report: a write that the store acknowledged.
+    """One line of a child process's report: a write that the store acknowledged.
 
     Attributes:
-        kind: ``enqueued``, ``claimed``, ``appended``, ``finished`` or ``trained``.
-        key: The rollout's id.
+        kind: The kind of write: ``enqueued``, ``claimed``, ``appended``, ``finished`` or ``trained``.
+        key: The id of the rollout that was written.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Acknowledged(Record, frozen=True, kw_only=True):
 
 
 async def main(location: StoreLocation, report_path: str, mode: str) -> None:
-    """Work on the store; ``write`` never ends."""
+    """Work on the store; in the mode ``write`` it never returns."""
     store = location.open()
     with open(report_path, "ab", buffering=0) as report:
         if mode == "drain":

@@ -1,4 +1,4 @@
-"""Sample rollouts, spans and calls for tests of stores, and shortcuts through the contract."""
+"""Sample rollouts, spans and calls for tests of stores, and shortcuts for common sequences of operations."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,13 +28,13 @@ _NUMBERS = count(1)
 NO_RETRY = RetryPolicy()
 TWO_ATTEMPTS = RetryPolicy(max_attempts=2)
 VICTIM = "victim"
-"""The experiment of the child processes that are killed."""
+"""The name of the experiment that killed child processes write to."""
 
 
 def make_rollout(
     *, experiment: str = "", group_id: str = "", mode: Mode = "train", retry: RetryPolicy = NO_RETRY
 ) -> Rollout:
-    """Create a rollout with a new id; ids sort in order of creation, also within one millisecond."""
+    """Create a rollout with a new id; ids sort in order of creation, even within one millisecond."""
     number = next(_NUMBERS)
     return Rollout(
         rollout_id=f"ro-{number:08d}-{new_rollout_id()[-6:]}",
@@ -47,7 +47,7 @@ def make_rollout(
 
 
 def make_span(claim: Claim, *, name: str = "work", span_id: str = "", call: ModelCall | None = None) -> Span:
-    """Create a span of the claimed attempt with a value in every field."""
+    """Create a span of the claimed attempt, with a value in nearly every field."""
     return Span(
         rollout_id=claim.rollout.rollout_id,
         attempt_id=claim.attempt.attempt_id,
@@ -66,7 +66,7 @@ def make_span(claim: Claim, *, name: str = "work", span_id: str = "", call: Mode
 
 
 def make_call(prompt: Sequence[int], response: Sequence[int], *, request_id: str = "r") -> ModelCall:
-    """Create a complete chat call with those tokens."""
+    """Create a complete chat call with the given prompt and response tokens."""
     return ModelCall(
         request_id=request_id,
         dialect="chat",
@@ -85,13 +85,13 @@ def make_call(prompt: Sequence[int], response: Sequence[int], *, request_id: str
 
 
 def make_reward_span(rollout_id: str, attempt_id: str, value: float) -> Span:
-    """Create a span with a person's reward for the whole rollout."""
+    """Create the span of a person's reward for the whole rollout."""
     reward = Reward(value=value, name="human", dimensions={"style": 0.5, "none": None}, source="human", feedback="ok")
     return Span(rollout_id=rollout_id, attempt_id=attempt_id, span_id=new_span_id(), name="evaluate", reward=reward)
 
 
 def outcome_of(claim: Claim, status: AttemptStatus = "succeeded", *, spans: Sequence[Span] = ()) -> Outcome:
-    """Create an outcome of the claimed attempt, with an error unless it succeeded."""
+    """Create an outcome of the claimed attempt, with an error unless the status is ``succeeded``."""
     error = None if status == "succeeded" else ErrorInfo(type="ValueError", message="no", traceback="line 1")
     return Outcome(attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=tuple(spans))
 
@@ -117,7 +117,7 @@ async def finish_one(store: Store, *, status: AttemptStatus = "succeeded", spans
 
 
 async def until(condition: Callable[[], Awaitable[bool]], *, store: Store, limit_s: float = 10.0) -> None:
-    """Wait on the change feed until ``condition`` holds; fails after ``limit_s`` seconds."""
+    """Wait until ``condition`` holds, checking it after each change; raises TimeoutError after ``limit_s`` seconds."""
     cursor = 0
     async with asyncio.timeout(limit_s):
         while not await condition():

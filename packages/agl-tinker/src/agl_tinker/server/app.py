@@ -1,6 +1,6 @@
-"""The routes of the server.
+"""The HTTP routes of the server.
 
-They are those of the published client 0.38. A route of the client that this server does not have is refused with a
+The routes are those of version 0.38 of the published client. A client's route that this server lacks is refused with a
 message that names it. The key is checked before a body is read.
 """
 
@@ -31,12 +31,12 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class TinkerApp:
-    """The request handlers over a service.
+    """The HTTP handlers of a service.
 
     Args:
-        service: What they share; closed with the application.
-        key: The API key that clients send.
-        most_bytes: Size of the largest body that is read.
+        service: The service, which is closed with the application.
+        key: The API key that clients must send.
+        most_bytes: The size of the largest accepted body.
     """
 
     def __init__(self, service: TinkerService, *, key: str, most_bytes: int) -> None:
@@ -198,7 +198,7 @@ def _described(one: Checkpoint) -> dict[str, Any]:
 
 
 def _promising(kind: type[M], begin: Callable[[M], str]) -> Handler:
-    """Return a handler that begins the work of a request of this kind and answers with the id of its promise."""
+    """Return a handler that starts the work of a request of this kind, and answers with the id of its promise."""
 
     async def handler(request: web.Request) -> web.Response:
         return _promised(begin(read_json(await request.read(), kind)))
@@ -221,7 +221,7 @@ async def _object(request: web.Request) -> dict[str, Any]:
 
 
 def _always(answer: dict[str, Any]) -> Handler:
-    """Return a handler that has one answer."""
+    """Return a handler that always gives the same answer."""
 
     async def handler(_request: web.Request) -> web.Response:
         return web.json_response(answer)
@@ -235,7 +235,7 @@ async def _unknown(request: web.Request) -> web.StreamResponse:
 
 @web.middleware
 async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every failure as JSON with the reason."""
+    """Answer every failure as JSON with its reason."""
     try:
         return await handler(request)
     except RefusedError as error:

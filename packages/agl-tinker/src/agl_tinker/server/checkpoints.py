@@ -1,8 +1,9 @@
-"""The saved weights and states of a server, in one folder, under Tinker's names for them.
+"""The saved weights and states of a server, in one folder, under Tinker's paths.
 
-``tinker://RUN/weights/NAME`` is a state that training continues from, and ``tinker://RUN/sampler_weights/NAME`` weights
-to sample from. Both outlive the server. A folder is written under another name and renamed, so one that is there is
-whole. Weights that were saved without a name belong to a sampling client; the newest of a run are kept.
+``tinker://RUN/weights/NAME`` is a state from which training continues, and ``tinker://RUN/sampler_weights/NAME`` is
+weights for sampling. Both outlive the server. A checkpoint is written to a folder of another name and then renamed, so
+an existing one is always complete. Weights that were saved without a name belong to a sampling client; only the newest
+ones of a run are kept.
 """
 
 import re
@@ -33,17 +34,17 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """Tinker's name for it."""
+        """Tinker's path of the checkpoint."""
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
     @property
     def created(self) -> float:
-        """Unix seconds."""
+        """The time at which the checkpoint was written, in Unix seconds."""
         return self.folder.stat().st_mtime
 
 
 class Checkpoints:
-    """The checkpoints below a folder, which is made; raises :class:`ConfigError` where it cannot be."""
+    """The checkpoints below a folder, which is created; raises :class:`ConfigError` if it cannot be created."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -55,9 +56,10 @@ class Checkpoints:
             ) from error
 
     def new(self, run: str, kind: Kind, name: str, *, overwrite: bool = False) -> Checkpoint:
-        """Return the place of a checkpoint that is to be written.
+        """Return the checkpoint to be written under a name.
 
-        Raises :class:`RefusedError` for a name that is not allowed, or that is taken.
+        Raises:
+            RefusedError: The name is not allowed, or is taken and ``overwrite`` is false.
         """
         if not _NAME.fullmatch(name) or name.startswith(UNNAMED):
             raise RefusedError(
@@ -70,7 +72,7 @@ class Checkpoints:
         return found
 
     def unnamed(self, run: str) -> Checkpoint:
-        """Return the place of weights for a sampling client, and remove the oldest beyond those that are kept."""
+        """Return a new checkpoint of weights for a sampling client, and remove the oldest ones if there are many."""
         folder = self._at(run, "sampler_weights", UNNAMED).folder.parent
         old = sorted(folder.glob(f"{UNNAMED}*"), key=lambda path: path.stat().st_mtime)
         for path in old[: max(0, len(old) - _KEPT + 1)]:
@@ -78,7 +80,7 @@ class Checkpoints:
         return self._at(run, "sampler_weights", f"{UNNAMED}{time.time_ns():x}")
 
     def find(self, path: str, kind: Kind) -> Checkpoint:
-        """Return the checkpoint of a kind at ``tinker://...``; raises :class:`RefusedError` where there is none."""
+        """Return the checkpoint of a kind at ``tinker://...``; raises :class:`RefusedError` if it does not exist."""
         run, _, rest = path.removeprefix("tinker://").partition("/")
         found_kind, _, name = rest.partition("/")
         is_path = path.startswith("tinker://") and _RUN.fullmatch(run) and _NAME.fullmatch(name)

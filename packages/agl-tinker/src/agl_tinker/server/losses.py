@@ -1,7 +1,7 @@
-"""Tinker's built-in losses, by the losses of ``agl_objectives`` where these are the same.
+"""Tinker's built-in losses, computed with the losses of ``agl_objectives`` if these are the same.
 
-Tinker adds up over tokens and divides by nothing. With r the ratio of the policy to the sampler, A the advantage, w a
-weight, and sg(x) for x without its gradient:
+Tinker's losses are sums over tokens. With r the ratio of the policy's probability to the sampler's, A the advantage, w
+a weight, and sg(x) for x without its gradient:
 
     cross_entropy         -w log pi
     importance_sampling   -r A
@@ -9,8 +9,8 @@ weight, and sg(x) for x without its gradient:
     cispo                 -sg(clip(r, low, high)) A log pi        low 0, high 4
     dro                   -(A log pi - beta / 2 (log r)^2)        beta 0.05
 
-Tinker's formulas have no mask. A token with advantage 0 and log-probability 0 is padding before an answer; the last
-term of ``dro``, which would pull such tokens, leaves them alone.
+Tinker's formulas have no mask. A token with advantage 0 and log-probability 0 is padding before an answer; here the
+last term of ``dro`` is not applied to such tokens, since it would change their probability.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,19 +26,20 @@ from agl_tinker.server.problems import RefusedError, not_offered
 TokenLoss = Callable[[Tensor, Mapping[str, Tensor], Tensor], Tensor]
 Config = Mapping[str, float]
 _LIMIT = 20.0
-"""Largest size of a log-ratio, as in ``agl_objectives``; beyond it exp would overflow."""
+"""Limit of the absolute value of a log-ratio, as in ``agl_objectives``; beyond it exp would overflow."""
 
 _CLIPS = ("clip_low_threshold", "clip_high_threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """A loss of Tinker's.
+    """A built-in loss of Tinker's.
 
     Attributes:
-        inputs: Tensors that a row must have in addition to ``target_tokens``; ``optional`` ones are 1 if absent.
-        config: Parameters with their defaults.
-        build: Makes the loss from the parameters.
+        inputs: Names of the tensors that a row must have besides ``target_tokens``.
+        build: Creates the loss from its parameters.
+        optional: Names of further tensors that a row may have; a missing one counts as all ones.
+        config: The loss's parameters with their defaults.
     """
 
     inputs: tuple[str, ...]
@@ -108,7 +109,7 @@ LOSSES: dict[str, BuiltIn] = {
 
 
 def built_in(name: str) -> BuiltIn:
-    """Return a loss by name; raises :class:`RefusedError` that lists those that there are."""
+    """Return a loss by name; raises :class:`RefusedError`, which lists all losses, for an unknown name."""
     if name not in LOSSES:
         refusal = not_offered(f"The loss {name!r}")
         raise RefusedError(f"{refusal} Its losses are {', '.join(LOSSES)}.")
@@ -116,7 +117,7 @@ def built_in(name: str) -> BuiltIn:
 
 
 def make_loss(name: str, config: Mapping[str, float | str]) -> TokenLoss:
-    """Return a loss with its parameters; raises :class:`RefusedError` for parameters that it does not have."""
+    """Return a loss with its parameters; raises :class:`RefusedError` if it does not accept them."""
     found = built_in(name)
     unknown = sorted(config.keys() - found.config.keys())
     texts = sorted(key for key, value in config.items() if isinstance(value, str))

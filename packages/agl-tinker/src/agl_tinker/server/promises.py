@@ -1,6 +1,6 @@
-"""The results that clients wait for: work begins when a request arrives, and is fetched under the request's id.
+"""The results for which clients wait: work starts when a request arrives, and its result is fetched by an id.
 
-A client that repeats a request, because the answer to it was lost, gets the same promise again.
+If a client repeats a request because the response was lost, it gets the same promise again.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from agl_tinker.server.wire import failure
 
 _LOG = logging.getLogger("agl_tinker")
 Result = bytes | Mapping[str, Any]
-"""A protocol buffer, or JSON."""
+"""The body of a result: a protocol buffer as bytes, or JSON."""
 
 POLL_S = 20.0
-"""Seconds that a request for a result waits; the published client waits for 45."""
+"""Seconds that the server waits before it answers that a result is not ready; the published client waits for 45."""
 
 _KEPT_S = 900.0
-"""Seconds that a result stays after it was made."""
+"""Seconds for which a result is kept after it is ready."""
 
 
 @dataclass
@@ -32,24 +32,24 @@ class _Promise:
 
 
 class Promises:
-    """Work in progress and its results. Used in one event loop."""
+    """Work in progress and its results; must be used in one event loop."""
 
     def __init__(self) -> None:
         self._promises: dict[str, _Promise] = {}
 
     def has(self, request_id: str) -> bool:
-        """Return whether a request is known."""
+        """Return true if a request has a promise."""
         return request_id in self._promises
 
     def make(self, request_id: str, work: Awaitable[Result]) -> None:
-        """Begin work under an id that is not known yet."""
+        """Start work under a new id."""
         self._forget()
         promise = _Promise(asyncio.ensure_future(_settled(work)))
         promise.task.add_done_callback(lambda _: setattr(promise, "done_at", time.monotonic()))
         self._promises[request_id] = promise
 
     async def wait(self, request_id: str) -> Result | None:
-        """Return a result, ``None`` if it is not there yet; raises :class:`RefusedError` for an unknown id."""
+        """Return a result, or ``None`` if it is not ready yet; raises :class:`RefusedError` for an unknown id."""
         promise = self._promises.get(request_id)
         if promise is None:
             raise RefusedError(
@@ -61,7 +61,7 @@ class Promises:
         return promise.task.result() if done else None
 
     def cancel(self, request_id: str) -> None:
-        """Stop work that nobody waits for; an unknown id is ignored."""
+        """Stop work whose result is no longer needed; an unknown id is ignored."""
         promise = self._promises.get(request_id)
         if promise is not None:
             promise.task.cancel()
@@ -80,7 +80,7 @@ class Promises:
 
 
 async def _settled(work: Awaitable[Result]) -> Result:
-    """Return what work gives, or its failure as a result."""
+    """Return the result of work, or a failure as a result."""
     try:
         return await work
     except asyncio.CancelledError:

@@ -16,7 +16,7 @@ from agl_tinker.server.service import TinkerService
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """The options of ``agl tinker serve``, by their names there."""
+    """The options of ``agl tinker serve``, under the same names."""
 
     model: str
     name: str = ""
@@ -33,9 +33,9 @@ class ServeSettings:
 
 
 def make_app(settings: ServeSettings, *, key: str) -> tuple[web.Application, str]:
-    """Load the model; returns the application and the model's name for clients.
+    """Load the model; return the application and the model's name for clients.
 
-    Raises :class:`ConfigError` where the model cannot be loaded. The application closes what it uses.
+    The application closes the model and its other resources. Raises :class:`ConfigError` if the model cannot be loaded.
     """
     place = Path(settings.model).expanduser()
     path = str(place.absolute()) if place.is_dir() else settings.model
@@ -52,7 +52,7 @@ def make_app(settings: ServeSettings, *, key: str) -> tuple[web.Application, str
 
 
 def run_server(settings: ServeSettings, *, key: str, source: str, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; raises :class:`ConfigError` where the model or the port cannot be had."""
+    """Serve until SIGINT or SIGTERM; raises :class:`ConfigError` if the model or the port cannot be used."""
     app, name = make_app(settings, key=key)
 
     async def serve() -> None:
@@ -70,7 +70,7 @@ def run_server(settings: ServeSettings, *, key: str, source: str, say: Callable[
 
 
 async def listen(runner: web.AppRunner, *, host: str, port: int) -> str:
-    """Listen; returns the URL. Raises :class:`ConfigError` where the address is taken."""
+    """Open the port and return the URL; raises :class:`ConfigError` if the server cannot listen there."""
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The state of a server between requests: sessions, models in training, samplers, and the queue of training.
+"""The state of a server between requests: sessions, models in training, samplers, and the queue of training requests.
 
-Training requests of all clients go through one thread, in the order in which they arrive, because one pass fills the
-machine. Sampling runs meanwhile. Everything in memory is lost with the process: models in training, and results that
-nobody fetched. Checkpoints stay, and so do sampling sessions, whose ids name their weights.
+Training requests of all clients run in one thread, in the order of their arrival, because one pass uses the whole
+machine. Sampling runs at the same time. Everything in memory is lost when the process ends: models in training, and
+results that were not fetched. Checkpoints survive, and so do sampling sessions, whose ids contain their weights' paths.
 """
 
 import asyncio
@@ -34,22 +34,22 @@ _MOST_RANK = 512
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """A model in training."""
+    """A model in training, with the id of its run."""
 
     run: str
     trainee: Trainee
 
 
 class TinkerService:
-    """All that requests share. Used in one event loop; :meth:`close` it.
+    """The state that all requests share; must be used in one event loop, and closed with :meth:`close`.
 
     Args:
         model: The base model.
-        name: The name by which clients know it.
-        folder: Where checkpoints are kept.
-        threads: CPU threads of torch; 0 leaves them.
-        samplers: Sets of weights that stay ready for sampling.
-        most_models: Models that may be in training at once.
+        name: The name by which clients know the model.
+        folder: The folder of the checkpoints.
+        threads: CPU threads of torch; 0 keeps torch's own number.
+        samplers: The number of sets of weights that stay ready for sampling.
+        most_models: The number of models that may be in training at once.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class TinkerService:
         self._trainer = ThreadPoolExecutor(1, thread_name_prefix="agl-tinker-training")
 
     async def close(self) -> None:
-        """Stop all work and release everything."""
+        """Stop all work and release the models."""
         await self.promises.close()
         await self._samplers.close()
         self._trainer.shutdown(wait=True, cancel_futures=True)
         self._runs.clear()
 
     def run_of(self, run: str) -> TrainingRun:
-        """Return a model in training; raises :class:`RefusedError` where there is none."""
+        """Return a model in training; raises :class:`RefusedError` if the run has no model here."""
         if run not in self._runs:
             last = [one.path for one in self.checkpoints.of(run) if one.kind == "weights"][-1:]
             again = f"continue from its last state, {last[0]}" if last else "create a training client again"
@@ -85,7 +85,7 @@ class TinkerService:
         return self._runs[run]
 
     def create_model(self, body: types.CreateModelRequest) -> str:
-        """Begin to make a model; returns the id of the promise."""
+        """Start to create a model; return the id of the promise."""
         run = _run_id(body.session_id, body.model_seq_id)
         return self._promise(f"{run}:create", lambda: self._created(run, body))
 
@@ -111,7 +111,7 @@ class TinkerService:
         return {"type": "create_model", "model_id": run}
 
     def load_weights(self, body: types.LoadWeightsRequest) -> str:
-        """Begin to make a model from a saved state, or to load one into a model; returns the id of the promise."""
+        """Start to load a saved state, into a new model or an existing one; return the id of the promise."""
         if body.model_id is not None:
             found = self.run_of(body.model_id)
             return self._promise(f"{found.run}:{_number(body.seq_id)}", lambda: self._loaded(found, body))
@@ -133,7 +133,7 @@ class TinkerService:
         return {"type": "load_weights", "path": body.path, "model_id": found.run}
 
     def forward_backward(self, message: Any) -> str:
-        """Begin a forward pass, with a backward pass unless the request is for a forward pass alone."""
+        """Start a forward pass, and a backward pass unless the request excludes it; return the id of the promise."""
         found = self.run_of(message.model_id)
         # Read at once, so that a row that cannot be trained on is refused before anything runs.
         loss = make_loss(message.loss_fn, config_of(message))
@@ -149,7 +149,7 @@ class TinkerService:
         return self._promise(f"{found.run}:{message.seq_id}", work)
 
     def optim_step(self, body: types.OptimStepRequest) -> str:
-        """Begin an update."""
+        """Start an update; return the id of the promise."""
         found, params = self.run_of(body.model_id), body.optim_params
         if not isinstance(params, types.AdamParams):
             raise not_offered(f"The optimizer {params.type!r}")
@@ -170,7 +170,7 @@ class TinkerService:
         return self._promise(f"{found.run}:{_number(body.seq_id)}", work)
 
     def save_weights(self, body: types.SaveWeightsRequest) -> str:
-        """Begin to save a state that training continues from."""
+        """Start to save a state from which training can continue; return the id of the promise."""
         found = self.run_of(body.model_id)
 
         name = body.path or f"state-{_number(body.seq_id)}"
@@ -186,7 +186,7 @@ class TinkerService:
         return self._promise(f"{found.run}:{_number(body.seq_id)}", work)
 
     def save_for_sampler(self, body: types.SaveWeightsForSamplerRequest) -> str:
-        """Begin to save weights to sample from, under a name or for one sampling client."""
+        """Start to save weights for sampling, under a name or for one sampling client; return the id of the promise."""
         found = self.run_of(body.model_id)
         if body.kind != "snapshot":
             raise not_offered(f"A sampling client of the kind {body.kind!r}")
@@ -207,19 +207,19 @@ class TinkerService:
         return self._promise(f"{found.run}:{_number(body.seq_id)}", work)
 
     def sampling_session(self, *, base_model: str | None, model_path: str | None) -> str:
-        """Return the id of a sampling session; raises :class:`RefusedError` for weights that are not here."""
+        """Return the id of a new sampling session; raises :class:`RefusedError` if the server lacks the weights."""
         if model_path is not None:
             return _sampler_id(self.checkpoints.find(model_path, "sampler_weights").path)
         self._require_base(base_model or "")
         return _sampler_id("")
 
     def weights_of(self, sampler_id: str) -> Checkpoint | None:
-        """Return the weights of a sampling session, ``None`` for the base model's."""
+        """Return the checkpoint that a sampling session uses; ``None`` for the base model."""
         path = _sampled_path(sampler_id)
         return self.checkpoints.find(path, "sampler_weights") if path else None
 
     def sample(self, body: types.SampleRequest) -> tuple[str, list[str]]:
-        """Begin to sample; returns the id of the promise and those of the sequences."""
+        """Start to sample; return the id of the promise and the ids of the sequences."""
         session = body.sampling_session_id or self.sampling_session(
             base_model=body.base_model, model_path=body.model_path
         )
@@ -248,9 +248,9 @@ class TinkerService:
         return request_id
 
     async def _add(self, run: str, make: Callable[[], Trainee]) -> None:
-        async with self._adding:  # else models that are made at once would each find the same room
+        async with self._adding:  # otherwise concurrent creations would each count the same free place
             if len(self._runs) >= self._most_models:
-                # That of the client that was silent longest; its next request is answered with how to go on.
+                # The least recently used model; the answer to its client's next request says how to continue.
                 self._runs.pop(next(iter(self._runs)))
             self._runs[run] = TrainingRun(run=run, trainee=await self._train(make))
 
@@ -276,17 +276,17 @@ def _run_id(session: str, number: int) -> str:
 
 
 def _number(seq_id: int | None) -> str:
-    """Return the part of a promise's id that is the request's own; a request without a number is never sent twice."""
+    """Return a request's number for its promise's id; a request without one is never repeated and gets a random id."""
     return uuid.uuid4().hex if seq_id is None else str(seq_id)
 
 
 def _sampler_id(path: str) -> str:
-    """Return an id that names the weights, so that a server that was started again knows the session."""
+    """Return a new session id that contains the weights' path, so that a restarted server still knows the session."""
     return f"{uuid.uuid4().hex}-{base64.urlsafe_b64encode(path.encode()).decode().rstrip('=')}"
 
 
 def _sampled_path(sampler_id: str) -> str:
-    """Return the path of a session's weights, ``""`` for the base model."""
+    """Return the path of a session's weights; ``""`` for the base model."""
     unique, _, coded = sampler_id.partition("-")
     try:
         if len(unique) != 32:
@@ -299,15 +299,15 @@ def _sampled_path(sampler_id: str) -> str:
 
 
 Key = tuple[Path | None, int]
-"""The folder of the weights and the time when they were written, since a name may be used again after a removal."""
+"""The folder of the weights and the time of their writing, since a removed checkpoint's name may be used again."""
 
 
 class Samplers:
-    """Ready samplers by their weights. Used in one event loop.
+    """Ready samplers by their weights; must be used in one event loop.
 
     Args:
         model: The base model.
-        most: Samplers that stay ready; an idle one that was not asked for the longest is closed for a new one.
+        most: The number of samplers that stay ready; for a new one, the least recently used idle sampler is closed.
     """
 
     def __init__(self, model: HostedModel, *, most: int) -> None:
@@ -318,11 +318,12 @@ class Samplers:
 
     @asynccontextmanager
     async def using(self, folder: Path | None) -> AsyncGenerator[Sampler]:
-        """Return the sampler of a checkpoint's folder, or of the base; it stays open within the block."""
+        """Yield the sampler of a checkpoint's folder, or of the base model; it stays open during the block."""
         key = (folder, folder.stat().st_mtime_ns if folder is not None else 0)
         self._users[key] = self._users.get(key, 0) + 1
         try:
-            # Shielded: a request that is cancelled leaves the sampler to the next one, and none that nobody closes.
+            # Shielded, so that a cancelled request leaves a sampler that the next one uses and that is closed at the
+            # end.
             yield await asyncio.shield(self._opened(key))
         finally:
             self._users[key] -= 1
@@ -330,14 +331,14 @@ class Samplers:
                 del self._users[key]
 
     async def close(self) -> None:
-        """Close all of them."""
+        """Close all samplers."""
         async with self._opening:  # one that is being opened is closed too
             while self._ready:
                 _, sampler = self._ready.popitem()
                 await asyncio.to_thread(sampler.close)
 
     async def _opened(self, key: Key) -> Sampler:
-        async with self._opening:  # else two requests for new weights would read them twice
+        async with self._opening:  # otherwise two requests for the same new weights would read them twice
             if key not in self._ready:
                 idle = [ready for ready in self._ready if ready not in self._users]
                 for old in idle[: max(0, len(self._ready) + 1 - self._most)]:

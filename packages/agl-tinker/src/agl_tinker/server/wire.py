@@ -1,7 +1,7 @@
-"""Tinker's messages, read into rows and requests of ``agl_algo_torch.serving.hosting`` and written from its results.
+"""Converts Tinker's messages to rows and requests of ``agl_algo_torch.serving.hosting``, and results to messages.
 
-Rows and results of training and of sampling travel as protocol buffers, whose classes come with the published client;
-everything else is JSON, read by the client's own models.
+Rows, and the results of training and sampling, are sent as protocol buffers, whose classes come with the published
+client. All other messages are JSON, read with the client's own models.
 """
 
 import math
@@ -25,7 +25,7 @@ _MOST_ALTERNATIVES = 100
 
 
 def read_json(content: bytes, model: type[M]) -> M:
-    """Return the body of a request; raises :class:`RefusedError` naming the fields that are wrong."""
+    """Decode the body of a request; raises :class:`RefusedError`, which names the wrong fields."""
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
@@ -36,7 +36,7 @@ def read_json(content: bytes, model: type[M]) -> M:
 
 
 def read_training(content: bytes) -> Any:
-    """Return a ``ForwardBackwardRequest``; raises :class:`RefusedError` for other bytes."""
+    """Decode a ``ForwardBackwardRequest``; raises :class:`RefusedError` if it is not one, or if it holds no data."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(content)
@@ -48,7 +48,7 @@ def read_training(content: bytes) -> Any:
 
 
 def config_of(message: Any) -> dict[str, float | str]:
-    """Return the parameters of a request's loss."""
+    """Return the parameters of a request's loss, by name."""
     newer = {
         key: value.text if value.HasField("text") else float(value.number)
         for key, value in message.loss_fn_config_v2.items()
@@ -57,7 +57,7 @@ def config_of(message: Any) -> dict[str, float | str]:
 
 
 def rows_of(message: Any, *, vocab_size: int, context_length: int) -> list[TargetRow]:
-    """Return the rows of a request; raises :class:`RefusedError` naming the first one that cannot be trained on."""
+    """Return the rows of a request; raises :class:`RefusedError`, which names the first row that cannot be trained."""
     return [
         _row(datum, message.loss_fn, f"data[{place}]", vocab_size=vocab_size, context_length=context_length)
         for place, datum in enumerate(message.data)
@@ -91,7 +91,7 @@ def _row(datum: Any, loss: str, where: str, *, vocab_size: int, context_length: 
 
 
 def _tensor(tensor: Any, where: str, *, length: int) -> Any:
-    """Return one number for every position, [N]."""
+    """Return a tensor as an array with one number per position, [N]."""
     if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
         raise RefusedError(f"{where}: {not_offered('A tensor of several targets for each position')}")
     dtype = _NUMPY.get(tensor.dtype)
@@ -110,7 +110,7 @@ def _whole(content: bytes, dtype: Any, where: str) -> Any:
 
 
 def training_output(loss: float, logprobs: Sequence[Sequence[float]]) -> bytes:
-    """Return a ``ForwardBackwardOutput``."""
+    """Encode a loss and the log-probabilities of each row as a ``ForwardBackwardOutput``."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics["loss:sum"] = loss
     message.metrics["tokens:sum"] = float(sum(map(len, logprobs)))
@@ -127,7 +127,7 @@ def training_output(loss: float, logprobs: Sequence[Sequence[float]]) -> bytes:
 def read_sampling(
     body: types.SampleRequest, *, vocab_size: int, context_length: int, stop_ids: frozenset[int]
 ) -> SampleRequest:
-    """Return the sampling that a request asks for; raises :class:`RefusedError` for what is not offered."""
+    """Return the sampling that a request describes; raises :class:`RefusedError` for invalid or unsupported options."""
     asked = {
         "topk_prompt_logprobs": body.topk_prompt_logprobs,
         "target_prompt_logprobs": body.target_prompt_logprobs,
@@ -184,7 +184,7 @@ def _check_sampling(body: types.SampleRequest) -> None:
 
 
 def _stops(stop: Any, own: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return the tokens and the texts that end an answer; without any wish the model's own tokens do."""
+    """Return the tokens and the texts that end an answer; the default is the model's own end tokens, ``own``."""
     if stop is None:
         return own, ()
     if isinstance(stop, str):
@@ -197,7 +197,14 @@ def _stops(stop: Any, own: frozenset[int]) -> tuple[frozenset[int], tuple[str, .
 def sampling_output(
     samples: Sequence[Sample], *, prompt: Sequence[float] | None, last: int | None, alternatives: int
 ) -> bytes:
-    """Return a ``SampleResponse``; ``prompt`` has the log-probabilities of the prompt's tokens after the first."""
+    """Encode samples as a ``SampleResponse``.
+
+    Args:
+        samples: The sampled sequences.
+        prompt: Log-probabilities of the prompt's tokens after the first; ``None`` to send none.
+        last: Send the prompt's log-probabilities only for this many last tokens; ``None`` for all.
+        alternatives: Whether to send the most likely alternatives of each token; 0 for no.
+    """
     message = pb.SampleResponse()
     for one in samples:
         sequence = message.sequences.add()
@@ -218,7 +225,7 @@ def sampling_output(
 
 
 def failure(text: str, *, is_user: bool) -> Mapping[str, str]:
-    """Return the result of a request that failed."""
+    """Return the result that reports a failed request."""
     return {"error": text, "category": "user" if is_user else "server"}
 
 

@@ -1,7 +1,7 @@
-"""The formats that are read, one module each, and the choice between them by a file's first record.
+"""The formats that ``agl data import`` reads, and the choice of a format from a file's first record.
 
-A module has two functions: ``fits(record)`` recognises the first record of a file, and ``read(path)`` yields its runs
-one after the other, without keeping them. Another format is one more module and one more line here.
+Each format is a module with two functions: ``fits(record)`` recognises the first record of a file, and ``read(path)``
+yields the file's runs one at a time, without collecting them. A new format takes one module and one line here.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ __all__ = ["FORMATS", "Format", "format_of"]
 
 
 class Format(NamedTuple):
-    """A format of runs.
+    """A format in which another tool records runs.
 
     Attributes:
-        name: As in ``--format``.
-        title: The format for people.
-        fits: Whether a file's first record is one of this format.
-        read: Reads a file's runs in order; raises :class:`agl.errors.DatasetError` for one that is not in the format.
+        name: The name for ``--format``.
+        title: A description for people.
+        fits: Returns true if a file's first record is in this format.
+        read: Reads a file's runs in order; raises :class:`agl.errors.DatasetError` if the file is not in this format.
     """
 
     name: str
@@ -52,11 +52,11 @@ FORMATS = {
         Format("mlflow", "traces of MLflow 3", mlflow.fits, mlflow.read),
     )
 }
-"""The formats by name, in the order in which they are tried."""
+"""The formats by name, in the order in which a file is matched against them."""
 
 
 def format_of(path: Path) -> Format:
-    """Recognise the format of a file; raises :class:`DatasetError` with a list of the known formats when none fits."""
+    """Recognise the format of a file; raises :class:`DatasetError` listing the known formats if none matches."""
     if is_protobuf(path):
         return FORMATS["otlp"]
     record = first_record(path)

@@ -1,8 +1,8 @@
-"""ATIF, the Agent Trajectory Interchange Format of Harbor, versions 1.0 to 1.8: one trajectory is one run.
+"""Reads ATIF 1.0 to 1.8, Harbor's Agent Trajectory Interchange Format: one trajectory is one run.
 
 A step of the agent is a model call, and the messages before it are its request. Token ids and log-probabilities are
-read where a step has them. Sub-agents are embedded, or stand in files next to the trajectory, never outside of its
-folder. Steps that were copied from another trajectory are part of requests only.
+read if a step has them. Sub-agents are embedded in the trajectory, or in files within its folder; files outside of the
+folder are refused. Steps copied from another trajectory become messages of later requests, and no calls.
 """
 
 import re
@@ -31,7 +31,7 @@ def fits(record: Json) -> bool:
 
 
 def read(path: Path) -> Iterator[Run]:
-    """Read the trajectories of a file; raises :class:`DatasetError` for one of another version."""
+    """Read the trajectories of a file; raises :class:`DatasetError` for an unknown version or one without steps."""
     for line in read_lines(path):
         document = as_dict(line.value)
         _check(line.place, document)
@@ -56,7 +56,7 @@ def _check(place: str, document: dict[str, Any]) -> None:
 
 
 class _Trajectory:
-    """Adds a trajectory to a run: the agent, its calls, its tools, and its sub-agents below these."""
+    """Adds a trajectory to a run: its agent, the agent's calls and tools, and the sub-agents that these started."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class _Trajectory:
         self._added: set[str] = set()
         self._at_ns = at_ns
         self._calls: dict[str, str] = {} if calls is None else calls
-        """Keys of calls by the span ids that agl wrote."""
+        """Keys of the run's calls, by the span ids that ``agl data export`` wrote."""
 
     def add(self) -> None:
         """Add the trajectory and its sub-agents."""
@@ -170,7 +170,7 @@ class _Trajectory:
         )
 
     def _tokens(self, number: int, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the packed tokens of a call, or why they are missing."""
+        """Return fields of the call: its packed token ids and log-probabilities, or the reason why ids are missing."""
         prompt, answer = as_list(metrics.get("prompt_token_ids")), as_list(metrics.get("completion_token_ids"))
         logprobs = as_list(metrics.get("logprobs"))
         if not prompt or not answer:
@@ -247,7 +247,7 @@ class _Trajectory:
 
 
 def named_in(path: Path) -> Iterator[Path]:
-    """Return the files of sub-agents that the trajectories of a file name; raises as :func:`read_lines` does."""
+    """Yield the sub-agents' files that a file's trajectories name; raises the errors of :func:`read_lines`."""
     for line in read_lines(path):
         for step in dicts_in(as_dict(line.value).get("steps")):
             for result in dicts_in(as_dict(step.get("observation")).get("results")):
@@ -262,12 +262,12 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def _own(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``agl data export`` wrote in addition to the fields of the format."""
+    """Return the object ``agl`` that ``agl data export`` adds to a record; empty if there is none."""
     return as_dict(as_dict(record.get("extra")).get("agl"))
 
 
 def _message(role: str, step: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Json]:
-    """Return a step as a chat message, with the reasoning and the tool calls of the agent."""
+    """Return a step as a chat message, including the agent's reasoning and tool calls."""
     message: dict[str, Json] = {"role": role, "content": _content(step.get("message"))}
     if role == "assistant" and step.get("reasoning_content"):
         message["reasoning_content"] = step["reasoning_content"]
@@ -284,7 +284,7 @@ def _message(role: str, step: dict[str, Any], calls: list[dict[str, Any]]) -> di
 
 
 def _content(content: Json) -> Json:
-    """Return a text, or chat's parts; an image stays a reference, and its file is not opened."""
+    """Return a message's content as text or as parts of OpenAI's chat; images stay references and are not opened."""
     if not isinstance(content, list):
         return as_text(content)
     return [

@@ -1,7 +1,7 @@
-"""Attributes of OpenInference and of Langfuse in the names of the GenAI conventions.
+"""Translates span attributes of OpenInference and Langfuse to OpenTelemetry's GenAI conventions.
 
-Phoenix and its instrumentations write OpenInference's, in which lists are flat: ``llm.input_messages.0.message.role``.
-Langfuse's SDKs from version 3 send their own by OTLP.
+Phoenix and its instrumentations write attributes of OpenInference, which flattens lists into names such as
+``llm.input_messages.0.message.role``. Langfuse's SDKs from version 3 on send attributes of their own by OTLP.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from agl_data.importing.values import as_dict, as_text, first
 
 _TYPE, _INPUT, _OUTPUT = "langfuse.observation.type", "langfuse.observation.input", "langfuse.observation.output"
 LANGFUSE_CONTENT = (_INPUT, _OUTPUT)
-"""Names of Langfuse's attributes that repeat fields of a call."""
+"""Langfuse attributes whose contents are also in the fields of the call."""
 
 _KIND = "openinference.span.kind"
 _OPERATIONS = {
@@ -27,9 +27,10 @@ _OPERATIONS = {
 
 
 def as_genai(attributes: dict[str, Json], name: str) -> dict[str, Json]:
-    """Return a span's attributes with those of the GenAI conventions that they mean; others as they are.
+    """Return a span's attributes, with the equivalent attributes of the GenAI conventions added.
 
-    ``name`` is the span's, which names an agent or a tool that has no other name.
+    Attributes that already follow the conventions are returned unchanged. ``name`` is the span's name; an agent or tool
+    without a name of its own gets it.
     """
     if semconv.OPERATION in attributes:
         return attributes
@@ -110,7 +111,7 @@ def _message(found: dict[str, Any]) -> dict[str, Json]:
 
 
 def _listed(attributes: dict[str, Json], prefix: str) -> list[dict[str, Any]]:
-    """Return the items of a flat list, in order of their numbers."""
+    """Rebuild the list that the attributes under a prefix flatten, in order of the item numbers."""
     tree: dict[str, Any] = {}
     for name, value in attributes.items():
         if name.startswith(prefix):

@@ -1,7 +1,7 @@
-"""OpenAI chat as JSON lines: each line has ``messages``, and perhaps ``tools``, as fine-tuning reads them.
+"""Reads OpenAI's fine-tuning format: JSON lines, each a conversation with ``messages`` and optionally ``tools``.
 
-Every message of the assistant becomes a model call, whose request is all messages before it. One with ``weight`` 0 was
-not sampled to be learnt from, and stays part of the requests only.
+Every assistant message becomes a model call, whose request is all messages before it. An assistant message with
+``weight`` 0 is excluded from training: it becomes no call, and only appears in later requests.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""Session logs of Claude Code, ``~/.claude/projects/*/SESSION.jsonl``: one file is one run.
+"""Reads session logs of Claude Code, ``~/.claude/projects/*/SESSION.jsonl``: one file is one run.
 
-A line is a message, and names the line before it (``parentUuid``), so that the lines form a tree with a branch for
-each rewind and each compaction. An answer stands on several lines, one for each of its blocks, with one message id.
-Sub-agents are side chains: of the same file, or of ``SESSION/subagents/agent-ID.jsonl``. The log has neither the
-system prompt nor the definitions of tools. A call starts where the line before it was written.
+A line is a message and names the preceding line in ``parentUuid``. The lines therefore form a tree, which branches at
+each rewind and each compaction. An answer takes one line for each of its blocks, all with the same message id. The
+lines of sub-agents (side chains) are in the same file, or in ``SESSION/subagents/agent-ID.jsonl``. The log has neither
+the system prompt nor the tool definitions. A call's start time is the time of the preceding line.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ def fits(record: Json) -> bool:
 
 
 class _Entry(NamedTuple):
-    """A line with a message, or another one in the tree."""
+    """A line of the tree, with or without a message, and its position among all lines that were read."""
 
     position: int
     line: dict[str, Any]
@@ -45,20 +45,20 @@ class _Entry(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """The id of the answer that the line is a block of, ``""`` for other lines."""
+        """The id of the answer that this line holds a block of; ``""`` for lines that are not part of an answer."""
         is_answer = self.line.get("type") == "assistant" and self.message.get("model") != "<synthetic>"
         return (as_text(self.message.get("id")) or as_text(self.line.get("uuid"))) if is_answer else ""
 
 
 def read(path: Path) -> Iterator[Run]:
-    """Read a session as a run; a log without any model call has none."""
+    """Read a session as one run; yields nothing for a log without model calls."""
     session = _Session(path)
     if session.run.calls:
         yield session.run
 
 
 class _Session:
-    """Reads the lines of a session with its sub-agents, and makes the run."""
+    """Reads the lines of a session and of its sub-agents, and makes the run."""
 
     def __init__(self, path: Path) -> None:
         self.run = Run("", place=str(path), grows=True)
@@ -68,7 +68,7 @@ class _Session:
         for log in self._logs(path):
             self._load(log)
         if path.parent.name == "subagents":
-            self.run.key += f"/{path.stem}"  # it has its session's id
+            self.run.key += f"/{path.stem}"  # a sub-agent's log carries the id of its session
         self._answers: defaultdict[tuple[str, str], list[_Entry]] = defaultdict(list)
         self._results: dict[str, tuple[_Entry, dict[str, Any]]] = {}
         self._agent_of: dict[str, str] = {}
@@ -91,7 +91,7 @@ class _Session:
             self._entries[uuid] = entry
 
     def _logs(self, path: Path) -> Iterator[Path]:
-        """Return the logs of the session's sub-agents, without links to elsewhere."""
+        """Yield the logs of the session's sub-agents; skips and counts links that lead out of the session's folder."""
         folder = path.with_suffix("") / "subagents"
         for log in sorted(folder.glob("agent-*.jsonl")):
             if log.resolve().parent == folder.resolve() and folder.resolve().parent.parent == path.resolve().parent:
@@ -126,7 +126,10 @@ class _Session:
             yield from (block for block in _blocks(entry.message) if block.get("type") == "tool_use")
 
     def _chain(self, entry: _Entry) -> str:
-        """Return the sub-agent of a line, ``""`` for the main one; a side chain without an id is named by its root."""
+        """Return the id of a line's sub-agent; ``""`` for the main agent.
+
+        A side chain without an agent id is identified by the ``uuid`` of its first line.
+        """
         if entry.agent != "side":
             return entry.agent
         known = self._side_chains.get(entry.position)
@@ -136,7 +139,7 @@ class _Session:
         return known
 
     def _path(self, entry: _Entry) -> list[_Entry]:
-        """Return the lines from the beginning of a conversation to a line, this one included."""
+        """Return the lines of a conversation from its first line up to and including the given one."""
         found, seen = [entry], {entry.position}
         while (above := self._entries.get(as_text(found[-1].line.get("parentUuid")))) and above.position not in seen:
             found.append(above)
@@ -213,7 +216,10 @@ class _Session:
         )
 
     def _history(self, path: Sequence[_Entry], until: _Entry) -> list[Json]:
-        """Return the messages of a conversation: whole answers, each with the results of all of its tools."""
+        """Return the messages of a conversation: complete answers, each followed by the results of all its tools.
+
+        Results that were written after the line ``until`` are left out.
+        """
         messages: list[Json] = []
         answers: set[str] = set()
         given: set[str] = set()
@@ -245,7 +251,7 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _prompt(entry: _Entry) -> str:
-    """Return a person's request on a line, ``""`` for answers, results of tools and notes of the program."""
+    """Return the text that a person wrote on a line; ``""`` for answers, tool results and the program's own notes."""
     is_asked = entry.line.get("type") == "user" and entry.line.get("isMeta") is not True
     is_asked = is_asked and entry.line.get("isCompactSummary") is not True
     return text_of(entry.message.get("content")) if is_asked else ""

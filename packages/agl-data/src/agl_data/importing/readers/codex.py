@@ -1,8 +1,8 @@
-"""Session logs of Codex, ``~/.codex/sessions/**/rollout-*.jsonl``: one file is one run.
+"""Reads session logs of Codex, ``~/.codex/sessions/**/rollout-*.jsonl``: one file is one run.
 
-Lines are ``{"timestamp", "type", "payload"}``. The items of the conversation are those of the Responses API, and a
-``token_count`` follows each answer of the model. A compaction replaces the conversation. Sub-agents have logs of
-their own, which name the thread that started them. The definitions of tools are not in the log.
+A line is an object with ``timestamp``, ``type`` and ``payload``. The conversation consists of items of the Responses
+API, and a ``token_count`` follows each answer of the model. A compaction replaces the conversation so far. Each
+sub-agent has its own log, which names the thread that started it. The log does not have the tool definitions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,14 +32,14 @@ def fits(record: Json) -> bool:
 
 
 def read(path: Path) -> Iterator[Run]:
-    """Read a session as a run; a log without any model call has none."""
+    """Read a session as one run; yields nothing for a log without model calls."""
     session = _Session(path)
     if session.run.calls:
         yield session.run
 
 
 class _Session:
-    """Follows the conversation line by line, and ends a call where the model's answer ends."""
+    """Follows the conversation line by line, and makes a call of each complete answer."""
 
     def __init__(self, path: Path) -> None:
         self.run = Run("", place=str(path), grows=True)
@@ -85,7 +85,10 @@ class _Session:
                 pass
 
     def _begin(self, meta: dict[str, Any]) -> None:
-        """Take the session's own line; a fork repeats that of the session it comes from."""
+        """Read id, instructions and agent from the first ``session_meta``.
+
+        The log of a forked session repeats the ``session_meta`` of its origin, which is ignored.
+        """
         if self.run.key:
             return
         self.run.key, self.run.fields = as_text(meta.get("id")), meta
@@ -130,7 +133,7 @@ class _Session:
             self.run.prompt = text if text and not text.startswith(_INJECTED) else None
 
     def _answer(self, usage: dict[str, Any]) -> None:
-        """End the answer that stands, if there is one: it becomes a call, and part of the conversation."""
+        """End the pending answer, if any: make it a call, and append it to the conversation."""
         output, waiting, self._pending, self._waiting = self._pending, self._waiting, [], []
         if output:
             self._add_call(output, usage)
@@ -178,7 +181,7 @@ class _Session:
 
 
 def _usage(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokens of the answer that a line counts, an empty object for other lines."""
+    """Return the token usage of the last answer from a ``token_count`` line; empty for other lines."""
     payload = as_dict(line.get("payload"))
     is_count = line.get("type") == "event_msg" and payload.get("type") == "token_count"
     return as_dict(as_dict(payload.get("info")).get("last_token_usage")) if is_count else {}

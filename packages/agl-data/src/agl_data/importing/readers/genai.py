@@ -1,4 +1,4 @@
-"""Model calls from OpenTelemetry's GenAI attributes, in the form of OpenAI's chat."""
+"""Converts spans with OpenTelemetry's GenAI attributes to model calls in the form of OpenAI's chat."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, first
 SYSTEM, TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
 MESSAGES = (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES, SYSTEM, TOOLS)
 CONTENT = (*MESSAGES, "llm.", "input.", "output.", "gen_ai.prompt.", "gen_ai.completion.")
-"""Beginnings of names of attributes that repeat fields of a call."""
+"""Prefixes of attributes whose contents are also in the fields of the call."""
 
 _CALLS = frozenset({semconv.OP_CHAT, semconv.OP_TEXT_COMPLETION, "generate_content"})
 
 
 def is_call(attributes: dict[str, Json]) -> bool:
-    """Return whether attributes are those of a model call."""
+    """Return whether a span with these attributes is a model call."""
     return as_text(attributes.get(semconv.OPERATION)) in _CALLS
 
 
 def call_of(key: str, attributes: dict[str, Json], *, error: str) -> ModelCall:
-    """Return the call that a span describes; ``error`` is the text of its failure, ``""`` without one."""
+    """Return the call that a span's attributes describe; ``error`` is the span's error text, ``""`` if it succeeded."""
     model = as_text(attributes.get(semconv.REQUEST_MODEL)) or as_text(attributes.get(semconv.RESPONSE_MODEL))
     system = _parts(decoded(attributes.get(SYSTEM)))
     messages = [{"role": "system", "content": system}] if system else []
@@ -68,7 +68,7 @@ def _listed(value: Json) -> list[dict[str, Any]]:
 
 
 def _messages(message: dict[str, Any]) -> list[dict[str, Json]]:
-    """Return a message of the conventions in chat's form; results of several tools are a message each."""
+    """Convert a message of the GenAI conventions to messages of chat: one per tool result, and one for the rest."""
     if "parts" not in message:
         return [{name: value for name, value in message.items() if name != "finish_reason"}]
     parts = dicts_in(message.get("parts"))
@@ -98,7 +98,7 @@ def _tool_call(part: dict[str, Any]) -> dict[str, Json]:
 
 
 def _parts(parts: Json) -> Json:
-    """Return the text of parts, or chat's parts where some are not text."""
+    """Return the joined text of message parts; if one is not text, return all as chat's content parts."""
     if isinstance(parts, str):
         return parts
     found = [part for part in map(_part, dicts_in(parts)) if part]

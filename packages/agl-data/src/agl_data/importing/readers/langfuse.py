@@ -1,7 +1,7 @@
-"""Langfuse: traces as its page and its API give them, rows of its exports, and batches of events of its SDK 2.
+"""Reads Langfuse's traces (from its pages or API), rows of its exports, and batches of events of its SDK 2.
 
-A trace has its observations and scores within it; rows of observations and scores name their trace, and so do events.
-Scores are late rewards. What its newer SDKs send is OTLP, which :mod:`agl_data.importing.readers.otlp` reads.
+A trace contains its observations and scores; exported rows and events name the trace that they belong to. Scores become
+late rewards. Newer SDKs of Langfuse send OTLP, which :mod:`agl_data.importing.readers.otlp` reads.
 """
 
 import re
@@ -73,14 +73,14 @@ def _parts(path: Path) -> Iterator[tuple[str, Part]]:
 
 
 class _Events:
-    """Gathers events in a temporary database: later ones of an observation complete the earlier ones."""
+    """Merges events by trace, observation or score in a temporary database; later events complete earlier ones."""
 
     def __init__(self) -> None:
-        self._gathered = sqlite3.connect("")  # a temporary file, which goes with the connection
+        self._gathered = sqlite3.connect("")  # a temporary file, which SQLite deletes when the connection closes
         self._gathered.execute("CREATE TABLE events (key TEXT PRIMARY KEY, data BLOB)")
 
     def close(self) -> None:
-        """Drop them."""
+        """Delete the temporary database."""
         self._gathered.close()
 
     def take(self, batch: dict[str, Any]) -> None:
@@ -98,13 +98,13 @@ class _Events:
             self._gathered.execute("INSERT OR REPLACE INTO events VALUES (?, ?)", (key, data))
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield traces, observations and scores."""
+        """Yield the merged traces, observations and scores."""
         for (data,) in self._gathered.execute("SELECT data FROM events"):
             yield as_dict(msgspec.msgpack.decode(data))
 
 
 def _blank(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that the first event of a trace, a score or an observation leaves out."""
+    """Return the fields that events of a trace, a score or an observation lack, and that exported records have."""
     if kind == "trace":
         return {"observations": []}
     return {} if kind == "score" else {"type": kind.upper(), "parentObservationId": body.get("traceId")}
@@ -123,7 +123,10 @@ def _record(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
 
 
 def _trace(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
-    """Yield a trace's own span, which stands for its agent unless an observation does, and the spans below it."""
+    """Yield a trace as a span, then its observations below that span, then its scores.
+
+    The trace's span counts as an agent only if no observation is one.
+    """
     own = as_text(record.get("id")) or as_text(record.get("traceId"))
     if not own:
         raise DatasetError(f"{place} is a trace without an id, and nothing was imported; export it once more")
@@ -228,7 +231,7 @@ def _score(place: str, record: dict[str, Any], trace: str) -> tuple[str, Part]:
 
 
 def _own(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``agl data export`` wrote into the metadata."""
+    """Return the object ``agl`` that ``agl data export`` wrote into the metadata; empty if there is none."""
     return as_dict(as_dict(record.get("metadata")).get("agl"))
 
 
@@ -241,5 +244,5 @@ def _is_score(fields: dict[str, Any]) -> bool:
 
 
 def _camel(record: Json) -> dict[str, Any]:
-    """Return a record with the names of the API, which exports to storage write with underscores."""
+    """Return a record with its field names in the API's camel case; exports to storage use underscores."""
     return {re.sub(r"_([a-z])", lambda found: found[1].upper(), name): value for name, value in as_dict(record).items()}

@@ -1,7 +1,8 @@
-"""LangSmith: runs and feedback as its client lists them, one a line, or as answers of its API.
+"""Reads LangSmith's runs and feedback: one record per line, as its client lists them, or as responses of its API.
 
-All runs of a trace make one run. A run is a model call, a tool, or a step; the top one and the nodes of LangGraph are
-agents. Feedback becomes late rewards: from lines of its own, else from the means that the top run has.
+LangSmith calls every operation of a trace a run: a model call, a tool or another step. All runs of one trace make one
+imported run, in which the top run and the nodes of LangGraph are agents. Feedback becomes late rewards. If the file has
+no feedback records, the means in the top run's statistics become the rewards.
 """
 
 import re
@@ -114,11 +115,11 @@ def _call(record: dict[str, Any], metadata: dict[str, Any], asked: Json, answere
 
 
 def _counted(record: dict[str, Any], metadata: dict[str, Any], answered: dict[str, Any]) -> Iterator[Json]:
-    """Yield the places in which token counts may stand, the run's own sums first."""
+    """Yield the values that may hold a run's token counts, starting with the run's own totals."""
     yield record
     yield metadata.get("usage_metadata")
     yield answered.get("usage_metadata")
-    for generation in dicts_in(first(as_list(answered.get("generations")))):  # as LangChain answers
+    for generation in dicts_in(first(as_list(answered.get("generations")))):  # LangChain's form of answers
         message = as_dict(generation.get("message"))
         yield as_dict(message.get("kwargs")).get("usage_metadata") or message.get("usage_metadata")
     told = as_dict(answered.get("llm_output"))
@@ -126,13 +127,13 @@ def _counted(record: dict[str, Any], metadata: dict[str, Any], answered: dict[st
 
 
 def _only(value: Json, name: str) -> Json:
-    """Return the field of an object that has no other, else the object."""
+    """Return an object's field ``name`` if it is the only field, else the whole value."""
     fields = as_dict(value)
     return fields[name] if fields.keys() == {name} else value
 
 
 def _means(record: dict[str, Any]) -> list[Scored]:
-    """Return the means of feedback that a run has, for those names of which its file has no feedback."""
+    """Return the means in a run's feedback statistics as rewards, to be used if the file lacks the feedback itself."""
     own = as_text(record.get("id"))
     means = {key: number_of(as_dict(found).get("avg")) for key, found in as_dict(record.get("feedback_stats")).items()}
     return [

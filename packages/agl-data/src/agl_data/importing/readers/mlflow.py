@@ -1,7 +1,7 @@
-"""Traces of MLflow 3, as ``Trace.to_json`` writes them: one a line, one a file, or several in an array.
+"""Reads traces of MLflow 3, as ``Trace.to_json`` writes them: one per line, one per file, or several in an array.
 
-Feedback on a trace becomes late rewards. Expectations, which say what an answer should be, are not rewards and stay
-behind; ``--task-from`` may read those fields that the trace's ``info`` has.
+Feedback on a trace becomes late rewards. Expectations, which state the right answer, are not rewards and are left out.
+``--task-from`` and ``--reward`` can name fields of the trace's ``info``.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from agl_data.importing.values import as_dict, as_text, dicts_in, json_text, ns_
 _EXPECTED = "expectations of a trace, which are not rewards: left out"
 _NO_NUMBER = "feedback that is neither a number nor yes or no: its words are kept, without a value"
 _SOURCES: dict[str, RewardSource] = {"HUMAN": "human", "LLM_JUDGE": "evaluator", "CODE": "evaluator"}
-_WORDS = {"yes": 1.0, "no": 0.0}  # how the judges of MLflow answer
+_WORDS = {"yes": 1.0, "no": 0.0}  # the answers of MLflow's judges
 
 
 def fits(record: Json) -> bool:
@@ -106,7 +106,7 @@ def _part(place: str, span: dict[str, Any]) -> Part:
 
 
 def _assessment(found: dict[str, Any]) -> Part:
-    if found.get("valid") is False:  # a later one replaced it
+    if found.get("valid") is False:  # a later assessment replaced this one
         return Part()
     if "feedback" not in found:
         return Part(lost=[_EXPECTED])

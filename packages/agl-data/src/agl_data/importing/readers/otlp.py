@@ -1,7 +1,7 @@
-"""OTLP, as the collector's file exporter, ``agl data otlp --output`` and HTTP exporters write it: one trace is one run.
+"""Reads OTLP as the collector's file exporter, HTTP exporters and ``agl data otlp --output`` write it.
 
-It is read as JSON, or as Protobuf. Model calls, agents and tools are recognised by the GenAI conventions, or by the
-attributes of OpenInference or Langfuse.
+One trace is one run. Files may be JSON or Protobuf. Model calls, agents and tools are recognised by attributes of the
+GenAI conventions, OpenInference or Langfuse.
 """
 
 import base64
@@ -29,7 +29,7 @@ _KINDS: tuple[Kind, ...] = ("internal", "internal", "server", "client", "produce
 _NAMED: dict[str, Kind] = {kind: kind for kind in _KINDS}
 _SOURCES: dict[str, RewardSource] = {source: source for source in get_args(RewardSource)}
 _CALL, _REWARD = "agl.call", "agl.reward_record"
-"""Attributes in which ``agl data export`` writes whole records, as JSON."""
+"""Attributes in which ``agl data otlp`` writes the whole record of a call or a reward, as JSON."""
 
 _EVALUATION_EVENT = "gen_ai.evaluation.result"
 
@@ -125,7 +125,7 @@ def _kind(value: Json) -> Kind:
 
 
 def _id(value: Json, size: int) -> str:
-    """Return an id in hexadecimal digits, also from the base64 of plain Protobuf JSON; ``""`` for none."""
+    """Return an id in hexadecimal digits, from hex or base64 (plain Protobuf JSON); ``""`` if it is not valid."""
     text = as_text(value)
     try:
         data = bytes.fromhex(text) if len(text) == 2 * size else base64.b64decode(text, validate=True)
@@ -143,7 +143,7 @@ def _attributes(pairs: Json) -> dict[str, Json]:
 
 
 def _value(value: Json) -> Json:
-    """Return the JSON value of an attribute."""
+    """Convert an attribute's value from OTLP's ``AnyValue`` to plain JSON."""
     fields = as_dict(value)
     for name, found in fields.items():
         match name:

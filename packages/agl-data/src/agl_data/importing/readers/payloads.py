@@ -1,7 +1,7 @@
-"""Model calls from the requests and answers that tracers keep.
+"""Makes model calls from the requests and responses that tracers record.
 
-Tracers keep the bodies of a provider's API, or messages as LangChain writes them, or texts only. Bodies stay as they
-are, in their own dialect; the rest becomes OpenAI's chat.
+Tracers record the bodies of a provider's API, messages in LangChain's form, or plain texts. Bodies of a known API stay
+unchanged, in their own dialect; everything else becomes OpenAI's chat.
 """
 
 import json
@@ -27,11 +27,11 @@ _ANSWERS = (
     "response",
 )
 _DEEPEST = 16
-"""Levels down to which messages are looked for; those of LangChain are four down."""
+"""Number of nested levels that are searched for messages; LangChain nests them four levels deep."""
 
 FLOATS = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
 WHOLE = ("top_k", "max_tokens", "seed")
-"""Names of sampling parameters."""
+"""Names of the sampling parameters that are whole numbers; :data:`FLOATS` has the others."""
 
 
 def call_of(
@@ -45,17 +45,17 @@ def call_of(
     usage: Json = None,
     error: str = "",
 ) -> ModelCall:
-    """Return the call that a tracer kept.
+    """Return the model call that a tracer recorded.
 
     Args:
-        key: The id of the exchange.
-        asked: What went in: a request's body, messages, or a text.
-        answered: What came out: a response's body, a message, or a text.
-        model: The model's name, unless it is a field of the request.
-        settings: Sampling parameters, unless they are fields of the request.
-        tools: Definitions of the tools, unless they are a field of the request.
-        usage: Counts of tokens in chat's form.
-        error: The text of the failure, ``""`` without one.
+        key: The id of the call.
+        asked: The input of the call: a request body, messages, or a text.
+        answered: The output of the call: a response body, a message, or a text.
+        model: The model's name; if empty, it is read from the request or the response.
+        settings: Sampling parameters; those in the request take precedence.
+        tools: Tool definitions; if empty, they are read from the request.
+        usage: Token counts in chat's form.
+        error: The error text; ``""`` if the call succeeded.
     """
     asked, answered = parsed(asked), parsed(answered)
     request, response = as_dict(asked), as_dict(answered)
@@ -86,7 +86,7 @@ def call_of(
 
 
 def _dialect(request: dict[str, Any], response: dict[str, Any]) -> Dialect | None:
-    """Return the API whose bodies these are, ``None`` for other records."""
+    """Return the dialect of a request body and its response body; ``None`` if they are not bodies of a known API."""
     given = as_list(request.get("messages"))
     if given and all("role" in as_dict(each) for each in given):
         if response.get("type") == "message" and isinstance(response.get("content"), list):
@@ -98,14 +98,17 @@ def _dialect(request: dict[str, Any], response: dict[str, Any]) -> Dialect | Non
 
 
 def messages_of(value: Json, depth: int = 0) -> list[dict[str, Any]]:
-    """Return the messages of a request of any form; a text is one of the user. ``depth`` is how deep it stands."""
+    """Return the messages in a request of any form; a plain text becomes a user message.
+
+    ``depth`` counts the nested levels above ``value``.
+    """
     found = parsed(value)
     if isinstance(found, str):
         return [{"role": "user", "content": found}] if found else []
     if isinstance(found, list) and depth < _DEEPEST:
         items = as_list(found)
         if items and isinstance(items[0], list):
-            return messages_of(items[0], depth + 1)  # LangChain asks for several conversations at once
+            return messages_of(items[0], depth + 1)  # LangChain nests lists, for several conversations in one request
         return [each for item in items for each in messages_of(item, depth + 1)]
     fields = as_dict(found)
     message = _message(fields)
@@ -115,7 +118,10 @@ def messages_of(value: Json, depth: int = 0) -> list[dict[str, Any]]:
 
 
 def answer_of(value: Json, depth: int = 0) -> dict[str, Any] | None:
-    """Return the message that an answer of any form holds, ``None`` without one. ``depth`` is how deep it stands."""
+    """Return the message in an answer of any form; ``None`` if it has none.
+
+    ``depth`` counts the nested levels above ``value``.
+    """
     found = parsed(value)
     if isinstance(found, str):
         return {"role": "assistant", "content": found} if found else None
@@ -130,7 +136,7 @@ def answer_of(value: Json, depth: int = 0) -> dict[str, Any] | None:
 
 
 def _message(fields: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a message of chat, or of LangChain, in chat's form; ``None`` for another object."""
+    """Return a message of chat or of LangChain in chat's form; ``None`` if the object is not a message."""
     if fields.get("lc") and isinstance(fields.get("kwargs"), dict):
         name = as_text(first(reversed(as_list(fields.get("id"))))).removesuffix("Chunk").removesuffix("Message").lower()
         return _message({"type": name, **as_dict(fields["kwargs"])})
@@ -149,7 +155,7 @@ def _message(fields: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call of a tool in chat's form, also of LangChain's ``name`` and ``args``."""
+    """Return a tool call in chat's form; accepts chat's own form and LangChain's ``name`` and ``args``."""
     function = as_dict(call.get("function"))
     if function:
         return {"id": call.get("id"), "type": "function", "function": function}
@@ -158,12 +164,12 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed(value: Json) -> Json:
-    """Return a value, parsed where a tracer wrote an object or a list as JSON text."""
+    """Parse a text that holds a JSON object or list; return any other value unchanged."""
     return decoded(value) if isinstance(value, str) and value.lstrip().startswith(("{", "[")) else value
 
 
 def decoded(value: Json) -> Json:
-    """Return a value, parsed where it is any JSON text."""
+    """Parse a text that holds any JSON value; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -173,7 +179,7 @@ def decoded(value: Json) -> Json:
 
 
 def chat_usage(found: Json) -> dict[str, Json]:
-    """Return counts of tokens in chat's form, from those of any provider; empty where nothing was counted."""
+    """Convert any provider's token counts to chat's form; empty if there are no counts."""
     usage = Usage.read(parsed(found))
     if not usage.prompt and not usage.answer:
         return {}
@@ -188,7 +194,7 @@ def chat_usage(found: Json) -> dict[str, Json]:
 
 
 def sampling_of(settings: dict[str, Any]) -> Sampling:
-    """Return sampling parameters by their names."""
+    """Read the sampling parameters from settings by name; parameters that are missing or malformed stay unset."""
     found: dict[str, Any] = {name: _number(settings.get(name)) for name in FLOATS}
     found |= {name: whole_of(_number(settings.get(name))) for name in WHOLE}
     stops = settings.get("stop")
@@ -196,7 +202,7 @@ def sampling_of(settings: dict[str, Any]) -> Sampling:
 
 
 def _number(value: Json) -> float | None:
-    """Return a number, also of a text; ``None`` for one that is not finite."""
+    """Return a finite number from a number or a text; ``None`` for anything else."""
     try:
         return number_of(float(value) if isinstance(value, str) else value)
     except ValueError:

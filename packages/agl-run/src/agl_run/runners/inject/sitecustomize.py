@@ -1,4 +1,4 @@
-"""Starts the recording of a program, then runs the program's own sitecustomize; first on the program's path."""
+"""Starts the recording of a program, then runs the program's own ``sitecustomize``, which this one hides."""
 
 import importlib.util
 import os

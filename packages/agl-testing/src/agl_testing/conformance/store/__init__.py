@@ -1,4 +1,4 @@
-"""The conformance class of stores: every invariant of :mod:`agl.contracts._store`."""
+"""The conformance class of stores, which tests every invariant of :mod:`agl.contracts._store`."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -57,10 +57,10 @@ class StoreConformance(
 
     @pytest.fixture
     def locate(self) -> Callable[[str], StoreLocation]:
-        """Return a function from a name to a fresh, empty location of that name; the one fixture to override."""
+        """A function that returns a new, empty location for a name; the only fixture to override."""
         raise NotImplementedError("override the fixture 'locate' with the store under test")
 
     @pytest.fixture
     def location(self, locate: Callable[[str], StoreLocation]) -> StoreLocation:
-        """The location of tests that need only one."""
+        """The location for tests that need only one."""
         return locate("store")

@@ -1,4 +1,4 @@
-"""Opens the store for the test methods of the store's conformance classes."""
+"""Opens a store for the test methods of the store's conformance classes."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,7 @@ from agl_testing.stores.process import StoreLocation
 
 
 def store_test(test: Callable[[Any, Store], Awaitable[None]]) -> Callable[[Any, StoreLocation], None]:
-    """Turn a coroutine that takes an open store into a test method; it opens the store and closes it afterwards."""
+    """Turn a coroutine function on an open store into a test method, which opens the store and closes it after."""
 
     async def body(case: Any, location: StoreLocation) -> None:
         store = location.open()

@@ -1,4 +1,4 @@
-"""Tests of choosing spans by name, agent and kind, within a rollout and over an experiment."""
+"""Tests of selecting spans by name, agent and kind, within a rollout and across an experiment."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -23,7 +23,7 @@ from agl_testing.stores.samples import (
 
 
 class SpanQueryTests:
-    """Tests of recordings with some of their spans."""
+    """Tests of recordings that hold only the spans that a query selects."""
 
     @store_test
     async def test_spans_are_chosen_by_name_kind_and_agent(self, store: Store) -> None:
@@ -109,7 +109,10 @@ def _numbered(claim: Claim, number: int) -> Span:
 
 
 async def _finish_team(store: Store, *, experiment: str, tries: int = 1) -> Rollout:
-    """Run a rollout of a writer and a critic, each of whom searches and asks a model; its last try succeeds."""
+    """Run a rollout with two agents, a writer and a critic, each with a search and a model call.
+
+    Its last attempt succeeds; the attempts before it are lost.
+    """
     await store.enqueue([make_rollout(experiment=experiment)])
     for _ in range(tries - 1):
         lost = await claim_one(store)

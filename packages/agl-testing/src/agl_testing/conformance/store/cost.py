@@ -1,4 +1,4 @@
-"""Tests that no operation takes longer in a larger store, which finds stores that scan their contents."""
+"""Tests that no operation takes longer in a larger store, in order to find operations that scan all contents."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -16,19 +16,20 @@ from agl_testing.stores.process import StoreLocation
 from agl_testing.stores.samples import make_rollout, make_span, outcome_of
 
 ROLLOUTS = 20_000
-"""Rollouts of the large store, each with an attempt, a span and four changes; other records are a quarter as many."""
+"""Number of claimed rollouts in the large store, each with an attempt and a span; it has fewer of other records."""
 
 ROUNDS = 15
-"""Measurements per store. They alternate, so a busy machine slows both stores alike; medians are compared."""
+"""Measurements per store. They alternate between the stores, so that a busy machine slows both alike; the medians are
+compared."""
 
 TRIES = 3
-"""Repetitions of the comparison: a store that scans is slow every time, a busy machine is not."""
+"""Largest number of comparisons: a store that scans is slow in every one, a busy machine is not."""
 
 MOST = 4.0
-"""Allowed factor between the times in the large and the small store, because larger trees are deeper."""
+"""Allowed ratio of the time in the large store to that in the small one: a larger store has deeper trees."""
 
 SLACK_S = 0.0003
-"""Seconds allowed on top of the factor, for noise of clocks and caches."""
+"""Seconds allowed in addition, for the noise of clocks and caches."""
 
 _numbers = count(1)
 
@@ -36,7 +37,7 @@ Times = dict[str, list[float]]
 
 
 class CostTests:
-    """Tests of the cost of operations, on a small and a large store."""
+    """Compares the times of all operations in a small and in a large store."""
 
     def test_no_operation_costs_more_in_a_large_store(self, locate: Callable[[str], StoreLocation]) -> None:
         places = locate("small"), locate("large")
@@ -67,7 +68,7 @@ async def _opened(location: StoreLocation) -> AsyncGenerator[Store]:
 
 
 def _compare(times: tuple[Times, Times]) -> dict[str, str]:
-    """Return the operations that cost more in the large store, with both times as text."""
+    """Return the operations that take longer in the large store, each with both times as text."""
     small, large = ({name: statistics.median(taken) for name, taken in part.items()} for part in times)
     return {
         name: f"{small[name] * 1e3:.2f} ms in a small store, {large[name] * 1e3:.2f} ms in a large one"
@@ -85,7 +86,7 @@ async def _measure(small: Store, large: Store) -> tuple[Times, Times]:
 
 
 async def _round(store: Store, times: Times) -> None:
-    """Run every operation once, with answers of the same size in both stores."""
+    """Time every operation once; the results have the same size in both stores."""
 
     async def timed(name: str, work: Awaitable[object]) -> None:
         begin = time.perf_counter()
@@ -150,7 +151,7 @@ async def _fill(store: Store) -> None:
 
 
 async def _prepare(store: Store) -> None:
-    """Write the records that both stores have."""
+    """Write the records that both stores need for :func:`_round`."""
     await store.publish([_version("mine", "v0"), _version("mine", "v1")])
     await store.save_state({"mine/other": b"1"}, experiment=ExperimentRecord(name="mine"))
     await store.enqueue([make_rollout(experiment="idle") for _ in range(3)])

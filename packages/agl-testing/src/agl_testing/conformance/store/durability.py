@@ -1,4 +1,4 @@
-"""Tests that data survives a restart, ``kill -9``, several processes on one store, and changes of release."""
+"""Tests that data survives a restart, ``kill -9``, several processes on one store, and an upgrade."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -30,11 +30,11 @@ from agl_testing.stores.samples import (
 )
 
 KILLS = 12
-"""Number of kills in the kill test; each costs about half a second."""
+"""Number of kills in the kill test; each takes about half a second."""
 
 
 class DurabilityTests:
-    """Tests that open a location more than once."""
+    """Tests that open one location several times."""
 
     is_durable: ClassVar[bool] = True
     """Acknowledged writes survive the end of the process."""
@@ -43,17 +43,17 @@ class DurabilityTests:
     """Several processes may have the location open at once."""
 
     has_schema_version: ClassVar[bool] = True
-    """The location carries a schema version; requires :meth:`set_schema_version`."""
+    """The location stores a schema version; needs :meth:`set_schema_version`."""
 
     has_older_schema: ClassVar[bool] = True
-    """An older release wrote another schema; requires :meth:`make_older`."""
+    """An older release wrote a different schema; needs :meth:`make_older`."""
 
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
-        """Change the schema version of the data at ``location`` to ``version``."""
+        """Set the schema version in the data at ``location`` to ``version``."""
         raise NotImplementedError(f"write set_schema_version for {location.factory}, or lower has_schema_version")
 
     def make_older(self, location: StoreLocation) -> None:
-        """Turn the data at ``location`` into the form that an older release wrote."""
+        """Convert the data at ``location`` to the schema of an older release."""
         raise NotImplementedError(
             f"write make_older for {location.factory}, or lower has_older_schema if no release had another schema"
         )
@@ -210,7 +210,7 @@ class DurabilityTests:
 
 
 async def _fill(location: StoreLocation) -> list[object]:
-    """Write records of every kind; returns the contents of the store."""
+    """Write records of every kind, and return the contents of the store."""
     store = location.open()
     await finish_one(store, spans=2)
     ended = await start_one(store)
@@ -276,7 +276,7 @@ async def _saved(store: Store) -> set[str]:
 async def _lost(location: StoreLocation, acknowledged: list[Acknowledged]) -> list[Acknowledged]:
     store = location.open()
     lost: list[Acknowledged] = []
-    # A server may go on with what a killed client had sent, so states are read before the ledger and after it.
+    # A server may still carry out writes of a killed client, so states are read both before and after the ledger.
     before = await _saved(store)
     ledger = await store.trained(VICTIM, run=1, algorithm="a")
     after = await _saved(store)

@@ -26,10 +26,10 @@ STRANGE = (
     "x" * 10_000,
     "",
 )
-"""Unusual texts, of which some are allowed as ids."""
+"""Unusual texts, some of which are allowed as ids."""
 
 HUGE = 32 * 1024 * 1024
-"""Bytes of a state."""
+"""Size of a large state in bytes."""
 
 
 def _trained(step: int, *ids: str, experiment: str = "e", run: int = 1, algorithm: str = "grpo") -> Trained:
@@ -63,7 +63,7 @@ class ExperimentTests:
     @store_test
     async def test_states_are_saved_only_over_the_values_that_are_expected(self, store: Store) -> None:
         await store.save_state({"key": b"1"}, expected={"key": b""})
-        await store.save_state({"key": b"1"}, expected={"key": b""})  # repeated, as after a lost answer
+        await store.save_state({"key": b"1"}, expected={"key": b""})  # repeated, as if the response was lost
         refused = [
             ({"key": b"2"}, {"key": b""}),
             ({"a": b"1"}, {"key": b"2"}),
@@ -179,13 +179,13 @@ class ExperimentTests:
 
 
 def _unseen(presences: list[Presence]) -> list[Presence]:
-    """The presences as they were announced, without the store's time."""
+    """Return the presences without the time that the store has set."""
     assert all(presence.seen_at > 0 for presence in presences)
     return [msgspec.structs.replace(presence, seen_at=0.0) for presence in presences]
 
 
 def _named(text: str) -> list[Record]:
-    """Records that bring a text as the id or the name of something."""
+    """Return records of every kind, each with the text as one of its ids or names."""
     prompt = PromptTemplate(template="{x}")
     return [
         Rollout(rollout_id=text, task=1),
@@ -224,7 +224,7 @@ async def _all(store: Store) -> list[object]:
 
 
 async def _use(store: Store, text: str) -> bool:
-    """Use a text as every kind of id; returns false if the store refuses it with an agl error and keeps nothing."""
+    """Use a text as every kind of id; returns false if the store raises StoreError and stores nothing."""
     rollout_id = f"ro {text}"
     try:
         await store.save_state(

@@ -1,4 +1,4 @@
-"""Tests of leases, time limits, fencing and waiting, with slow, lost and many workers."""
+"""Tests of leases, time limits, fencing and waiting, with slow, lost and concurrent workers."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -21,21 +21,24 @@ from agl_testing.stores.samples import TWO_ATTEMPTS, claim_one, make_rollout, ma
 T = TypeVar("T")
 
 SHORT_S = 0.3
-"""A lease or time limit that lapses within the test."""
+"""Seconds of a lease or time limit that lapses during the test."""
 
 WAKE_UP_S = 0.05
-"""Limit on the median seconds from a write to the end of a wait for it in one store object; too short for polling."""
+"""Limit of the median time from a write to the end of a wait for it, in seconds; polling would take longer."""
 
 
 class WakeUps:
-    """Times writes that each end a wait; on a busy machine, where the writes themselves are slow, waits may be too."""
+    """Measures how soon waiting calls end after the write that they wait for.
+
+    The limit grows with the time of the writes themselves, which are slow on a busy machine.
+    """
 
     def __init__(self) -> None:
         self._writes: list[float] = []
         self._delays: list[float] = []
 
     async def time(self, waiting: Coroutine[Any, Any, T], write: Callable[[], Awaitable[object]]) -> T:
-        """Start the wait, then write; returns the result of the wait."""
+        """Start a waiting call, then write; returns the result of the call."""
         task = asyncio.create_task(waiting)
         await asyncio.sleep(0.02)
         sent = time.monotonic()
@@ -47,12 +50,12 @@ class WakeUps:
         return found
 
     def check(self) -> None:
-        """Raise AssertionError if most waits did not end with their write."""
+        """Raise AssertionError if the median delay is above the limit."""
         assert statistics.median(self._delays) < max(WAKE_UP_S, 5 * statistics.median(self._writes)), self._delays
 
 
 class LeaseTests:
-    """Tests that leases detect lost workers and fencing keeps their late writes out."""
+    """Tests that leases detect lost workers, and that fencing refuses the late writes of those workers."""
 
     @store_test
     async def test_lapsed_lease_gives_the_rollout_to_a_waiting_worker(self, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Tests of lists of rollouts: sorted, in pages, with a text in them."""
+"""Tests of listing rollouts: sorting, paging, and searching for a text."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -13,7 +13,7 @@ SORTS = ("rollout_id", "created_at", "finished_at", "status")
 
 
 class ListTests:
-    """Tests of sorting rollouts and of looking for a text in them."""
+    """Tests of sorting rollouts, paging through them, and searching for a text in them."""
 
     @store_test
     async def test_rollouts_are_sorted_and_paged_in_both_directions(self, store: Store) -> None:
@@ -65,7 +65,7 @@ class ListTests:
 
 
 async def _fill(store: Store) -> None:
-    """Write rollouts whose creation, end and status follow other orders than their ids; some have equal times."""
+    """Write rollouts whose orders by creation, end and status differ from the order of ids; some times are equal."""
     made = [
         replace(make_rollout(experiment="ab"[at % 2], mode="val" if at % 3 == 0 else "train"), created_at=at * 7 % 11)
         for at in range(1, 25)

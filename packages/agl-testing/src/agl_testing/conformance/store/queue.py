@@ -24,7 +24,7 @@ from agl_testing.stores.samples import (
 
 
 class QueueTests:
-    """Tests of a rollout's way from the queue to its end."""
+    """Tests of a rollout's life from the queue to its final status."""
 
     @store_test
     async def test_enqueue_returns_rollouts_as_stored_in_order(self, store: Store) -> None:

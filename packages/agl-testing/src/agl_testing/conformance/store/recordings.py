@@ -1,4 +1,4 @@
-"""Tests of reading many rollouts with their attempts and spans at once."""
+"""Tests of reading many rollouts at once, with their attempts and spans."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -24,7 +24,7 @@ from agl_testing.stores.samples import (
 
 
 async def _finish_twice(store: Store) -> Rollout:
-    """Run a rollout that fails, then succeeds, with spans of both attempts and one without an attempt."""
+    """Run a rollout that fails and then succeeds, with spans of both attempts, and a reward without an attempt."""
     first = await start_one(store, make_rollout(retry=TWO_ATTEMPTS))
     await store.finish([outcome_of(first, "failed", spans=[make_span(first, name="one")])])
     second = await claim_one(store)
@@ -35,7 +35,7 @@ async def _finish_twice(store: Store) -> Rollout:
 
 
 async def _lose(store: Store) -> None:
-    """Give back an attempt that recorded a span, and record another one late; the rollout is queued again."""
+    """Claim a rollout, record a span, give the attempt back, and record a late span; the rollout is queued again."""
     claim = await claim_one(store)
     await store.append_spans([make_span(claim, name="work")])
     await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="lost")])
@@ -43,7 +43,7 @@ async def _lose(store: Store) -> None:
 
 
 async def _one_by_one(store: Store, rollout: Rollout) -> Recording:
-    """Read the recording of a rollout in single requests."""
+    """Read the recording of a rollout with one request for each part."""
     attempts = await store.attempts(rollout.rollout_id)
     ids = ["", *(attempt.attempt_id for attempt in attempts)]
     spans = [span for each in ids for span in await all_spans(store, rollout.rollout_id, each)]
@@ -133,7 +133,7 @@ class RecordingTests:
                     await _lose(store)
                 claim = await claim_one(store)
                 await store.finish([outcome_of(claim, spans=[make_span(claim)])])
-                await asyncio.sleep(0)  # a store in memory lets nobody else run
+                await asyncio.sleep(0)  # a memory store never yields to the event loop
 
         working = asyncio.create_task(work())
         while True:

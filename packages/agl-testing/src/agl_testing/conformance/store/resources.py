@@ -21,7 +21,7 @@ def _version(version: str, *, name: str = "prompt", text: str = "") -> ResourceV
 
 
 class ResourceTests:
-    """Tests of the records that algorithms publish and keep."""
+    """Tests of the records that algorithms write: versions, labels, scores and metrics."""
 
     @store_test
     async def test_newest_version_is_the_default_and_every_version_stays(self, store: Store) -> None:

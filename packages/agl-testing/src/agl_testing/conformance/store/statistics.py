@@ -1,4 +1,4 @@
-"""Tests of the statistics that a store keeps: they equal the sums over the rollouts themselves."""
+"""Tests that a store's statistics equal the sums over its rollouts."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -24,7 +24,7 @@ from agl_testing.stores.samples import TWO_ATTEMPTS, make_call, make_rollout, ma
 
 MODES: tuple[Mode, ...] = ("train", "val")
 LARGE = 1e12
-"""A mean so far from zero that a sum of squares around zero would lose the variance."""
+"""A mean so large that a plain sum of squares would lose the variance to rounding."""
 
 
 class StatisticsTests:
@@ -79,7 +79,7 @@ class StatisticsTests:
     async def test_a_fenced_or_repeated_finish_counts_once(self, store: Store) -> None:
         claim = await start_one(store, replace(_rollout(step=1), retry=TWO_ATTEMPTS))
         await store.finish([outcome_of(claim, "failed", spans=[_graded(claim, 5.0)])])
-        assert [] == await store.statistics()  # it is queued again
+        assert [] == await store.statistics()  # the rollout is queued again
         (again,) = await store.claim(worker="w")
         outcome = outcome_of(again, spans=[_graded(again, 1.0)])
         for _ in range(3):
@@ -134,7 +134,7 @@ class StatisticsTests:
 
 
 async def _play(store: Store, chance: random.Random, offset: float) -> None:
-    """Finish, grade late, give back, cancel and remove rollouts in a random order."""
+    """Finish, cancel and delete rollouts, lose attempts, and add late spans, at random."""
     finished: list[Claim] = []
     for _ in range(25):
         rollout = replace(_rollout(step=chance.randrange(2), mode=chance.choice(MODES)), retry=TWO_ATTEMPTS)
@@ -157,7 +157,7 @@ async def _play(store: Store, chance: random.Random, offset: float) -> None:
 
 
 def _work(claim: Claim, chance: random.Random, offset: float) -> Span:
-    """Create a call, or a reward of any source."""
+    """Create the span of a call, or of a reward from a random source."""
     if chance.random() < 0.4:
         return make_span(claim, call=make_call(range(chance.randrange(9)), range(chance.randrange(9))))
     source: RewardSource = chance.choice(("evaluator", "environment", "agent", "human"))
@@ -181,7 +181,7 @@ def _graded(claim: Claim, value: float | None, *, source: RewardSource = "enviro
 
 
 async def _check(store: Store) -> None:
-    """Compare the statistics with sums over all finished rollouts."""
+    """Assert that the statistics equal sums over all finished rollouts."""
     expected: dict[object, list[tuple[Rollout, list[Span], float | None]]] = {}
     statuses = ("succeeded", "failed", "cancelled")
     async for recording in read_recordings(store, RolloutQuery(status=statuses), spans="none"):
@@ -219,7 +219,7 @@ def _check_one(found: Statistics, rollouts: Sequence[tuple[Rollout, list[Span], 
 
 
 def _reward(spans: Sequence[Span]) -> float | None:
-    """The rollout's reward by the rule of the episodes."""
+    """Return the rollout's reward by the rule that episodes use."""
     graded = [span for span in spans if span.reward is not None]
     is_timed = all(span.start_ns > 0 for span in graded)
     return episode_reward(sorted(graded, key=lambda span: (span.start_ns if is_timed else 0, span.sequence)))

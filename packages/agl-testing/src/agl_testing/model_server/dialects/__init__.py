@@ -1,1 +1,1 @@
-"""The wire formats: each module turns requests into turns, and exchanges into bodies and streamed events."""
+"""The wire formats: each module converts requests to turns, and exchanges to response bodies and streamed events."""

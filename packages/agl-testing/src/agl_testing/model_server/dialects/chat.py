@@ -1,4 +1,4 @@
-"""Reads and writes ``POST /v1/chat/completions``: requests to turns, exchanges to bodies and chunks."""
+"""Reads and writes ``POST /v1/chat/completions``: converts requests to turns, and exchanges to bodies and chunks."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -8,12 +8,12 @@ from agl_testing.model_server.codec import ConversationTurn, FunctionCall
 
 
 def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
-    """Return the messages of a chat request."""
+    """Return the messages of a chat request as turns."""
     return tuple(_turn(message) for message in body.get("messages", ()))
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """Return the plain response's body."""
+    """Return the body of the plain response."""
     choices = [_choice(exchange, index, answer) for index, answer in enumerate(exchange.answers)]
     out = {**_head(exchange, "chat.completion"), "choices": choices, "usage": _usage(exchange)}
     if exchange.wants_ids and exchange.flavour != "sglang":
@@ -22,7 +22,7 @@ def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
 
 
 def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
-    """Yield the streamed response's events; as in vLLM, only the very first has ``prompt_token_ids``."""
+    """Yield the events of the streamed response; as in vLLM, only the first event has ``prompt_token_ids``."""
     for index in range(len(exchange.answers)):
         first = _chunk(exchange, index, {"role": "assistant", "content": ""})
         if exchange.wants_ids and index == 0:

@@ -1,4 +1,4 @@
-"""Reads and writes ``POST /v1/completions``: text or token prompts, one or several; choices hold the token ids."""
+"""Reads and writes ``POST /v1/completions``: one or more prompts, as text or token ids; choices hold the token ids."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
 
 
 def prompts_of(body: dict[str, Any]) -> list[list[int]]:
-    """Return the ids of each prompt; a request holds a text, a list of ids, or a list of either."""
+    """Return the token ids of each prompt; the request's prompt is a text, a list of ids, or a list of either."""
     prompt = body.get("prompt", "")
     if isinstance(prompt, str):
         return [encode(prompt)]
@@ -23,13 +23,13 @@ def prompts_of(body: dict[str, Any]) -> list[list[int]]:
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """Return the plain response's body."""
+    """Return the body of the plain response."""
     choices = [_choice(exchange, index, answer) for index, answer in enumerate(exchange.answers)]
     return {**_head(exchange), "choices": choices, "usage": _usage(exchange)}
 
 
 def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
-    """Yield the streamed response's events; only the first of a choice has its prompt ids."""
+    """Yield the events of the streamed response; only the first event of each choice has the prompt's ids."""
     for index, answer in enumerate(exchange.answers):
         for position, piece in enumerate(answer.pieces):
             chunk = {**_head(exchange), "choices": [_piece_choice(exchange, index, answer, piece)]}

@@ -1,4 +1,4 @@
-"""Reads and writes ``POST /v1/embeddings``: a short vector that depends on every byte of the input."""
+"""Reads and writes ``POST /v1/embeddings``: each input gives a short vector that depends on every byte."""
 
 import base64
 import struct
@@ -10,12 +10,12 @@ DIMENSIONS = 8
 
 
 def prompt_ids(body: dict[str, Any]) -> list[list[int]]:
-    """Return the ids of each input."""
+    """Return the token ids of each input."""
     return prompts_of({"prompt": body.get("input", "")})
 
 
 def body_of(body: dict[str, Any], model: str) -> dict[str, Any]:
-    """Return the response's body, with vectors as floats or in base64, as the request asks."""
+    """Return the response's body, with vectors as floats, or in base64 if the request asks for it."""
     inputs = prompt_ids(body)
     is_packed = body.get("encoding_format") == "base64"
     vectors = [embedding(ids) for ids in inputs]
@@ -28,7 +28,7 @@ def body_of(body: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def embedding(ids: list[int]) -> list[float]:
-    """Return the vector of ``ids``: sums modulo 97, scaled to [0, 1); [DIMENSIONS]."""
+    """Return the vector of token ids: weighted sums modulo 97, scaled to [0, 1); [DIMENSIONS]."""
     return [
         sum(token * (position + dimension + 1) for position, token in enumerate(ids)) % 97 / 97
         for dimension in range(DIMENSIONS)

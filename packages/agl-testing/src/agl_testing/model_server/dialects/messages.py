@@ -1,6 +1,6 @@
-"""Reads and writes ``POST /v1/messages``: Anthropic's blocks and named events.
+"""Reads and writes ``POST /v1/messages``, with Anthropic's content blocks and named events.
 
-Its format has no token ids. The flavour ``every`` adds them to the body, and to a stream's ``message_delta``.
+Anthropic's format has no token ids. The flavour ``every`` adds them to the body, and to a stream's ``message_delta``.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_to
 
 
 def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
-    """Return the system prompt and the messages; each tool result is a turn of its own."""
+    """Return the system prompt and the messages as turns; each tool result becomes a separate turn."""
     turns: list[ConversationTurn] = []
     if body.get("system"):
         turns.append(ConversationTurn(role="system", text=_text(_blocks(body["system"]))))
@@ -25,7 +25,7 @@ def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """Return the plain response's body."""
+    """Return the body of the plain response."""
     answer = exchange.answers[0]
     content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if _has_text(answer) else []
     for index, call in enumerate(answer.calls):
@@ -35,7 +35,7 @@ def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
 
 
 def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
-    """Yield the streamed response's events: the start, those of one block after the other, the end."""
+    """Yield the events of the streamed response: the start, then the events of each block in turn, then the end."""
     yield from map(named_event, _events(exchange))
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes ``POST /v1/responses``: typed items and events, and vLLM's raw messages with ids if enabled."""
+"""Reads and writes ``POST /v1/responses``: typed items and events, and on request vLLM's raw messages with ids."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -15,7 +15,7 @@ from agl_testing.model_server.codec import ConversationTurn, FunctionCall, decod
 
 
 def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
-    """Return instructions and input items as turns; consecutive items of the assistant make one turn."""
+    """Return the instructions and input items as turns; consecutive items of the assistant become one turn."""
     turns: list[ConversationTurn] = []
     if body.get("instructions"):
         turns.append(ConversationTurn(role="system", text=body["instructions"]))
@@ -31,7 +31,7 @@ def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """Return the plain response's body, which also ends a stream."""
+    """Return the body of the plain response, which a stream's last event also holds."""
     answer = exchange.answers[0]
     out = _response(exchange, "incomplete" if answer.reason == "length" else "completed")
     out["output"] = _output(exchange)
@@ -47,7 +47,7 @@ def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
 
 
 def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
-    """Yield the streamed response's events, typed and numbered from 0."""
+    """Yield the typed events of the streamed response, numbered from 0."""
     for number, event in enumerate(_events(exchange)):
         yield named_event({**event, "sequence_number": number})
 
