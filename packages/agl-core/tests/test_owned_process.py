@@ -14,7 +14,7 @@ import pytest
 
 from agl import owned_process
 from agl.errors import CaptureError
-from agl.owned_process import Message, OwnedProcess
+from agl.owned_process import Message, OwnedProcess, Restarts
 from agl_testing.waiting import eventually
 
 PROGRAM = """
@@ -109,3 +109,12 @@ def test_a_program_that_does_not_start_is_an_error() -> None:
                 pass
 
     asyncio.run(body())
+
+
+def test_pauses_grow_up_to_a_limit_however_often_a_program_ends() -> None:
+    restarts = Restarts()
+    pauses = [restarts.pause_s(ran_s=0.0) for _ in range(3000)]
+
+    assert [0.1, 0.2, 0.4] == pauses[:3]
+    assert 30.0 == pauses[-1]
+    assert 0.1 == restarts.pause_s(ran_s=60.0)

@@ -91,7 +91,8 @@ class Restarts:
     def pause_s(self, *, ran_s: float) -> float:
         """Return the pause after a process that ran for ``ran_s`` seconds."""
         self.quick_ends = 1 if ran_s > STEADY_S else self.quick_ends + 1
-        return min(FIRST_PAUSE_S * 2 ** (self.quick_ends - 1), LONGEST_PAUSE_S)
+        # The power is bounded: after about a thousand ends in a row it would no longer fit a float.
+        return min(FIRST_PAUSE_S * 2 ** min(self.quick_ends - 1, 30), LONGEST_PAUSE_S)
 
 
 class OwnedProcess(Generic[OrderT, NoteT]):
