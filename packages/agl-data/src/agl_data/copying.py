@@ -80,7 +80,7 @@ def copy(manager: PluginManager, source: str, target: str, names: tuple[str, ...
 
 
 async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Copied:
-    """Check that the copy is possible, and make it while a progress bar shows on a terminal."""
+    """Check that the experiments can be copied, and copy them; a terminal shows a progress bar."""
     records = [record for record in await source.experiments() if not names or record.name in names]
     resources = await _survey(source, names)
     unknown = sorted(set(names).difference(resources, (record.name for record in records)))

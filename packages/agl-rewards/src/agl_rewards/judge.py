@@ -133,7 +133,7 @@ class Judge:
         return self._template.format(**{**task_fields(rollout.task), **own})
 
     async def _judge(self, one_try: Callable[[], str]) -> Reward:
-        """Ask until there is a valid score, with growing pauses; stop at once at errors that would repeat."""
+        """Ask the judge until an answer has a valid score, with growing pauses; give up at an error that would repeat."""
         problem = ""
         for wait_s in self._waits:
             await asyncio.sleep(wait_s)
@@ -155,7 +155,7 @@ class Judge:
 
 
 class _ScoreReader:
-    """Reads the score from an answer."""
+    """Finds the score in a judge's answer."""
 
     def __init__(self, score: str, low: float, high: float) -> None:
         try:
@@ -219,7 +219,7 @@ def _template(text: str) -> PromptTemplate:
 
 
 class EndpointError(AglError):
-    """The endpoint gave no answer; ``is_passing`` says that another try may succeed."""
+    """An endpoint gave no answer; ``is_passing`` is true if another try may succeed."""
 
     def __init__(self, message: str, *, is_passing: bool) -> None:
         super().__init__(message)

@@ -39,7 +39,7 @@ _LONGEST = 100
 
 
 class Mark(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The contents of ``agl-data.json``."""
+    """The contents of ``agl-data.json``, the file that marks a folder as an archive."""
 
     format: str = "agl-data"
     version: int = FORMAT
@@ -57,14 +57,11 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The description of one part of an archive.
 
     Attributes:
-        part: The name of the part's files, without suffix.
-        experiment: The experiment that all rollouts of the part belong to.
-        first: The smallest id among the part's rollouts.
-        last: The greatest id among the part's rollouts.
-        files: Size, checksum and rows of each file, by table.
-        is_whole: True once all files are written.
-        writer: The name of the store that the part came from. The store's next archiving discards unfinished parts
-            under this name, which a killed one left.
+        part: The name of the part's files, without suffix. experiment: The experiment that all rollouts of the part
+        belong to. first: The smallest id among the part's rollouts. last: The greatest id among the part's rollouts.
+        files: Size, checksum and rows of each file, by table. is_whole: True once all files are written. writer: The
+        name of the store that the part came from. When that store is archived again, its unfinished parts, which a
+        killed process left, are discarded.
     """
 
     part: str
@@ -90,7 +87,7 @@ class Folder:
         self.name = name
 
     def file(self, table: str, part: str = "") -> str:
-        """Return the path of a table's file in the given part, or of a table that is a single file."""
+        """Return the path of a table's file within ``part``, or without ``part`` if the table is a single file."""
         return f"{self.name}/{table}/{part}.parquet" if part else f"{self.name}/{table}.parquet"
 
     def manifests(self) -> list[Manifest]:

@@ -1,7 +1,7 @@
 """Makes the object ``agl``, which holds the fields of a rollout and its calls that an export format has no name for.
 
-Each format writes the object into a free field, and ``agl data import`` reads it back. It repeats parts of the record
-and adds nothing to it.
+Each format writes the object into a free field, and ``agl data import`` reads it back. The object only repeats fields
+of the record.
 """
 
 from typing import Any

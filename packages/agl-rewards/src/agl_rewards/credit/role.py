@@ -101,7 +101,9 @@ class RoleCredit:
         }
 
     def _earned(self, episode: Episode, name: str, role: Role, *, has_other: bool) -> float:
-        """Return the reward of the role's last turn; 0.0 if it is missing but the role's turns have rewards."""
+        """Return the reward that the role earns at its last turn; 0.0 if it is missing but the role's turns have
+        rewards.
+        """
         if not role.reward:
             return final_of(episode, has_other=has_other)
         # An agent holds a token of its own and could report any reward for itself.
@@ -116,7 +118,7 @@ class RoleCredit:
         return sum(found)
 
     def _name(self, agent: str) -> str:
-        """Return the role of an agent: the first pattern that matches, or the agent's own name."""
+        """Return the role of an agent: the first role pattern that matches the agent's name, or else the name."""
         return next((pattern.pattern for pattern, _ in self._roles if pattern.fullmatch(agent)), agent)
 
     def _settings(self, agent: str) -> Role:
@@ -124,7 +126,7 @@ class RoleCredit:
 
 
 def _matching(rewards: Iterable[Reward], pattern: str) -> list[float]:
-    """Return the values of the rewards whose names match, one per name, with the precedence of `agl.episodes.score`."""
+    """Return the values of the rewards whose names match ``pattern``; `agl.episodes.score` chooses one value per name."""
     wanted = [reward for reward in rewards if re.fullmatch(pattern, reward.name)]
     names = dict.fromkeys(reward.name for reward in wanted)
     values = (score(wanted, options=ScoreOptions(key=name)).value for name in names)

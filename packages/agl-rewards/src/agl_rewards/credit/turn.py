@@ -60,7 +60,7 @@ class TurnCredit:
         ]
 
     def _key(self, episode: Episode, call: Transition) -> str:
-        """Return the baseline key of a call; it never names a single call, which would be compared with nothing."""
+        """Return the baseline key of a call: its group or, with ``baseline = "turn"``, its group, agent and turn."""
         group = group_of(episode)
         return group if self._baseline == "group" else f"{group}/{call.agent}/{call.turn}"
 

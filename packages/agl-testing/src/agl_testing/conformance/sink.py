@@ -56,10 +56,10 @@ class SinkConformance(Conformance):
     """The sink's registered name."""
 
     statuses: ClassVar[dict[str, str]] = {"finished": "finished", "failed": "failed"}
-    """The system's names for the statuses ``finished`` and ``failed`` of a run."""
+    """The names that the sink's system gives to runs which agl calls ``finished`` and ``failed``."""
 
     search: ClassVar[str] = ""
-    """The prompt search of ``agl-algo-apo`` to run, ``apo`` or ``gepa``; ``""`` skips that test."""
+    """The prompt search of ``agl-algo-apo`` that one test runs, ``apo`` or ``gepa``; ``""`` skips that test."""
 
     def params(self, folder: Path) -> dict[str, Any]:
         """Return parameters with which the sink writes into a folder."""

@@ -15,7 +15,7 @@ from agl_data.importing.values import as_dict, as_text, first
 
 _TYPE, _INPUT, _OUTPUT = "langfuse.observation.type", "langfuse.observation.input", "langfuse.observation.output"
 LANGFUSE_CONTENT = (_INPUT, _OUTPUT)
-"""Langfuse attributes whose contents are also in the fields of the call."""
+"""Prefixes of Langfuse attributes that are dropped, because the fields of the call have their contents."""
 
 _KIND = "openinference.span.kind"
 _OPERATIONS = {

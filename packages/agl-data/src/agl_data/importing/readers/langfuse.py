@@ -104,7 +104,7 @@ class _Events:
 
 
 def _blank(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that events of a trace, a score or an observation lack, and that exported records have."""
+    """Return default fields for a trace, a score or an observation, which exported records have and events lack."""
     if kind == "trace":
         return {"observations": []}
     return {} if kind == "score" else {"type": kind.upper(), "parentObservationId": body.get("traceId")}
