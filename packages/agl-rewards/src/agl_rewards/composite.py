@@ -81,7 +81,7 @@ class Composite:
 
 
 async def rewards_of(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    """Call a reward emitter, await its result if necessary, and return a list of rewards; a number becomes an unnamed
+    """Call a reward emitter, await its result if necessary, and return its rewards; a number becomes an unnamed
     reward.
     """
     given: Any = emitter(rollout, spans)

@@ -133,7 +133,7 @@ class Judge:
         return self._template.format(**{**task_fields(rollout.task), **own})
 
     async def _judge(self, one_try: Callable[[], str]) -> Reward:
-        """Ask the judge until an answer has a valid score, with growing pauses; give up at an error that would repeat."""
+        """Ask the judge until an answer has a valid score, with growing pauses; stop at an error that would repeat."""
         problem = ""
         for wait_s in self._waits:
             await asyncio.sleep(wait_s)

@@ -171,9 +171,7 @@ def _text(data: bytes) -> str:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allow an action that only reads, and the pragma ``data_version``, which the full-text index needs; deny all
-    others.
-    """
+    """Allow reading, and the pragma ``data_version``, which the full-text index needs; deny every other action."""
     is_allowed = action in READING and (action != sqlite3.SQLITE_FUNCTION or second not in FORBIDDEN)
     is_internal = action == sqlite3.SQLITE_PRAGMA and first == "data_version" and second is None
     return sqlite3.SQLITE_OK if is_allowed or is_internal else sqlite3.SQLITE_DENY

@@ -199,7 +199,7 @@ def is_ordered(sql: str) -> bool:
 
 
 def outline(sql: str) -> str:
-    """Return the SQL tokens outside of parentheses, in lower case and joined by single spaces; quoted ones become
+    """Return the SQL tokens outside of parentheses, in lower case, joined by single spaces; quoted ones become
     ``''``.
     """
     depth, words = 0, list[str]()

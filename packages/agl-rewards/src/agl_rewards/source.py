@@ -51,10 +51,8 @@ def text_source(source: str) -> TextOf:
 
 
 def unfenced(text: str, *languages: str) -> str:
-    """Return the last fenced block without a language or with one of ``languages``; without such a block, the whole
-    text.
-
-    The returned text is stripped.
+    """Return the last fenced block without a language or with one of ``languages``, or else the whole text;
+    stripped.
     """
     blocks = re.findall(r"```[ \t]*(\w*)[ \t]*\r?\n(.*?)```", text, re.DOTALL)
     fitting = [body for language, body in blocks if language.lower() in ("", *languages)]
@@ -127,6 +125,6 @@ def _decoded(arguments: Any) -> Json:
 
 
 def _member(value: Json, key: str) -> Json:
-    """Return the value of ``key`` in an object, which may also be given as JSON text; ``None`` if there is no such key."""
+    """Return the value of ``key`` in an object, which may be given as JSON text; ``None`` if there is no such key."""
     found = _decoded(value)
     return cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None

@@ -203,8 +203,8 @@ class Archiving:
         return new
 
     async def _remove(self, experiment: str) -> None:
-        """Remove the chosen rollouts whose archived copies equal the store's, unless the experiment runs or can be
-        resumed.
+        """Remove the chosen rollouts whose archived copies equal the store's, unless their experiment still needs
+        them.
         """
         folder = self._folder(experiment)
         if await needed_experiments(self._store, [experiment]):

@@ -207,7 +207,7 @@ def micros(seconds: float) -> int | None:
 
 
 def micros_of_ns(nanoseconds: int) -> int | None:
-    """Return Unix nanoseconds as microseconds; ``None`` for 0, which stands for no time, and for values out of range."""
+    """Return Unix nanoseconds as microseconds; ``None`` for 0, which means no time, and for values out of range."""
     return _time(nanoseconds // 1000)
 
 

@@ -58,9 +58,7 @@ class RolloutGame:
 
 
 class _ReplayCredit:
-    """Base of the credits that replay coalitions; a subclass chooses the coalitions and computes shares from their
-    worths.
-    """
+    """Base of the credits that replay coalitions; a subclass chooses the coalitions and how worths become shares."""
 
     NAME = ""
     """The credit's name in experiments, and the name of the reward that stores an episode's shares."""
@@ -80,8 +78,7 @@ class _ReplayCredit:
         self._max_replays, self._failed, self._baseline = max_replays, failed, baseline
 
     def _coalitions(self, players: Sequence[str], name: str) -> list[Replaced]:
-        """Return the coalitions to replay, each as the set of its replaced players, without the empty set (the recorded
-        run).
+        """Return the coalitions to replay, each as the set of its replaced players; the recorded run is not among them.
 
         The rollout id ``name`` may seed a random choice; :meth:`_shares_of` must make the same choice.
         """
@@ -95,8 +92,7 @@ class _ReplayCredit:
         raise NotImplementedError
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
-        """Replay every episode once for each needed coalition, and attach the shares as a reward with the credit's
-        name.
+        """Replay every episode once for each needed coalition, and attach the shares as a reward named like the credit.
 
         Raises:
             ConfigError: No call names its agent; ``replace`` is ``sibling`` and no task has two rollouts; or
@@ -144,7 +140,7 @@ class _ReplayCredit:
         ]
 
     def _games(self, episodes: Sequence[Episode]) -> list[RolloutGame]:
-        """Return a game for every episode with players; with ``replace = "sibling"`` the episode also needs a sibling."""
+        """Return a game for every episode with players; with ``replace = "sibling"``, also with a sibling."""
         games: list[RolloutGame] = []
         for group in by_group(episodes).values():
             ids = sorted(episode.rollout.rollout_id for episode in group)

@@ -12,7 +12,7 @@ def live_calls(episode: Episode) -> list[Transition]:
 
 
 def group_of(episode: Episode) -> str:
-    """Return the id of the episode's group; a rollout without a group forms a group of its own, under the rollout's id."""
+    """Return the id of the episode's group; a rollout without one is a group of its own, under the rollout's id."""
     return episode.rollout.group_id or episode.rollout.rollout_id
 
 
@@ -27,8 +27,7 @@ def return_of(episode: Episode) -> float:
 
 
 def final_of(episode: Episode, *, has_other: bool) -> float:
-    """Return the episode's reward; if there is none, return 0.0 provided that other rewards were recorded
-    (``has_other``).
+    """Return the episode's reward; without one, return 0.0 if ``has_other`` says that other rewards were recorded.
 
     Raises:
         ConfigError: The episode has no reward, and ``has_other`` is false.

@@ -109,9 +109,7 @@ class ForkCredit:
         return math.floor(SHARE * sum(len(episode.transitions) for episode in episodes))
 
     def _advantage(self, point: Point, choice: ForkChoice, runs: "_Runs", returns: Mapping[str, float]) -> float | None:
-        """Return the advantage of the recorded answer at ``point``; ``None`` if no run with another answer has a
-        reward.
-        """
+        """Return the advantage of the answer at ``point``; ``None`` if no run with another answer has a reward."""
         found: list[tuple[float, int]] = []
         found += [(returns[name], 1) for name in choice.finished_forks(point) if name in returns]
         for plan, count in [*choice.stand_ins(point), *((plan, 1) for plan in runs.drawn.get(point.span_id, ()))]:
@@ -196,7 +194,7 @@ async def _run_drawn(choice: ForkChoice, runs: _Runs, drawn: Sequence[tuple[Fork
 
 
 def _means_of_others(episodes: Sequence[Episode], returns: Mapping[str, float]) -> dict[str, float]:
-    """Return each rollout's return minus the mean return of the task's other rollouts, by rollout id; 0 without others."""
+    """Return each rollout's return minus the mean of the task's other rollouts, by rollout id; 0 without others."""
     found: dict[str, float] = {}
     for group in by_group(episodes).values():
         own = {name: returns[name] for each in group if (name := each.rollout.rollout_id) in returns}

@@ -74,10 +74,9 @@ class Point:
     spread: float
 
     def calls_after(self, sample: Sample) -> int:
-        """Return the number of later calls that a model would have to answer if ``sample`` replaced the recorded
-        answer.
+        """Return the number of later calls that a model must answer anew if ``sample`` replaces the recorded answer.
 
-        The estimate counts the later states in the sample's rollout that do not occur after this point.
+        These are the later calls in the sample's rollout whose states do not occur after this point.
         """
         return (sample.later - self.later).total()
 
@@ -88,9 +87,7 @@ def state_of(episode: Episode, call: Transition) -> State:
 
 
 def samples_of(episode: Episode, task: Episode) -> list[Sample]:
-    """Return all answers of an episode as samples, in the states of ``task``'s group; ``task`` is an episode of that
-    group.
-    """
+    """Return all answers of an episode as samples; their states are those of ``task``, an episode of the same task."""
     states = [state_of(task, call) for call in episode.transitions]
     return [
         Sample(
@@ -166,7 +163,9 @@ class ForkChoice:
         return True
 
     def others(self, point: Point) -> list[Sample]:
-        """Return the samples of the point's state, except the recorded answer and those drawn by forking at this point."""
+        """Return the samples of the point's state, without the recorded answer and those drawn by forks at this
+        point.
+        """
         own = {point.span_id, *(sample.span_id for sample in self._drawn.get(point.span_id, ()))}
         return [sample for sample in self._by_state[point.state] if sample.span_id not in own]
 
@@ -192,9 +191,7 @@ class ForkChoice:
         ]
 
     def stand_ins(self, point: Point) -> list[tuple[ForkPlan, int]]:
-        """Return the forks that reuse a sibling's answer and need no model call, each with the number of samples of its
-        answer.
-        """
+        """Return the forks that reuse a sibling's answer without any model call, each with its number of samples."""
         found: dict[bytes, tuple[ForkPlan, int]] = {}
         for sample in self.others(point):
             if sample.answer == point.answer or point.calls_after(sample) > 0:
@@ -244,9 +241,7 @@ class ForkChoice:
         return 0.0 if spread < LEAST_SPREAD * len(self._at[state]) else spread / (count * (count + 1) * cost)
 
     def _cost(self, point: Point) -> int:
-        """Return the expected model calls of a fork: one for the new answer, and one for each later call whose request
-        changes.
-        """
+        """Return the expected model calls of a fork: the new answer, and later calls whose requests it changes."""
         others = [sample for sample in self._by_state[point.state] if sample.answer != point.answer]
         if not others:
             return 1 + point.later.total()  # nothing shows that they stay the same

@@ -112,9 +112,7 @@ def _advantages(values: Mapping[str, Sequence[float]], *, has_norm: bool) -> dic
 
 
 def _statistics(values: Mapping[str, Sequence[float]], *, has_norm: bool) -> tuple[float, float]:
-    """Return the mean over rollouts of their mean values, and the factor 1 / F; the factor is 0 if all values are
-    equal.
-    """
+    """Return the mean over rollouts of their mean values, and the factor 1 / F, which is 0 if all values are equal."""
     scores = [_mean(found) for found in values.values()]
     if len(scores) < 2:  # one rollout is its own mean, and n - 1 would be 0
         return (scores[0] if scores else 0.0), 0.0

@@ -101,9 +101,7 @@ class RoleCredit:
         }
 
     def _earned(self, episode: Episode, name: str, role: Role, *, has_other: bool) -> float:
-        """Return the reward that the role earns at its last turn; 0.0 if it is missing but the role's turns have
-        rewards.
-        """
+        """Return the reward that a role earns at its last turn; 0.0 if only the role's turns have rewards."""
         if not role.reward:
             return final_of(episode, has_other=has_other)
         # An agent holds a token of its own and could report any reward for itself.
@@ -126,7 +124,7 @@ class RoleCredit:
 
 
 def _matching(rewards: Iterable[Reward], pattern: str) -> list[float]:
-    """Return the values of the rewards whose names match ``pattern``; `agl.episodes.score` chooses one value per name."""
+    """Return the values of rewards whose names match ``pattern``; `agl.episodes.score` chooses one value per name."""
     wanted = [reward for reward in rewards if re.fullmatch(pattern, reward.name)]
     names = dict.fromkeys(reward.name for reward in wanted)
     values = (score(wanted, options=ScoreOptions(key=name)).value for name in names)

@@ -231,9 +231,7 @@ class AlgorithmBench:
         return Collected(episodes=tuple(episodes))
 
     async def recorded(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
-        """Return the rollouts passed as ``given`` as step 1 of a finished source named ``payer``; after that step,
-        none.
-        """
+        """Return the rollouts passed as ``given``, as step 1 of a finished source named ``payer``."""
         del max_age  # all given rollouts are recent
         if self._given is None:
             raise ConfigError("the bench was given no rollouts, so the algorithm has no source")
@@ -290,9 +288,7 @@ class AlgorithmBench:
         return version
 
     async def _keep(self, version: ResourceVersion) -> None:
-        """Publish a version to the store, so that it can have scores; does nothing if a repeated step published it
-        before.
-        """
+        """Publish a version to the store, so that it can have scores; a repeated step publishes it only once."""
         self._versions[version.name, version.version] = version
         with suppress(ConflictError):
             await self.store.publish([version])

@@ -1,4 +1,4 @@
-"""The conformance class of credit: each call without a reject reason gets one finite number, and other calls get none."""
+"""The conformance class of credit: calls without a reject reason get one finite number each, other calls get none."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 

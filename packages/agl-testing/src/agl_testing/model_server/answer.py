@@ -127,9 +127,7 @@ def answer_of(reply: Reply, *, number: int, choice: int) -> ScriptedAnswer:
 
 
 def split(text: str, chunks: int | tuple[str, ...]) -> list[str]:
-    """Split ``text`` into ``chunks`` parts of nearly equal length, or into the given ``chunks``; empty parts are
-    dropped.
-    """
+    """Split ``text`` into ``chunks`` parts of nearly equal length, or into the given parts; drop empty parts."""
     if not isinstance(chunks, int):
         if "".join(chunks) != text:
             raise ValueError(f"the chunks {chunks!r} do not add up to the reply's text {text!r}; make them equal")

@@ -175,9 +175,7 @@ class ScriptedHandler:
         return await _send_faulty(request, call, response, step)
 
     def _failed(self, error: Exception) -> Status:
-        """Record an error that the script raised, for the server to raise when it stops; return an HTTP 500 for the
-        call.
-        """
+        """Record an error of the script, which the server raises when it stops; return an HTTP 500 for the call."""
         self.script_errors.append(error)
         return Status(code=500, message=f"the script failed: {error!r}")
 

@@ -73,9 +73,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault: the server sends ``after_chunks`` streamed events, pauses for ``seconds``, then sends the rest of
-    ``reply``.
-    """
+    """A fault: the server sends ``after_chunks`` events of ``reply``, pauses for ``seconds``, then sends the rest."""
 
     seconds: float
     after_chunks: int = 0
@@ -97,9 +95,7 @@ class Garbage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Step: TypeAlias = Reply | tuple[Reply, ...] | Status | Stall | Cut | Garbage
-"""A reply or a fault with which one call is answered; a tuple has one reply for each choice of a request with ``n >
-1``.
-"""
+"""A reply or a fault that answers one call; a tuple has one reply for each choice of a request with ``n > 1``."""
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
