@@ -77,7 +77,7 @@ def _triplet(call: Transition, final: float | None) -> Triplet:
 
 
 def get_reward_value(span: Span) -> float | None:
-    """Return the reward that a span reports, or ``None``."""
+    """Return the reward that a span reports; ``None`` if it reports none."""
     return span.reward.value if span.reward is not None else None
 
 

@@ -21,7 +21,7 @@ def setup_logging(
     capture_warnings: bool = False,
     disable_existing_loggers: bool = False,
 ) -> None:
-    """Log ``agl``, ``agl_run``, this package and the loggers of ``apply_to`` to the terminal and to files.
+    """Send the logs of ``agl``, ``agl_run``, this package and ``apply_to`` to the terminal and to files.
 
     Args:
         level: Lowest level to log.
@@ -32,7 +32,7 @@ def setup_logging(
         extra_handlers: Handlers to add.
         formatter: The format of the lines in files and without colours.
         apply_to: Names of further loggers to treat alike.
-        files: A file for all, or one for each logger by name.
+        files: The file for all loggers, or one file for each logger by name.
         capture_warnings: Log warnings of the program too.
         disable_existing_loggers: Silence every other logger.
     """
@@ -61,13 +61,13 @@ def setup_module_logging(
     color: bool | Mapping[str, Any] = True,
     propagate: bool = False,
 ) -> logging.Logger:
-    """Log one logger and those below it to the terminal, and return it."""
+    """Send the logs of a logger and the loggers below it to the terminal; return the logger."""
     handlers = [_console(color, logging.Formatter(_FORMAT))] if console else []
     return _set_up(name, level, handlers, propagate=propagate)
 
 
 def configure_logger(level: int = logging.INFO, name: str = "agl") -> logging.Logger:
-    """Log one logger in plain lines to the terminal, and return it."""
+    """Send the logs of a logger to the terminal in plain lines; return the logger."""
     return setup_module_logging(level, name=name, color=False)
 
 

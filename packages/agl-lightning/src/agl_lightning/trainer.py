@@ -291,7 +291,10 @@ def _algorithms(given: Any, resources: Mapping[str, Any]) -> Any:
 
 
 def _resource(given: Any, name: str) -> Any:
-    """Return a resource without its API key, which an experiment would store; the variable of the key is named."""
+    """Return a resource; in a model, the API key is replaced by the name of an environment variable that holds it.
+
+    Experiments store their resources, and must not store keys.
+    """
     if not isinstance(given, LLM):
         return given
     own = os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE") or "https://api.openai.com/v1"
@@ -327,7 +330,7 @@ def _readable(data: Any) -> Any:
 
 
 async def _prompt(plan: Plan, result: FitResult) -> PromptTemplate | None:
-    """Return the tuned prompt that is live."""
+    """Return the live version of the prompt that the first algorithm tuned; ``None`` if it is not a prompt."""
     name = plan.config.algorithm[0].tunes[0]
     store = plan.store or open_store(plan)
     try:

@@ -85,7 +85,7 @@ class SurveyedLoss(Loss, Protocol):
 
 
 def surveyed(loss: Loss, tokens: TokenBatch) -> TokenBatch:
-    """Return the tokens of a whole update, with the results of the loss's survey in `extras` if it has a survey."""
+    """Return the tokens of a whole update with the loss's survey in `extras`; unchanged for a loss without a survey."""
     if not isinstance(loss, SurveyedLoss):
         return tokens
     found = loss.survey(replace(tokens, logp_M=tokens.logp_M.detach(), entropy_M=None))
@@ -104,7 +104,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """The advantage `found_S` of every score, and the factor `unit_S` for the distance of a call from it, [S] each.
+    """The advantage `found_S` of every score, and the factor `unit_S` for a call's distance from the score, [S] each.
 
     A call with the credit v in a rollout with the score s gets the advantage `found + (v - s) * unit`.
     """

@@ -140,7 +140,7 @@ def reinforce_plus_plus_baseline(scores: Scores) -> Estimates:
 
 
 def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> Estimates:
-    """Return scores scaled to mean 0 and deviation 1, but 0 where `differs_S` is false, with the unit of distances."""
+    """Return estimates that scale scores to mean 0 and deviation 1; the advantage is 0 where `differs_S` is false."""
     if not bool(differs_S.any()):
         return Estimates(found_S=torch.zeros_like(scores_S), unit_S=torch.zeros_like(scores_S))
     n = len(scores_S)  # at least 2, because a single score does not differ
@@ -152,12 +152,12 @@ def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> Estimates:
 
 
 def _differ(own: Tensor) -> bool:
-    """Return whether scores differ by more than rounding."""
+    """Return true if the scores differ by more than rounding errors."""
     # Relative to the largest |score|: the rounding error of sums grows with their size.
     return bool(own.max() - own.min() > ROUNDING * max(1.0, float(own.abs().max())))
 
 
 def _compared(scores: Scores) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each group of at least two scores, which scores are its own, [S] bool, and these scores."""
+    """Return for each group of at least two scores the mask of the group's scores, [S] bool, and these scores."""
     groups = [scores.group_S == group for group in dict.fromkeys(integers(scores.group_S))]
     return [(own_S, scores.scores_S[own_S]) for own_S in groups if int(own_S.sum()) > 1]

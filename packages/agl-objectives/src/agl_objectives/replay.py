@@ -86,14 +86,14 @@ class OldRollout(Generic[R]):
 
     @property
     def size(self) -> float:
-        """Mean |advantage| over the trained tokens."""
+        """Mean |advantage| over the rollout's trained tokens."""
         own = [row.advantages[row.trained].abs() for row in self.rows]
         return sum(float(each.sum()) for each in own) / sum(map(len, own))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed(Generic[R]):
-    """The rollouts that a step replays, and for each the number of versions that it is behind."""
+    """The rollouts that a step replays, and the staleness of each in versions of the policy."""
 
     rollouts: tuple[OldRollout[R], ...] = ()
     ages: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class Replayed(Generic[R]):
         return [row for rollout in self.rollouts for row in rollout.rows]
 
     def uses(self, *, bound: float) -> dict[str, tuple[CallUse, ...]]:
-        """Return the uses of the calls of replayed rollouts, by rollout id."""
+        """Return how the calls of replayed rollouts were used, by rollout id."""
         return {
             rollout.rows[0].rollout: tuple(_again(call, age=age, bound=bound) for call in rollout.uses)
             for rollout, age in zip(self.rollouts, self.ages, strict=True)
@@ -168,7 +168,10 @@ class ReplayPool(Generic[R]):
         return Replayed(rollouts=tuple(chosen), ages=ages)
 
     def add(self, version: str, rows: Sequence[R], *, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
-        """Add the rollouts of a step that have a gradient; `version` has sampled them, `uses` are by rollout id."""
+        """Add the rollouts of a step that have a gradient.
+
+        `version` is the version of the policy that sampled them; `uses` has the uses of their calls, by rollout id.
+        """
         if not self.share:
             return
         by_rollout: dict[str, list[R]] = {}
@@ -181,7 +184,7 @@ class ReplayPool(Generic[R]):
         ]
 
     def clear(self) -> None:
-        """Remove all rollouts, because training goes on from other weights than those that sampled them."""
+        """Remove all rollouts; call this when training continues from other weights than those that sampled them."""
         self._versions, self._kept = [], []
 
     @property

@@ -86,7 +86,7 @@ class Skipped:
         return f"{count} updates were skipped, because their gradients are not finite" if count else ""
 
     def note(self, norm: float, *, update: int) -> bool:
-        """Take the gradient norm of an update and return whether the update was skipped.
+        """Count an update by its gradient norm; return true if it was skipped because the norm is not finite.
 
         Raises AglError if more than `limit` updates in a row were skipped.
         """

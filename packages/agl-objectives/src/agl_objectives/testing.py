@@ -136,7 +136,7 @@ class LossConformance:
 
     @SEEDS
     def test_tokens_without_weight_have_no_effect(self, loss: Loss, seed: int) -> None:
-        """They change neither the losses of other tokens nor the counts."""
+        """Tokens without weight change neither the losses of other tokens nor the counts."""
         tokens = example_tokens(seed)
         weight_M = tokens.weight_M.clone()
         weight_M[::3] = 0.0

@@ -79,7 +79,7 @@ class Room:
         self._left = [dict(machine) for machine in machines]
 
     def place(self, shares: Sequence[Share]) -> list[Share]:
-        """Take room for the shares, together for each strategy; return the shares that found no room."""
+        """Place shares, those with one strategy together; return the shares that found no room."""
         missing: list[Share] = []
         for strategy in dict.fromkeys(share.strategy for share in shares):
             group = [share for share in shares if share.strategy == strategy]

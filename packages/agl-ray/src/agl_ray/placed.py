@@ -24,7 +24,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger("agl_ray")
 
 _THREADS = 8
-"""Calls that the actor answers at the same time: a step, and questions and answers during the step."""
+"""Number of calls that the actor answers at once: a step, and questions and answers during the step."""
 
 CLOSE_S = 30.0
 """Seconds that an algorithm may take to close before its process is killed."""
@@ -131,7 +131,7 @@ class _Placed:
         return result
 
     async def _unless_broken(self, answer: Coroutine[Any, Any, T]) -> T:
-        """Return the answer to a call; raises a problem that prevents answers to the algorithm's own questions."""
+        """Return the answer to a call; if the algorithm's own questions can no longer be answered, raise that error."""
         assert self._broken is not None  # noqa: S101  # made with the actor
         answering = asyncio.ensure_future(answer)
         try:

@@ -84,7 +84,7 @@ SLOW_S = 60.0
 """Seconds after which a worker that has not started is reported."""
 
 _ANSWERS = 4
-"""Calls that an actor answers at the same time: the worker's loop, and questions while it runs."""
+"""Number of calls that an actor answers at once: the worker's loop, and questions while it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ class Pool:
                 raise error
 
     async def _add_first(self) -> None:
-        """Add a worker with a reservation, which reveals a cluster without room or a slow one."""
+        """Add the first worker on reserved room; without room in the cluster, add none."""
         room, self._room = self._room or await self._find_room(), None
         if room is not None:
             await self._add(room)
@@ -264,7 +264,7 @@ class Pool:
         ).remote(self._setup.order.for_worker())
 
     async def _dismiss_idle(self, *, beyond: int) -> None:
-        """Stop surplus workers that held no attempt for a while; one that has not started holds none."""
+        """Stop idle workers in excess of ``beyond``; a worker is idle if it has held no attempt for a while."""
         surplus = len(self._workers) - beyond
         workers = self._workers[::-1]
         held = [True] * len(workers) if surplus <= 0 else await asyncio.gather(*(self._holds(one) for one in workers))

@@ -81,9 +81,7 @@ class Composite:
 
 
 async def rewards_of(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    """Call a reward emitter, await its result if necessary, and return its rewards; a number becomes an unnamed
-    reward.
-    """
+    """Call a reward emitter, await its result if necessary, and return its rewards; a number gets no name."""
     given: Any = emitter(rollout, spans)
     if inspect.isawaitable(given):
         given = await given

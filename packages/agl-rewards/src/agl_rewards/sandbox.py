@@ -199,9 +199,7 @@ def is_ordered(sql: str) -> bool:
 
 
 def outline(sql: str) -> str:
-    """Return the SQL tokens outside of parentheses, in lower case, joined by single spaces; quoted ones become
-    ``''``.
-    """
+    """Return the SQL tokens outside of parentheses, in lower case, joined by spaces; quoted ones become ``''``."""
     depth, words = 0, list[str]()
     for token in _TOKEN.finditer(sql):
         if token["mark"] in ("(", ")"):

@@ -51,8 +51,9 @@ def text_source(source: str) -> TextOf:
 
 
 def unfenced(text: str, *languages: str) -> str:
-    """Return the last fenced block without a language or with one of ``languages``, or else the whole text;
-    stripped.
+    """Return the last fenced block without a language or with one of ``languages``, or else the whole text.
+
+    White space around the returned text is removed.
     """
     blocks = re.findall(r"```[ \t]*(\w*)[ \t]*\r?\n(.*?)```", text, re.DOTALL)
     fitting = [body for language, body in blocks if language.lower() in ("", *languages)]

@@ -26,7 +26,7 @@ LONGEST_PARAM = 6000
 LONGEST_TAG = 5000
 
 ID = "agl.id"
-"""The tag by which a resumed run is found."""
+"""The MLflow tag that holds the run's id, by which a resumed run is found."""
 
 STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 

@@ -14,7 +14,7 @@ from agl.errors import PolicyError
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _HOTTEST = 2.0
 _SAME_NATS = 0.02
-"""A difference of log-probabilities, in nats, above rounding errors; a top-p of 0.95 causes 0.05."""
+"""Log-probabilities that differ by less, in nats, count as equal up to rounding; a top-p of 0.95 causes 0.05."""
 
 
 class RouteMissingError(PolicyError):

@@ -82,8 +82,8 @@ class LocalServer:
     """Starts and stops one vLLM server, any number of times; its address stays the same.
 
     Args:
-        settings: The settings of its start.
-        log: File to which its output is appended.
+        settings: The settings with which the server is started.
+        log: File to which the server's output is appended.
         device: ``CUDA_VISIBLE_DEVICES``; ``""`` leaves the variable unchanged.
     """
 
@@ -97,7 +97,7 @@ class LocalServer:
 
     @property
     def is_running(self) -> bool:
-        """True if its process is running."""
+        """True if the server's process is running."""
         return self._process is not None and self._process.poll() is None
 
     async def start(self, *, model: str) -> None:

@@ -67,7 +67,10 @@ class TokenCalls:
         return found
 
     async def _spliced(self, server: "_Server", body: Mapping[str, Any]) -> tuple[list[int], str, dict[str, Any]]:
-        """Return the prompt's ids, its text, and the request as rendered with marks; raises `_TextError`."""
+        """Return the prompt's token ids with remembered answers spliced in, its text, and the rendered request.
+
+        Raises `_TextError` if the prompt must be sent as text.
+        """
         messages = messages_of(body)
         if not messages or (body.get("n") or 1) > 1 or any(body.get(name) for name in _TEXT_ONLY):
             raise _TextError("options")

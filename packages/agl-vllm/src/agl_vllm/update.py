@@ -112,7 +112,10 @@ async def run_together(work: Iterable[Awaitable[object]]) -> None:
 
 FLOAT32_TOLERANCE = 1e-3
 TOLERANCE = 0.05
-"""Mean differences in nats that rounding may cause between two engines: above for float32, here for half precision."""
+"""Largest mean difference in nats that rounding causes between two engines in half precision.
+
+For float32 the limit is ``FLOAT32_TOLERANCE``.
+"""
 
 
 def probe_of(weights: Weights, *, name: str) -> WeightsProbe:

@@ -203,9 +203,7 @@ class Archiving:
         return new
 
     async def _remove(self, experiment: str) -> None:
-        """Remove the chosen rollouts whose archived copies equal the store's, unless their experiment still needs
-        them.
-        """
+        """Remove chosen rollouts whose archived copies equal the store's, unless their experiment still needs them."""
         folder = self._folder(experiment)
         if await needed_experiments(self._store, [experiment]):
             async for rollouts in pages(self._store, self._query(experiment)):

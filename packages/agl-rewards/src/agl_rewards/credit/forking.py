@@ -163,7 +163,7 @@ class ForkChoice:
         return True
 
     def others(self, point: Point) -> list[Sample]:
-        """Return the samples of the point's state, without the recorded answer and those drawn by forks at this
+        """Return the samples of the point's state, without the recorded answer and the answers of forks at the
         point.
         """
         own = {point.span_id, *(sample.span_id for sample in self._drawn.get(point.span_id, ()))}

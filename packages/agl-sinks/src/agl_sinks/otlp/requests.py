@@ -124,7 +124,7 @@ class OtlpWriter:
 
 
 def _decided(recording: Recording, episode: Episode, losses: Losses) -> Recording:
-    """Return the recording with only the spans of the deciding attempt to write, and count the others as losses."""
+    """Return the recording with only the spans to write, from the deciding attempt; count all others as losses."""
     rollout_id, attempt = recording.rollout.rollout_id, episode.attempt
     own = [span for span in recording.spans if attempt is not None and span.attempt_id == attempt.attempt_id]
     losses.add(_OTHERS, rollout_id, len(recording.spans) - len(own))
