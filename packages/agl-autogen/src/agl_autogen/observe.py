@@ -125,7 +125,7 @@ def _as_streamed_turn(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_within(agent: Any) -> bool:
-    """Return true outside of a rollout, and if this agent is the innermost one."""
+    """Return true if the agent's turn needs no span: outside of a rollout, or if the agent is the innermost already."""
     return current() is None or who().agent == str(agent.name)
 
 

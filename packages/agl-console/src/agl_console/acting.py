@@ -51,7 +51,7 @@ class Actions:
         self._made: dict[str, asyncio.Task[Done]] = {}
 
     def add_to(self, app: web.Application) -> None:
-        """Add the routes; without ``access`` there is only the one that refuses."""
+        """Add the routes of sign-in and of the actions; without ``access``, only the route that refuses every POST."""
         if self._access is not None:
             app.router.add_get("/sign-in", self.ask_token)
             app.router.add_post("/sign-in", self.sign_in)
@@ -108,7 +108,7 @@ class Actions:
         return answer
 
     async def ask(self, request: web.Request) -> web.Response:
-        """Ask for missing fields or, if there are none, describe the action and ask for confirmation."""
+        """Show the action's form if fields are missing; otherwise describe the action and ask for confirmation."""
         session = self._known().session(request)
         if session is None:
             return _moved(link("sign-in", next=request.raw_path))
@@ -137,7 +137,7 @@ class Actions:
         return page_response(page)
 
     async def act(self, request: web.Request) -> web.Response:
-        """Perform the action of the form, once, however often the form is sent."""
+        """Perform the action of the form; the same form never acts twice."""
         access, form = self._known(), await _form(request)
         name, kind = self._kind(request)
         session = access.session(request)
@@ -227,7 +227,7 @@ class Actions:
 
 
 async def _form(request: web.Request) -> dict[str, str]:
-    """Read a form that a page of this console sent; answers 403 to all others."""
+    """Return the fields of a form that a page of this console sent; answer 403 to any other."""
     if not is_own(request):
         text = "only a page of this console may send this; nothing was changed\n"
         raise web.HTTPForbidden(text=text)

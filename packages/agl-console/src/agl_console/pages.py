@@ -111,7 +111,7 @@ def probability(logprob: float) -> str:
 def clock(unix_s: float, apart: float = 1.0) -> str:
     """Format a time in UTC; a dash for 0, which is an unknown time.
 
-    If ``apart``, the time between neighbours in seconds, is less than 1, milliseconds are shown. A time outside the
+    Milliseconds are shown if ``apart``, the seconds between neighbouring times, is less than 1. A time outside the
     calendar, such as one recorded in milliseconds, is shown in seconds.
     """
     if not unix_s:

@@ -39,7 +39,7 @@ async def newest_recordings(
 
 
 def uses_of(spans: Iterable[Span]) -> dict[str, CallUse]:
-    """Return the steps' use of a rollout's calls, by span id; a step that trained on a call has precedence."""
+    """Return how steps used a rollout's calls, by span id; a step that trained on a call takes precedence."""
     found: dict[str, CallUse] = {}
     for use in (use for record in training_of(spans) for use in record.calls):
         if use.row >= 0 or use.span_id not in found or found[use.span_id].row < 0:

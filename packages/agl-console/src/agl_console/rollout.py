@@ -31,7 +31,7 @@ _PAGE_BYTES = 4 << 20
 
 
 class RolloutFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address.
+    """Query parameters of the page.
 
     Attributes:
         attempt: The attempt's number, or 0 for the rollout's own spans; by default the deciding attempt.

@@ -22,7 +22,7 @@ COMPARED = 8
 
 
 class RunsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address.
+    """Query parameters of the page.
 
     Attributes:
         compare: Names of the runs to compare; empty to list all.

@@ -23,7 +23,7 @@ _SPREADS = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0)
 
 
 class TokensFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address: a row by its branch, and the position of the first token to show."""
+    """Query parameters of the page: a row by its branch, and the position of the first token to show."""
 
     row: int = 0
     start: int = 0

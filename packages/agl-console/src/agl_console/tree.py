@@ -55,7 +55,7 @@ class Contents:
         self._shown = ShownMessages()
 
     def of(self, span: Span) -> tuple[int, list[Text]]:
-        """Return the number of messages that were shown before, and the other texts."""
+        """Return the number of a span's messages that an earlier span has shown, and the span's other texts."""
         repeated, texts = contents_of(span, self._shown)
         return repeated, [self.text(label, value, role=role) for role, label, value in texts]
 

@@ -60,7 +60,7 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
         share: The share of the traffic that the arm is meant to get.
         mean: Mean reward; ``None`` without any. A failed rollout counts 0, and one without a reward is left out.
         low: Lower end of the mean's 95 % interval; ``None`` for fewer than two rewards.
-        high: Upper end of that interval, likewise.
+        high: Upper end of that interval; ``None`` for fewer than two rewards.
     """
 
     label: str
@@ -78,7 +78,7 @@ class SplitPart(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The arms of the newest split in which versions of a resource differ, the baseline first.
 
     Attributes:
-        looked_through: The number of rollouts that were read to find it.
+        looked_through: The number of rollouts that were read to find the split.
     """
 
     arms: list[Arm]
@@ -144,13 +144,13 @@ def _arm(placement: _Placement, name: str, label: str, found: Sequence[Recording
 
 
 class ResourcesFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address: the last name on the previous page."""
+    """Query parameters of the page: the last name on the previous page."""
 
     after: str = ""
 
 
 class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address.
+    """Query parameters of the page.
 
     Attributes:
         version: The version or label to show; by default the newest version.
@@ -443,7 +443,7 @@ def _found(name: str, wanted: str, labels: Mapping[str, str], known: Mapping[str
 
 
 def _page(listed: Sequence[ListedVersion], before: str) -> Sequence[ListedVersion]:
-    """Return the newest versions, or the versions before ``before``."""
+    """Return one page of versions: the newest, or those that precede the version ``before``."""
     places = [place for place, item in enumerate(listed) if item.version.version == before]
     end = places[0] if places else len(listed)
     return listed[max(0, end - VERSIONS) : end] or listed[:1]

@@ -36,7 +36,7 @@ def is_pair(start: Any, end: Any) -> bool:
 
 
 def _identity(event: Any) -> dict[str, Any]:
-    """Return the event's fields, with a tool's name in its form for models: a start and an end may use either form."""
+    """Return the event's fields with a normalised tool name, which start and end may spell differently."""
     found = _fields(event)
     name = found.get("tool_name")
     return found if name is None else {**found, "tool_name": sanitize_tool_name(str(name))}

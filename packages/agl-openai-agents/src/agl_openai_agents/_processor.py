@@ -234,7 +234,7 @@ def _processors() -> tuple[TracingProcessor, ...]:
 
 
 def _flag() -> bool | None:
-    """Return the program's own choice, true for disabled; ``None`` if the environment decides."""
+    """Return true if the program disabled tracing, false if it enabled it; ``None`` if the environment decides."""
     return getattr(get_trace_provider(), "_manual_disabled", None)
 
 

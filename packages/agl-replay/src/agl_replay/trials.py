@@ -114,9 +114,9 @@ class TriedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A finished rollout of a trial.
 
     Attributes:
-        tokens: Number of prompt and response tokens in its model calls, as far as they are known.
-        seconds: Wall time of its deciding attempt.
-        answer: The agent's output, or else the answer of its last model call.
+        tokens: Number of prompt and response tokens in the rollout's model calls, as far as they are known.
+        seconds: Wall time of the deciding attempt.
+        answer: The agent's output, or else the answer of the last model call.
         error: Type and first line of the error, ``""`` if the rollout succeeded.
     """
 

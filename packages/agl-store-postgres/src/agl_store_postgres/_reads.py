@@ -192,11 +192,11 @@ class PostgresReads:
 
     @property
     def _within(self) -> bytes:
-        """Conditions on ``s.attempt``, for the planner, that all requested spans are expected to meet."""
+        """Conditions on ``s.attempt`` from which the planner sees in which partitions the requested spans should be."""
         return b""
 
     def _is_missed(self, attempt: int) -> bool:
-        """Return true if the spans of an attempt do not meet the conditions :attr:`_within`, and correct these."""
+        """Return true if an attempt's spans are outside of the conditions :attr:`_within`, and correct these."""
         return False
 
     def version(self, name: str, version: str | None) -> ResourceVersion | None:

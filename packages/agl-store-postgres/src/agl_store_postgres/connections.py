@@ -105,7 +105,7 @@ def _text_of(query: Query, connection: Connection) -> str:
 
 
 def access_of(target: DatabaseTarget) -> ServerAccess[Connection]:
-    """Return how connections to a database are made, and the meaning of psycopg's errors."""
+    """Return the access to a database: how to connect to it, and how to interpret psycopg's errors."""
     return ServerAccess(
         shown=target.shown,
         connect=partial(connect, target),

@@ -68,7 +68,7 @@ class _CommitChannel:
         return map(read_message, heard)
 
     def _polled(self) -> Iterable[Message]:
-        """Return what changed since the last look, and the next deadline, as other machines may set earlier ones."""
+        """Return one message: whether the feed or the queue changed since the last look, and the next deadline."""
         found = self._db.execute(_LOOK).fetchone()
         has_grown, self._known = found != self._known, found
         now, deadline = self.clock()

@@ -75,7 +75,7 @@ def bounds(first: int, last: int | None = None) -> bytes:
 
 
 def bounds_of(keys: Iterable[int]) -> bytes:
-    """Return the conditions on ``s.attempt`` for attempts that are known."""
+    """Return the conditions on ``s.attempt`` that cover the attempts with these keys."""
     periods = {period_of(key) for key in keys}
     return bounds(min(periods), max(periods))
 

@@ -36,7 +36,7 @@ from agl_store_sqlite.sql.servers import START_WAIT_S, ServerBackend
 T = TypeVar("T")
 
 Lane = Batches[Work[Any]]
-"""Writes of one thread, with connections of its own."""
+"""The queue of a thread that writes, with its own connections."""
 
 
 class ShardedPostgresStore(TableStore):
@@ -181,7 +181,7 @@ class _Sharded:
         return Batches(act, shown_url=self.shown_url, explain=self._explain, is_shared=is_shared, threads=threads)
 
     def _own_lane(self, number: int) -> Lane:
-        """Return the lane for writes to a shard that does not answer; it waits, so that other writes need not."""
+        """Return the lane of a shard that does not answer, in which only the writes to that shard wait."""
         with self._lock:
             if number not in self._own_lanes:
                 self._own_lanes[number] = self._lane(waits=True)

@@ -226,7 +226,7 @@ def _field(query: RolloutQuery, status: str) -> str:
 
 
 def _pairs(row: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Return the fields and values of a hash."""
+    """Return a hash as a dict, given its fields and values in turn."""
     return dict(zip(row[::2], row[1::2], strict=True))
 
 

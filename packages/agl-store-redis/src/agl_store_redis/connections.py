@@ -104,7 +104,7 @@ class Moves:
 
 
 def access_of(target: ServerTarget) -> ServerAccess[Server]:
-    """Return how connections to a server are made, and the meaning of redis-py's errors."""
+    """Return the access to a server: how to connect to it, and how to interpret redis-py's errors."""
     return ServerAccess(
         shown=target.shown,
         connect=partial(connect, target),

@@ -142,7 +142,7 @@ class Commit:
             self._sets["lists"][f"{rollout.experiment}/{rollout.mode}/{rollout.status}"] = None
 
     def _give_back(self, tables: LoadedTables) -> None:
-        """Put rollouts that were taken from the queue, but that no claim took, back."""
+        """Queue the rollouts again that the transaction took from the queue and that no claim took."""
         for rollout_id in self._loaded.held:
             rollout = tables.rollout(rollout_id)
             if rollout is not None and rollout.status == "queued":
@@ -202,7 +202,7 @@ class Commit:
 
 
 def counts_of(shares: Sequence[Statistics]) -> list[Part]:
-    """Return the arguments of ``COUNT``, :data:`COUNT_PARTS` for each share."""
+    """Return the arguments of the command ``COUNT``, :data:`COUNT_PARTS` for each element of ``shares``."""
     parts: list[Part] = []
     for share in shares:
         experiment, *place, succeeded, failed, cancelled, seconds, calls, prompts, responses, rewards, mean, squares = (

@@ -39,14 +39,16 @@ def _nothing(_: Tables) -> None:
 
 
 _LOOK = Work(act=_nothing)
-"""Decides overdue attempts. Its answer is the file's data version, which changes when another connection writes, and
-the next deadline."""
+"""A look at the file: decides overdue attempts.
+
+The answer is the file's data version, which changes when another connection writes, and the next deadline.
+"""
 
 _logger = logging.getLogger(__name__)
 
 
 class SQLiteBackend:
-    """See :class:`agl.stores.Backend`.
+    """Implements :class:`agl.stores.Backend` on a SQLite file.
 
     Args:
         path: The file; created, or migrated to the current layout.
@@ -201,7 +203,7 @@ class SQLiteBackend:
         return math.inf
 
     def _watch_file(self) -> None:
-        """Run in a thread of its own; sleeps while no call waits."""
+        """Look for changes by other processes while a call waits; runs in a thread of its own."""
         while not self._is_closed.is_set():
             self._awaited.wait()
             self._awaited.clear()
@@ -209,7 +211,7 @@ class SQLiteBackend:
                 self._is_closed.wait(self._look())
 
     def _look(self) -> float:
-        """Decide overdue attempts, and wake all waiters if others wrote; returns the seconds to the next look."""
+        """Decide overdue attempts, and wake all waiters if others wrote; return the seconds until the next look."""
         try:
             looked = self._writer.submit(_LOOK)
         except (RuntimeError, StoreError):  # the interpreter ends, or the store was closed just now

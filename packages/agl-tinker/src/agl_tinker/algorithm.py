@@ -58,7 +58,7 @@ ROUNDING = 1e-6
 
 
 def score_advantages(scores: Sequence[float], *, estimator: Estimator) -> tuple[list[float], float]:
-    """Return the advantage A_i of each score R_1 ... R_G of a group, and the factor for distances from a score.
+    """Return the advantage A_i of each score R_1 ... R_G of a group, and the factor for a call's distance from it.
 
     In groups of one rollout, or whose scores differ only by rounding, all advantages are 0.
     """

@@ -228,7 +228,10 @@ class ChatServer:
         return body
 
     async def _sampled(self, body: Body, prompt: list[int]) -> tuple[Sequence[types.SampledSequence], str]:
-        """Sample answers; return them and the version of the weights. Cancelled if the request is."""
+        """Sample answers with the live weights; return the answers and the weights' version.
+
+        If the request is cancelled, the sampling is too.
+        """
         live = self.live
         params = types.SamplingParams(
             max_tokens=self._max_tokens(body, len(prompt)),

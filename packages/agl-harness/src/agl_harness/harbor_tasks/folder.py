@@ -29,7 +29,7 @@ MAX_TEXT = 1 << 20
 """Largest size of an instruction, a ``task.toml`` or a Dockerfile, in bytes."""
 
 Lack = Literal["build", "image", "services", "network", "gpus", "user", "mcp", "healthcheck", "collect", "variables"]
-"""Needs of a task that only a sandbox with container images can meet."""
+"""The kinds of needs of a task that only a sandbox with container images can meet."""
 
 _MEANINGS: dict[Lack, str] = {
     "build": "its Dockerfile installs or downloads something",
@@ -187,7 +187,7 @@ def load_task(folder: Path) -> TaskFolder:
 
 
 def instruction_of(folder: Path) -> str:
-    """Return a task's instruction without its leading canary lines, which help to find it in training data."""
+    """Return a task's instruction without its leading canary lines, by which tasks are found in training data."""
     lines = _text(folder / INSTRUCTION).split("\n")
     while lines and (_CANARY.match(lines[0].strip()) or not lines[0].strip()):
         lines.pop(0)

@@ -177,7 +177,7 @@ class TaskSandboxes(Protocol):
     async def create_for(
         self, name: str, *, task: Path, places: Mapping[str, str], purpose: Purpose = "agent"
     ) -> Sandbox:
-        """Create a sandbox for a task; if the backend has no images, its places are empty.
+        """Create a sandbox for a task; if the backend has no images, the folders at ``places`` are empty.
 
         Args:
             name: A name that is unique within the backend.

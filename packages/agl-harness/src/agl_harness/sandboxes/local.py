@@ -48,7 +48,7 @@ _LOOK_S = 0.25
 """Seconds between two checks of a command's use of memory and processes."""
 
 _THREADS = 16
-"""Number of threads that the system's limit allows for each process of ours; that limit is only a backstop."""
+"""Number of threads per process for which the system's own limit, only a backstop, leaves room."""
 
 _PLACES = "places.json"
 

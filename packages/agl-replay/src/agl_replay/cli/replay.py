@@ -47,7 +47,7 @@ class ComparedRun(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def side_of(episode: Episode, spans: Sequence[Span]) -> ComparedRun:
-    """Make the comparable form of a recorded run."""
+    """Return a recorded run in the form that :func:`compare` takes."""
     outputs = [span.attributes[semconv.OUTPUT] for span in spans if semconv.OUTPUT in span.attributes]
     calls = sum(span.call is not None for span in spans)
     return ComparedRun(episode=episode, output=outputs[-1] if outputs else None, calls=calls)
@@ -235,7 +235,7 @@ def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: Re
 
 @contextmanager
 def _environment(server: ReplayServer | None) -> Generator[None]:
-    """Set the usual environment variables, so that programs that read them call the server."""
+    """Set the usual variables for a model's address and key within the block, so that programs call the server."""
     if server is None:
         yield
         return

@@ -163,9 +163,7 @@ class ForkChoice:
         return True
 
     def others(self, point: Point) -> list[Sample]:
-        """Return the samples of the point's state, without the recorded answer and the answers of forks at the
-        point.
-        """
+        """Return the samples of the point's state, except the recorded answer and answers of forks at this point."""
         own = {point.span_id, *(sample.span_id for sample in self._drawn.get(point.span_id, ()))}
         return [sample for sample in self._by_state[point.state] if sample.span_id not in own]
 

@@ -25,7 +25,7 @@ class Point(msgspec.Struct, frozen=True, gc=False):
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
-    """The digests that are kept of a call.
+    """The digests of a call that are kept to find later calls which continue it.
 
     Attributes:
         head: The first bytes of the call's ids, or of its text if it has no ids; used to find similar calls.
@@ -55,7 +55,7 @@ class Share(msgspec.Struct, frozen=True, gc=False):
 
 
 class Marks:
-    """The marks of the most recently used attempts."""
+    """The marks of the calls of the most recently used attempts."""
 
     def __init__(self) -> None:
         self._marks: OrderedDict[object, list[Mark]] = OrderedDict()

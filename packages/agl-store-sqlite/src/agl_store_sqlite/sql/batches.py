@@ -122,7 +122,7 @@ class Batches(Generic[W]):
             self._hand_over(loop, answered)
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop | None, answered: list[tuple[_Job[W], Any]]) -> None:
-        """Wake an event loop once for all its callers, so that their next requests form a batch again."""
+        """Deliver answers in the callers' event loop by one wake-up, so that their next requests form a batch again."""
         if loop is None:
             self._deliver(answered)
             return

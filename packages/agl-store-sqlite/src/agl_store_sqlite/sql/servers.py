@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class Closable(Protocol):
-    """Has connections or threads to close."""
+    """An object with connections or threads to close."""
 
     def close(self) -> None:
-        """Close them; blocks until they are closed."""
+        """Close the connections and end the threads; blocks until that is done."""
         ...
 
 
@@ -311,7 +311,7 @@ class ChangeListener:
                 self._changed.ring()
 
     def _look(self, channel: Channel) -> None:
-        """Read the server's clock and the next deadline."""
+        """Read the server's clock and the next deadline, and remember both on this machine's clock."""
         now, deadline = channel.clock()
         self._offset = time.monotonic() - now
         self._deadline = math.inf
@@ -361,7 +361,7 @@ class ServerBackend:
         return await self.read_with(self._reader, look)
 
     async def read_with(self, reader: Batches[Look], look: Callable[[Reads], T]) -> T:
-        """Read by way of another reader."""
+        """Run a read on ``reader``; if attempts are overdue, the writer decides them first."""
         self.check_process()
         try:
             return await reader.run(look)

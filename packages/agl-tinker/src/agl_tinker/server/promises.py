@@ -38,11 +38,11 @@ class Promises:
         self._promises: dict[str, _Promise] = {}
 
     def has(self, request_id: str) -> bool:
-        """Return true if a request has a promise."""
+        """Return true if there is a promise for the request."""
         return request_id in self._promises
 
     def make(self, request_id: str, work: Awaitable[Result]) -> None:
-        """Start work under a new id."""
+        """Start ``work``; :meth:`wait` returns the result under ``request_id``."""
         self._forget()
         promise = _Promise(asyncio.ensure_future(_settled(work)))
         promise.task.add_done_callback(lambda _: setattr(promise, "done_at", time.monotonic()))

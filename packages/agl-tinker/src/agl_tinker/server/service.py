@@ -299,7 +299,10 @@ def _sampled_path(sampler_id: str) -> str:
 
 
 Key = tuple[Path | None, int]
-"""The folder of the weights and the time of their writing, since a removed checkpoint's name may be used again."""
+"""The key of a sampler: the folder of its weights, and the time at which they were written.
+
+The folder is ``None`` for the base model. The time is needed because a removed checkpoint's name may be used again.
+"""
 
 
 class Samplers:
