@@ -20,7 +20,7 @@ from agl_console.views import parsed
 from agl_inspect.text import visible
 
 Audit = Callable[[str], None]
-"""Takes one log line for each action and each sign-in attempt."""
+"""A function that takes one log line for each action and each sign-in attempt."""
 
 REMEMBERED = 1000
 """The number of forms whose outcome is remembered; a form that is sent again does not act again."""
@@ -30,7 +30,7 @@ _LOGGED = 600
 
 _KEY = re.compile("[0-9a-f]{16}")
 _LOCAL = re.compile(r"/(?:[!-.0-\[\]-~][!-\[\]-~]*)?")
-"""A path on this console: without spaces and backslashes, and never ``//``, which would name another host."""
+"""Matches a path on this console: without spaces and backslashes, and never ``//``, which would name another host."""
 
 
 class Actions:

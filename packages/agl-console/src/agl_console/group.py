@@ -67,7 +67,10 @@ class Parting(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class CallCell(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A call of a rollout. Its answer begins with ``same``, which the compared call also has; ``other`` is the rest."""
+    """A call of a rollout.
+
+    ``same`` is the start that its answer shares with the compared call's answer; ``other`` is the rest of its answer.
+    """
 
     sequence: int
     agent: str

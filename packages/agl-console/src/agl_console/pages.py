@@ -16,7 +16,7 @@ from agl_console.views import View
 from agl_inspect.text import visible
 
 _NONE = "\N{EN DASH}"
-"""Shown in place of an unknown number or time."""
+"""The text that is shown for an unknown number or time."""
 
 
 class Pages:
@@ -86,7 +86,7 @@ def _static(*names: str) -> Markup:
 
 
 def link(*parts: Any, **query: Any) -> str:
-    """Return the address of a view: its path from parts, and its parameters, without empty ones.
+    """Return the address of a view: the path made of ``parts``, and the parameters that are not empty.
 
     The parameter ``query`` is a mapping with more parameters.
     """

@@ -25,7 +25,7 @@ FIGURES = 24
 """The most distributions on a page."""
 
 _SPANS = 100
-"""The most rewards that are read of another rollout."""
+"""The most rewards that are read of each other rollout."""
 
 _FEEDBACK = 600
 """The most characters of feedback in the table; the span's page shows all of it."""

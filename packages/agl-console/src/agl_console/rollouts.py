@@ -264,7 +264,7 @@ def _has_reject(recording: Recording, reason: Reject) -> bool:
 
 
 async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: RolloutsFilter) -> _Seen:
-    """Return ``seen`` extended by a page of rollouts, of which those that match the filters are added."""
+    """Return ``seen`` extended by a page of rollouts; those that match the filters are added."""
     found = [one for one in page if _is_of_step(one, chosen)]
     if chosen.reject:
         found = [replace(one, spans=[]) for one in found if _has_reject(one, chosen.reject)]

@@ -173,7 +173,7 @@ async def _compared(
 
 
 async def _metrics(store: Store, record: ExperimentRecord, *names: str) -> list[Metric]:
-    """Return metrics of an experiment's newest run, by name."""
+    """Return the metrics with the given names from an experiment's newest run."""
     return [metric for name in names for metric in await store.metrics(record.name, name=name, run=record.run)]
 
 

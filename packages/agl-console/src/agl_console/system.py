@@ -47,7 +47,7 @@ PARTS = {
 """Metrics in seconds that are shown as the parts of a step, in the order of their execution."""
 
 _TRAIN = "train_s"
-"""The metric of a training phase, whose seconds include some of the others."""
+"""The metric with the seconds of the training phase, which include those of some metrics in ``PARTS``."""
 
 
 class SystemFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -214,7 +214,7 @@ def tone_of(advantage: float, largest: float) -> int:
 
 
 def _with_uses(cells: Sequence[TokenCell], parts: Sequence[tuple[int, CallUse | None, int]]) -> list[TokenCell]:
-    """Return the cells with the steps' reports on their calls; ``parts`` has each call's start, report and stop."""
+    """Add the steps' reports on calls to cells; ``parts`` has each call's start, the report on it, and its stop."""
     known = [number for _, use, _ in parts for number in (*_numbers(use, "advantage"), use.advantage if use else None)]
     largest = max((abs(number) for number in known if number is not None and math.isfinite(number)), default=0.0)
     found = list(cells)

@@ -28,7 +28,7 @@ _OF_THE_STORE = ("exporter", "owner")
 change feed, and which process runs the experiment."""
 
 Tell = Callable[[int], None]
-"""Takes the number of rollouts handled since the previous call."""
+"""A function that takes the number of rollouts handled since its previous call."""
 
 
 class Copied(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -104,7 +104,7 @@ async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Co
 
 
 async def _survey(source: Store, names: Sequence[str]) -> dict[str, tuple[int, set[str]]]:
-    """Count each experiment's rollouts and find the resources they used; raises ConflictError if one is running."""
+    """Count each experiment's rollouts and find the resources they used; raises ConflictError for a running rollout."""
     counts: defaultdict[str, int] = defaultdict(int)
     used: defaultdict[str, set[str]] = defaultdict(set)
     for query in [RolloutQuery(experiment=name) for name in names] or [RolloutQuery()]:

@@ -31,7 +31,7 @@ _OF_A_CODER = ("pip", "setuptools", "wheel", "agl-deploy", "agl-testing")
 
 _RAY_WITH_JOBS = "ray[default]"
 _HARNESS = "harness"
-"""The runner of coding harnesses."""
+"""Name of the runner of coding harnesses."""
 
 _KEYS = {"openai": "OPENAI_API_KEY", "tinker": "TINKER_API_KEY"}
 """The environment variable with the API key, by kind of policy, used if the policy's settings name no variable."""

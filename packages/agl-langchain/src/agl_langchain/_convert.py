@@ -21,7 +21,7 @@ _URLS = ("base_url", "openai_api_base", "anthropic_api_url", "azure_endpoint", "
 """The attributes in which LangChain's chat models hold the URL that they call."""
 
 INTERRUPT = "agl.interrupt"
-"""The reason why a graph stopped and can be resumed later, such as ``GraphInterrupt``."""
+"""Name of the span attribute with the reason why a graph stopped and can be resumed, such as ``GraphInterrupt``."""
 
 _END = "__end__"
 

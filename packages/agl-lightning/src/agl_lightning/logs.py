@@ -81,7 +81,7 @@ def _set_up(name: str, level: int | str, handlers: Iterable[logging.Handler], *,
 
 
 def _write_to(logger: logging.Logger, handler: logging.FileHandler, lines: logging.Formatter) -> None:
-    """Let a logger write to a file, in place of the handler of an earlier call."""
+    """Let a logger write to a file, replacing the handler for the same file that an earlier call added."""
     for old in list(logger.handlers):
         if isinstance(old, logging.FileHandler) and old.baseFilename == handler.baseFilename:
             logger.removeHandler(old)

@@ -72,7 +72,7 @@ REPLACED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("SpanAttributeNames", "SpanNames"), ("the names of attributes are in agl.semconv", "")),
     "SpanRecordingContext": ("open a span with agl.operation, and add to it with set(...)", ""),
 }
-"""The replacement of each name, and the page that describes it."""
+"""For each name that is not offered: its replacement, and the page of the documentation that describes it."""
 
 
 def refuse(name: str) -> NoReturn:

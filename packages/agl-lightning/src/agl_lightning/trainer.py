@@ -77,7 +77,7 @@ class Trainer:
 
     @property
     def config(self) -> ExperimentConfig:
-        """The experiment as its file would describe it."""
+        """The configuration of the experiment, as an experiment file would hold it."""
         return self._made().config
 
     def fit(
@@ -321,7 +321,7 @@ def _imported(manager: PluginManager) -> tuple[str, ...]:
 
 
 def _readable(data: Any) -> Any:
-    """Return a data set that can be iterated several times; it may be an iterator, or have only ``__getitem__``."""
+    """Return a data set that can be iterated several times; ``data`` may be an iterator or have only an index."""
     if isinstance(data, Iterator):
         return list(cast("Iterator[Any]", data))
     if data is None or hasattr(data, "__iter__"):

@@ -45,7 +45,7 @@ ROUNDING = 1e-6
 """Scores count as equal if they differ by less than this, relative to the largest |score| of the group or to 1."""
 
 WHITEN = 1e-8
-"""Added to the count and to the variance when scores are whitened, as VERL does."""
+"""Small constant that whitening adds to the number of scores and to their variance, as in VERL."""
 
 
 def grpo(scores: Scores, *, eps: float = 1e-6) -> Estimates:

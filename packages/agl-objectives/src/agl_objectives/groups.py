@@ -62,16 +62,16 @@ __all__ = [
 DROPPED = (
     "silent, dropped: the rollouts of its group do not differ, and the step took further tasks in its place (refill)"
 )
-"""Shown by `agl why` for the calls of a group that was replaced."""
+"""Note of `agl why` on the calls of a group that was replaced."""
 
 UNFINISHED = ("failed", "cancelled")
 """Statuses of rollouts whose missing reward does not mean that the experiment has no rewards."""
 
 GREEDY = "not trained: its greedy answers are the baseline of its task"
-"""Shown by `agl why` for the calls of a greedy rollout."""
+"""Note of `agl why` on the calls of a greedy rollout."""
 
 NO_BASELINE = "no baseline: the greedy rollout of its task has no reward"
-"""Shown by `agl why` for the calls of a group whose greedy rollout has no reward."""
+"""Note of `agl why` on the calls of a group whose greedy rollout has no reward."""
 
 TOLERANCE = 1e-6
 """A call's credit counts as equal to the mean of its group if it is closer to the mean than this."""
@@ -207,7 +207,7 @@ class GroupSampler:
         self._draws.begin(context)
 
     async def collect(self, step: int) -> SampledGroups:
-        """Run the tasks of a step and return its groups; raises RunError if no rollout of its first tasks is usable."""
+        """Run the tasks of a step and return the groups; raises RunError if no rollout of the first tasks is usable."""
         started = time.perf_counter()
         places = self._draws.first(step, self._count)
         metrics = self._draws.metrics(places)

@@ -201,7 +201,7 @@ class GMPO:
 
 
 ROUNDING = 1e-8
-"""Added to numerator and denominator of a quotient of small probabilities, as in VERL."""
+"""Small constant that is added to numerator and denominator of a quotient of probabilities, as in VERL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 __all__ = ["BOUND", "MAX_STALENESS", "OldRollout", "ReplayPool", "ReplayRow", "Replayed"]
 
 BOUND = 2.0
-"""Default of the largest importance weight of a replayed token."""
+"""Default upper bound of the importance weights of replayed tokens."""
 
 MAX_STALENESS = 4
-"""Default of the number of versions of the policy that a replayed rollout may be behind."""
+"""Default of the largest staleness of a replayed rollout, in versions of the policy."""
 
 
 class ReplayRow(Protocol):
@@ -151,7 +151,7 @@ class ReplayPool(Generic[R]):
     def take(self, version: str, *, own: int) -> Replayed[R]:
         """Return the rollouts to replay in a step that has `own` rollouts of the live `version`.
 
-        They are removed from the pool, and so are rollouts that have become too old.
+        The returned rollouts are removed from the pool, and so are those that have become too old.
         """
         if not self.share:
             return Replayed()

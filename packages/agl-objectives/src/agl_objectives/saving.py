@@ -86,7 +86,10 @@ class LiveAtSaves:
         self._steps: tuple[int, ...] = ()  # newest first; 0 for weights that this algorithm has not published
 
     def note(self) -> None:
-        """Remember the live weights; call this before each save, and when training continues from a state."""
+        """Remember which step made the weights that are live now.
+
+        Call this before each save, and when training continues from a state.
+        """
         version = self._context.current(self._policy)
         step = version.step if version.algorithm == self._context.name else 0
         self._steps = (step, *self._steps[:1])

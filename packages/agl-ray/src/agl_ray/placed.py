@@ -41,7 +41,7 @@ def placed_algorithm(config: AlgorithmConfig, *, cluster: Cluster, place: Place,
 
 
 class _Placed:
-    """Takes an algorithm's steps in an actor; see the module."""
+    """An algorithm whose steps run in an actor; see the module's docstring."""
 
     def __init__(self, config: AlgorithmConfig, *, cluster: Cluster, place: Place, order: WorkerOrder) -> None:
         self._config = config
@@ -174,7 +174,7 @@ class _Placed:
         return self._context
 
     async def _listen(self) -> None:
-        """Answer the algorithm's questions and pass on its notices until its process is gone."""
+        """Answer the algorithm's questions and pass on its notices, until the actor's process is gone."""
         try:
             while True:
                 for message in await answer_of(self._actor.receive.remote()):

@@ -42,7 +42,7 @@ class WorkerActor:
         self._task: asyncio.Task[dict[str, int]] | None = None
 
     def run(self) -> dict[str, int]:
-        """Run attempts until the experiment is finished or the actor stopped; return the rollouts' count by status."""
+        """Run attempts until the experiment is finished or :meth:`stop` is called; return rollout counts by status."""
 
         async def until_stopped() -> dict[str, int]:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.ensure_future(self._worker.run())

@@ -93,7 +93,7 @@ class QueryRunner:
         return answer.rows
 
     def _ask(self, query: Query) -> Answer:
-        """Return the answer of a child; the child is reused unless it ended or ran out of memory."""
+        """Return a child process's answer to a query; the process is reused unless it ended or ran out of memory."""
         try:
             data = msgspec.msgpack.encode(query)
         except UnicodeEncodeError as error:
@@ -108,7 +108,7 @@ class QueryRunner:
             return answer
 
     def _child(self) -> "_Child":
-        """Return an idle child that is alive, or else a new one."""
+        """Return an idle child process that is alive, or else a new one."""
         while self._idle:
             child = self._idle.pop()
             if child.is_alive:

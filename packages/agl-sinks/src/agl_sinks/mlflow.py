@@ -85,7 +85,7 @@ class MlflowSink:
         client.log_text(self._run_id, json.dumps(run.config, indent=2, ensure_ascii=False), "config.json")
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Write the numbers that the run does not have yet."""
+        """Write the metric values that the MLflow run does not have yet."""
         client = self._begun()
         new: list[Metric] = []
         for row in rows:

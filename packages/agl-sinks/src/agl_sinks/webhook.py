@@ -81,7 +81,7 @@ class WebhookSink:
         self._sent |= set(file.read_text("utf-8").splitlines()) if file.exists() else set()
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Remember the run's latest step, for the event of its end."""
+        """Remember the run's latest step, which the event at the end of the run reports."""
         self._step = max([self._step, *(row.experiment_step for row in rows)])
 
     def show(self, tables: list[SinkTable]) -> None:

@@ -56,8 +56,11 @@ _WITHIN = (
     "AND (r.experiment, r.mode, r.stage) >= (k.experiment, k.mode, k.stage) "
     "AND (r.experiment, r.mode, r.stage) <= (k.experiment, k.mode, k.stage)"
 )
-"""A redundant form of three equations. If PostgreSQL's statistics know only one list, the planner assumes that every
-rollout is in it and would search all rollouts by id; with these conditions it uses the index of the lists."""
+"""Redundant conditions, which restate three equations as bounds.
+
+If PostgreSQL's statistics know only one list, the planner assumes that every rollout is in it and would search all
+rollouts by id; with these conditions it uses the index of the lists.
+"""
 
 
 class PostgresReads:
@@ -141,7 +144,7 @@ class PostgresReads:
         return [read_rollout(row[:-2]) for row in rows]
 
     def _running(self) -> list[Rollout]:
-        """Return all running rollouts; they are few, because workers run them."""
+        """Return all running rollouts; there are few, at most one for each slot of a worker."""
         rows = self._all(
             f"SELECT {ROLLOUT} FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
             "WHERE a.status = 'running'",

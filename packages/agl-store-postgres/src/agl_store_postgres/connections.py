@@ -43,7 +43,7 @@ class PooledConnection(psycopg.Connection[tuple[Any, ...]]):
     def execute(
         self, query: Query, params: Params | None = None, *, prepare: bool | None = None, binary: bool = False
     ) -> psycopg.Cursor[tuple[Any, ...]]:
-        """Execute a statement; if it begins a transaction, or runs outside one, the settings are made first."""
+        """Execute a statement; first make the settings, if it begins a transaction or runs outside of one."""
         run: Callable[..., psycopg.Cursor[tuple[Any, ...]]] = super().execute
         if self.info.transaction_status == TransactionStatus.IDLE:
             text = _text_of(query, self)

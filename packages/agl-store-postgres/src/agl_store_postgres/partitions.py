@@ -45,7 +45,7 @@ class Aim:
 
 
 class Partitions:
-    """The partitions of a server that one connection knows to exist, and the aim of its next statement."""
+    """The partitions that exist on a server as far as a connection knows, and the aim of its next statement."""
 
     def __init__(self) -> None:
         self.aim = Aim()

@@ -74,7 +74,7 @@ class Placing:
         return self._elsewhere.get(rollout_id) or self.place(rollout_id)
 
     def learn(self, rollout_id: str, number: int) -> None:
-        """Remember the shard of a rollout."""
+        """Remember the shard of a rollout, if it differs from the expected shard."""
         if self.expected(rollout_id) != number:
             if len(self._elsewhere) >= _MOST_KNOWN:
                 self._elsewhere.clear()

@@ -47,7 +47,7 @@ _REMOVE_LEFT = (
 
 
 class AwayShardError(Exception):
-    """The answer of work that needs a shard that does not answer; the work is then given to that shard's own thread."""
+    """The answer to work on a shard that does not answer; the work is then passed to that shard's own thread."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

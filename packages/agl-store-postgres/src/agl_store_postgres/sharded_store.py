@@ -200,7 +200,7 @@ class _Sharded:
 
 
 class _SpanReads:
-    """The same backend for reads that need spans."""
+    """The backend of a store in shards, with :meth:`_Sharded.read_spans` in place of ``read``."""
 
     def __init__(self, sharded: _Sharded) -> None:
         self.shown_url, self.queued, self.changed = sharded.shown_url, sharded.queued, sharded.changed

@@ -17,7 +17,10 @@ from agl_store_sqlite.sql.rows import ATTEMPT_BITS, progress_row
 from agl_store_sqlite.sql.statistics import STATISTICS, additions, merging, statistics_row
 
 _FEED_LOCK = 0x41474C00 << 32
-"""The upper half of the lock's number; the lower half is the feed's object number, so each store has its own lock."""
+"""The upper half of the number of the feed's lock.
+
+The lower half is the feed's object number, so each store has its own lock.
+"""
 
 _ADD_ROLLOUTS = (
     b"COPY rollouts (seq, rollout_id, experiment, mode, group_id, status, stage, attempts, attempt, started_at, "

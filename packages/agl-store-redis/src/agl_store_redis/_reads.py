@@ -84,7 +84,7 @@ class RedisReads:
         return [self._read(_pairs(row)) for row in rows]
 
     def _page(self, names: Sequence[str], query: RolloutQuery) -> list[Rollout]:
-        """Return a page of the rollouts in some lists, or in those of all experiments that match the query."""
+        """Return a page of the rollouts in the lists ``names``; without names, in the lists of all experiments."""
         value, after_id = start_of(query) if query.after else (0.0, "")
         statuses = query.status or STATUSES
         request = {

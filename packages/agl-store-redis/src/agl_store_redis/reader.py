@@ -13,7 +13,7 @@ from agl_store_sqlite.sql.servers import BatchReader, ThreadConnection, Unchecke
 
 
 def reader_of(target: ServerTarget, *, stopping: threading.Event, moves: Moves) -> BatchReader[Server]:
-    """Make a reader, whose connections follow the writer's."""
+    """Make a reader whose connections move to another server when the writer's connection does."""
 
     def read_all(server: Server, looks: Sequence[Look]) -> list[Any]:
         now, deadline = read_clock(server, target.base)

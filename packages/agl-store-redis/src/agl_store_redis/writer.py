@@ -58,7 +58,7 @@ class BatchWriter:
         self._held: Sequence[str] = ()
 
     def close(self) -> None:
-        """Remove the number of the last transaction, and close the connection."""
+        """Remove the stored number of this writer's last transaction, and close the connection."""
         server = self._connection.current
         if server is not None and self._number:
             with suppress(RedisError, OSError):  # the server removes it after a day

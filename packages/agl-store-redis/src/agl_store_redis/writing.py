@@ -131,7 +131,7 @@ class Commit:
         self._sorted["held"][f"{rollout.experiment}/{rollout.rollout_id}"] = None
 
     def _list(self, before: Rollout | None, rollout: Rollout) -> None:
-        """Move a rollout from the lists of its status before to those of the new one."""
+        """Move a rollout from the lists of its earlier state to those of its new state."""
         old = dict(_lists(before)) if before is not None else {}
         new = dict(_lists(rollout))
         for name in old.keys() - new.keys():
@@ -214,7 +214,7 @@ def counts_of(shares: Sequence[Statistics]) -> list[Part]:
 
 
 def _lists(rollout: Rollout) -> Iterable[tuple[str, float]]:
-    """Return the lists of a rollout, and its values in them."""
+    """Yield the name of each list that holds a rollout, with the value by which the list sorts the rollout."""
     where = {"experiment": rollout.experiment, "mode": rollout.mode, "status": rollout.status}
     for field in _SORTS:
         if field != "finished_at" or rollout.is_finished:

@@ -230,6 +230,6 @@ class SQLiteBackend:
 
 
 def _pages(db: sqlite3.Connection) -> tuple[int, int, int]:
-    """Return the number of pages, of unused pages, and the bytes of a page."""
+    """Return the number of pages, the number of unused pages, and the size of a page in bytes."""
     every, free, page = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in _PAGES)
     return every, free, page

@@ -82,7 +82,7 @@ class SQLiteReads:
         return self._db.execute(f"SELECT count(*) FROM rollouts r WHERE {where}", values).fetchone()[0]
 
     def _summed(self, query: RolloutQuery) -> int:
-        """Count an experiment's rollouts: finished ones by its statistics, unfinished ones one by one."""
+        """Count the rollouts that match a query: finished ones from the statistics, unfinished ones row by row."""
         finished = [status for status in ("succeeded", "failed", "cancelled") if status in (query.status or STATUSES)]
         where, values = conditions(replace(query, status=()), "?")
         is_open, statuses = conditions(replace(query, status=query.status or STATUSES), "?")

@@ -92,7 +92,7 @@ class SQLiteTables:
         return self._db.execute(sql, (experiment, limit)).fetchall()
 
     def _queued_experiments(self) -> list[str]:
-        """Return the experiments with queued rollouts, by skipping through the index."""
+        """Return the names of experiments with queued rollouts, by skipping from name to name in the index."""
         rows = self._db.execute(
             """WITH RECURSIVE names(name) AS (
                 SELECT min(experiment) FROM rollouts WHERE status = 'queued'
@@ -110,7 +110,7 @@ class SQLiteTables:
         return self._claims("a.deadline <= ? ORDER BY a.deadline, a.id", self.now)
 
     def bound_leases(self) -> None:
-        """Shorten leases that, because the clock was set back, would last longer than their length from now on."""
+        """Shorten running leases that would last longer than their length because the clock was set back."""
         running = self._claims("a.deadline > ? ORDER BY a.id", self.now)
         bounded = [replace(claim, attempt=_bounded(claim.attempt, self.now)) for claim in running]
         self.save([new for new, old in zip(bounded, running, strict=True) if new != old], is_logged=False)

@@ -50,7 +50,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """The body of a request, with the fields of both endpoints."""
+    """The body of a request, with the fields of chat completions and of completions."""
 
     model: str
     messages: list[Json] = []
@@ -72,7 +72,7 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
+        """The request's stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 

@@ -96,7 +96,7 @@ class TokenCalls:
         return [*turn.ids, *ids], text, rendered
 
     async def _remember(self, server: "_Server", answer: Mapping[str, Any], text: str) -> None:
-        """Remember the turn, unless the answer has no ids; `text` is the prompt's text, or "" if unknown."""
+        """Remember a turn, unless the answer has no token ids; `text` is the prompt's text, "" if unknown."""
         choices: list[dict[str, Any]] = answer.get("choices") or [{}]
         choice, *others = choices
         prompt: list[int] = answer.get("prompt_token_ids") or []
@@ -143,7 +143,7 @@ def _finish_reason(choice: Mapping[str, Any], tool_choice: Any) -> str:
 
 
 class _Server:
-    """Sends the calls that one request needs to its server."""
+    """Sends the calls that one chat request needs to a vLLM server."""
 
     def __init__(
         self, session: aiohttp.ClientSession, root: str, headers: Mapping[str, str], *, model: str | None

@@ -102,7 +102,7 @@ class TableWriter:
 
 
 def write_table(path: Path, columns: Mapping[str, Kind], rows: Iterable[Row]) -> None:
-    """Write a whole table."""
+    """Write all rows to a Parquet file."""
     writer = TableWriter(path, columns)
     try:
         for row in rows:

@@ -75,7 +75,7 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def rollouts(self) -> int:
-        """The number of rollouts."""
+        """The number of rollouts in the part."""
         return self.files["rollouts"].rows
 
 
@@ -97,7 +97,7 @@ class Folder:
         return sorted((each for each in found if each is not None), key=lambda each: (each.first, each.part))
 
     def save(self, manifest: Manifest) -> None:
-        """Write a manifest."""
+        """Write the manifest of a part."""
         self.place.write(f"{self.name}/manifests/{manifest.part}.json", to_json(manifest))
 
     def discard(self, manifest: Manifest) -> None:

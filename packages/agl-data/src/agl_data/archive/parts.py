@@ -120,7 +120,7 @@ class PartReader:
         self._local.cleanup()
 
     def ids(self) -> list[str]:
-        """Return the ids of the rollouts, in order."""
+        """Return the ids of the part's rollouts, in ascending order."""
         return [row["rollout_id"] for row in self._rows("rollouts", {"rollout_id": "text"})]
 
     def ends(self) -> dict[str, int | None]:

@@ -326,7 +326,7 @@ def _message(answer: Mapping[str, Any]) -> str:
 
 
 def _bounded(step: Step) -> Json:
-    """Return a step as it is recorded in its span, with a long observation cut."""
+    """Return a step in the form that its span records, in which a long observation is cut."""
     text = json.dumps(step.observation, ensure_ascii=False)
     shown: Json = step.observation
     if len(text) > RECORDED:

@@ -17,7 +17,7 @@ from agl_environments.verifiers.environment import Model, checked_reward, failur
 from agl_run.programs import TaskSets
 
 MAX_TASKS = 100_000
-"""Largest number of tasks in a taskset, because a taskset may yield tasks forever."""
+"""Largest number of tasks that are read from a taskset, which may yield tasks forever."""
 
 ROLLOUTS_PER_SERVER = 200
 """Number of rollouts after which the interception server is replaced, to free its clients."""

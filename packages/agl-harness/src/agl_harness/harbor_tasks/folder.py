@@ -210,12 +210,12 @@ def check_workdir(task: TaskFolder) -> None:
 
 
 def lacks_of(task: TaskFolder, *, without: Sequence[str]) -> dict[Lack, str]:
-    """Return a task's lacks, except for those in ``without``."""
+    """Return a task's needs that a sandbox without images cannot meet, except for those in ``without``."""
     return {lack: line for lack, line in task.lacks.items() if lack not in without}
 
 
 def describe(lack: Lack, line: str) -> str:
-    """Describe a lack for people."""
+    """Describe a need that a sandbox cannot meet, for people."""
     return f"{_MEANINGS[lack]} ({line[:80]})"
 
 

@@ -54,7 +54,7 @@ def side_of(episode: Episode, spans: Sequence[Span]) -> ComparedRun:
 
 
 def compare(then: ComparedRun, now: ComparedRun) -> tuple[list[str], list[str]]:
-    """Return the names of the parts that are equal in both runs, and a line for each part that changed."""
+    """Return the names of the values, such as ``reward``, that are equal in both runs, and a line for each other."""
     pairs = {name: (read(then), read(now)) for name, read in _READ.items()}
     equal = [name for name, (old, new) in pairs.items() if old == new]
     changed = [f"{name} {difference(old, new)}" for name, (old, new) in pairs.items() if old != new]

@@ -378,9 +378,10 @@ def _centred(shares: Sequence[Mapping[str, float] | None]) -> list[Mapping[str, 
 
 
 def leave_one_out(players: Sequence[str], worth: Worth) -> dict[str, float]:
-    """Return v(N) - v(N without i) for every player i, which needs n + 1 worths for n players.
+    """Return every player's leave-one-out share v(N) - v(N without i), where v is the worth of a coalition.
 
-    The shares have no fixed sum: two players who can each replace the other both get 0.
+    For n players this needs n + 1 worths. The shares have no fixed sum: two players who can each replace the other both
+    get 0.
     """
     whole = worth(frozenset())  # v(N)
     return {player: whole - worth(frozenset({player})) for player in players}
@@ -423,9 +424,11 @@ def orders_of(players: Sequence[str], *, limit: int, draw: random.Random) -> lis
 
 
 def coalitions_of(orders: Sequence[Order]) -> list[Replaced]:
-    """Return the replaced players of each coalition that :func:`shapley` needs, except that of the recorded run.
+    """Return the coalitions that :func:`shapley` needs, each as the set of its replaced players.
 
-    Each coalition is returned once, however many orders contain it: for n players at most 2^n - 1.
+    The recorded run is not among them. Each coalition is returned once, however many orders contain it: for n players
+    at
+    most 2^n - 1.
     """
     # The players not yet in are a suffix of the order. The empty suffix is the recorded run, whose worth is known.
     found = dict.fromkeys(frozenset(order[start:]) for order in orders for start in range(len(order)))

@@ -61,7 +61,7 @@ class Marks:
         self._marks: OrderedDict[object, list[Mark]] = OrderedDict()
 
     def add(self, attempt: object, sequence: int, *, prompt: bytes, response: bytes, text: bytes) -> Share | None:
-        """Add the mark of a call; returns the bytes that it shares with an earlier call of the attempt, if any."""
+        """Add the mark of a call; return the share that the call has with an earlier call of the attempt, if any."""
         marks = self._marks.setdefault(attempt, [])
         self._marks.move_to_end(attempt)
         head = (prompt or text)[:MIN_SHARED]

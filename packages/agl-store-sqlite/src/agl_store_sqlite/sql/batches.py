@@ -142,7 +142,7 @@ class Batches(Generic[W]):
                 job.future.set_result(answer)
 
     def _take_back(self, job: _Job[W], answer: Any) -> None:
-        """Revert work whose caller is gone; leases cover what can no longer be reverted."""
+        """Revert work whose caller is gone; in a closed store, claimed attempts are freed when their leases end."""
         if job.undo is not None and answer and not isinstance(answer, Exception):
             with suppress(StoreError):  # the store is closed
                 self.submit(job.undo(answer))
@@ -157,7 +157,7 @@ def answer_to(look: Look, reads: Reads) -> Any:
 
 
 def perform(works: Iterable[Work[Any]], tables: Tables) -> list[Any]:
-    """Do operations in one transaction; a refused operation has its :class:`AglError` as answer and stops no other."""
+    """Do operations in one transaction; a refused one is answered with its :class:`AglError`, and the others go on."""
     answers: list[Any] = []
     for work in works:
         try:

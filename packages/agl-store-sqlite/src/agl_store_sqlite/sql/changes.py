@@ -51,14 +51,14 @@ class LoadedRows:
     documents: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
 
     def put_rollout(self, row: Row) -> str:
-        """Add a rollout, or replace an earlier read of it; returns its id."""
+        """Add a rollout that was read, replacing an earlier state of it; return the rollout's id."""
         rollout = read_rollout(row)
         self.rollouts[rollout.rollout_id] = rollout
         self.seqs[rollout.rollout_id] = row[0]
         return rollout.rollout_id
 
     def put_attempt(self, data: bytes) -> None:
-        """Add an attempt, or replace an earlier read of it."""
+        """Add an attempt that was read, replacing an earlier state of it."""
         attempt = decode(data, Attempt)
         self.attempts[attempt.attempt_id] = attempt
 

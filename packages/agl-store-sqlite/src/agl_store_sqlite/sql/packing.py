@@ -112,11 +112,11 @@ class Packer:
         return _CALL + encode(packed)
 
     def forget(self, attempt: object) -> None:
-        """Drop the marks of an attempt that ended, or whose last span was not kept."""
+        """Forget the calls of an attempt that ended, or whose last span was not stored, as bases of later calls."""
         self._marks.forget(attempt)
 
     def clear(self) -> None:
-        """Drop all marks, because the last packed spans may not have been kept."""
+        """Forget all calls as bases of later calls, because the last packed spans may not have been stored."""
         self._marks.clear()
 
 

@@ -26,7 +26,7 @@ NUMBER_MASK = (1 << ATTEMPT_BITS) - 1
 SEQUENCE_BITS = MAX_SEQUENCE.bit_length()
 
 ROLLOUT = "r.seq, r.status, r.attempts, r.failures, r.losses, r.attempt, r.started_at, r.finished_at, r.data"
-"""The columns that :func:`read_rollout` reads; ``data`` is the rollout as it was queued."""
+"""The columns that :func:`read_rollout` reads; ``data`` is the record with which the rollout was queued."""
 
 
 def read_rollout(row: Row) -> Rollout:

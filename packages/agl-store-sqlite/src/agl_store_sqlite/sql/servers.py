@@ -72,7 +72,7 @@ class ServerAccess(Generic[C]):
     explain: Callable[[Exception, str], Exception]
 
     def connect_in_time(self, stopping: threading.Event, *, limit_s: float) -> C:
-        """Try to connect until the server can be reached; raises other errors at once, explained."""
+        """Connect, retrying for ``limit_s`` seconds while the server is unreachable; raise errors with a remedy."""
         end = time.monotonic() + limit_s
         delays = iter(_DELAYS_S)
         while True:
@@ -164,7 +164,7 @@ class BatchReader(Generic[C]):
             self._connections.pop().drop()
 
     def __call__(self, looks: Sequence[Look]) -> Sequence[Any]:
-        """Return the answers; repeats the reads on another connection, for a limited time, if one breaks."""
+        """Return the answers; if the connection breaks, repeat the reads on a new one, for a limited time."""
         connection: ThreadConnection[C] | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = self._connection()
@@ -197,7 +197,7 @@ class Channel(Closable, Protocol):
 
     @property
     def is_outdated(self) -> bool:
-        """True once another server may be in charge."""
+        """True once another server may have taken over."""
         ...
 
     def clock(self) -> tuple[float, float | None]:

@@ -11,7 +11,7 @@ _KEY = ("experiment", "algorithm", "step", "mode")
 _SUMS = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens", "response_tokens")
 
 STATISTICS = ", ".join((*_KEY, *_SUMS, "rewards", "mean", "squares"))
-"""The columns of the table ``statistics``; a step of -1 stands for none."""
+"""The columns of the table ``statistics``; a step of -1 means that rollouts belong to no step."""
 
 _ALL = "(s.rewards + excluded.rewards)"
 _APART = "(excluded.mean - s.mean)"

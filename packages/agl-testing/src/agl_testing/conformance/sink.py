@@ -70,7 +70,7 @@ class SinkConformance(Conformance):
         raise NotImplementedError("override broken_params() with parameters with which the sink cannot write")
 
     def read(self, folder: Path) -> list[SinkRead]:
-        """Return the runs that the sink has written, even while it is writing; empty before it has begun."""
+        """Return the runs that the sink has written, even while it is writing; empty before it has written any."""
         raise NotImplementedError("override read() with what the system's own library reads")
 
     def test_steps_of_several_algorithms_arrive_each_on_its_own_axis(self, tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ async def _await(result: Any) -> None:
 
 
 def _no_probe() -> None:
-    """Do nothing."""
+    """A probe that does nothing."""
 
 
 def _broken_record(span: Span) -> Never:

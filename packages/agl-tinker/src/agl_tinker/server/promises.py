@@ -80,7 +80,7 @@ class Promises:
 
 
 async def _settled(work: Awaitable[Result]) -> Result:
-    """Return the result of work, or a failure as a result."""
+    """Await work and return its result; an error becomes a result that reports the failure."""
     try:
         return await work
     except asyncio.CancelledError:

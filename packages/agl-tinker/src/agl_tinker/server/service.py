@@ -149,7 +149,7 @@ class TinkerService:
         return self._promise(f"{found.run}:{message.seq_id}", work)
 
     def optim_step(self, body: types.OptimStepRequest) -> str:
-        """Start an update; return the id of the promise."""
+        """Start an update of a model's weights; return the id of the promise."""
         found, params = self.run_of(body.model_id), body.optim_params
         if not isinstance(params, types.AdamParams):
             raise not_offered(f"The optimizer {params.type!r}")

@@ -32,7 +32,7 @@ MOST = 4.0
 """Allowed ratio of the time in the large store to that in the small one: a larger store has deeper trees."""
 
 SLACK_S = 0.0003
-"""Seconds allowed in addition, for the noise of clocks and caches."""
+"""Seconds that an operation may take in addition to ``MOST``, for the noise of clocks and caches."""
 
 _numbers = count(1)
 

@@ -24,7 +24,7 @@ from agl_testing.stores.samples import TWO_ATTEMPTS, make_call, make_rollout, ma
 
 MODES: tuple[Mode, ...] = ("train", "val")
 LARGE = 1e12
-"""A mean so large that a plain sum of squares would lose the variance to rounding."""
+"""A mean reward so large that a plain sum of squares would lose the variance to rounding."""
 
 
 class StatisticsTests:
