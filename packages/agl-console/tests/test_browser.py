@@ -1,4 +1,4 @@
-"""The console in a real browser: nothing from elsewhere, no errors, accessible, live, and usable by keyboard alone."""
+"""The console in a real browser: no requests to other servers, no errors, accessible, live, usable by keyboard."""
 
 import os
 import re
@@ -33,7 +33,7 @@ SERIOUS = ("serious", "critical")
 
 @pytest.fixture(scope="module")
 def address(filled: Path) -> Iterator[str]:
-    """``agl console`` as a user starts it, over the filled store."""
+    """Start ``agl console`` over the filled store as a user would, and yield the address."""
     command = [sys.executable, "-m", "agl", "console", str(filled)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -46,7 +46,7 @@ def address(filled: Path) -> Iterator[str]:
 
 @pytest.fixture
 def acting(tmp_path: Path) -> Iterator[str]:
-    """``agl console --actions`` over a store with one rollout that is queued."""
+    """Start ``agl console --actions`` over a store with one queued rollout, and yield the address."""
 
     async def add() -> None:
         store = SQLiteStore(f"sqlite:///{tmp_path / 'runs.db'}")
@@ -73,7 +73,7 @@ def browser() -> Iterator[Any]:
 
 
 class Page:
-    """A page that keeps what went wrong in it."""
+    """A page in the browser that collects its requests and errors."""
 
     def __init__(self, browser: Any, *, width: int, scheme: str = "light", scripts: bool = True) -> None:
         size = {"width": width, "height": 900}

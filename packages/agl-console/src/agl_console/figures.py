@@ -29,7 +29,7 @@ class Line(Record, frozen=True, kw_only=True, omit_defaults=False):
         steps: The algorithm's own steps.
         places: The steps of all algorithms together, a common axis for the lines of several algorithms.
         low: Lower ends of the intervals; ``None`` for a point without an interval.
-        high: Upper ends of the intervals, likewise.
+        high: Upper ends of the intervals; ``None`` for a point without an interval.
     """
 
     run: str

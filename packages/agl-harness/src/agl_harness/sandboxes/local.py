@@ -364,8 +364,7 @@ async def _watch(kept: BoundProcess, stdin: bytes, limits: Limits, in_memory: Se
 
 
 async def _watch_usage(keeper: int, limits: Limits, in_memory: Sequence[Path]) -> tuple[Any, str]:
-    """Wait until the processes below the process ``keeper`` exceed a limit; return the limit's name and the use as
-    text.
+    """Wait until the processes below ``keeper`` exceed a limit; return the limit's name and the use as text.
 
     Files in the folders ``in_memory`` count as memory.
     """
