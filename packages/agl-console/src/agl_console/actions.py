@@ -291,7 +291,7 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Kind(NamedTuple):
-    """A kind of action: its title, the text of its button, its class, and the inputs that a person fills in."""
+    """A kind of action: the title, the button's text, the class, and the inputs that a person fills in."""
 
     title: str
     button: str

@@ -183,7 +183,7 @@ async def group_view(store: Store, chosen: GroupFilter) -> GroupView:
 
 
 class _Call:
-    """The parts of a call that are compared: its agent, its prompt, and its answer."""
+    """The parts of a call that are compared: agent, prompt and answer."""
 
     def __init__(self, span: Span, call: ModelCall, agent: str) -> None:
         messages, asked = call_messages(call), call_messages(replace(call, response=None))

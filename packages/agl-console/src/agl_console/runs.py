@@ -70,7 +70,7 @@ class LastReward(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Difference(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A setting that differs between runs: its name, and its value in each run, ``""`` where a run does not set it."""
+    """A setting that differs between runs: the name, and the value in each run, ``""`` where a run does not set one."""
 
     name: str
     values: list[str]

@@ -77,7 +77,7 @@ class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class RowSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A row: its branch, its number of tokens, its number of trained tokens, and its sampled parts."""
+    """A row: the branch, the numbers of tokens and of trained tokens, and the sampled parts."""
 
     branch: int
     tokens: int

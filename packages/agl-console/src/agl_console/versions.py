@@ -166,7 +166,7 @@ class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ResourceRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A resource, with its newest version and its best measured version."""
+    """A resource, with the newest version and the best measured version."""
 
     name: str
     kind: str
@@ -341,7 +341,7 @@ def kind_of(resource: Resource) -> str:
 
 
 def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]]:
-    """Return versions with their depths, children below their parents, the line to the newest version last.
+    """Return versions with depths: children below parents, the line to the newest version last.
 
     On that line a version has the depth of its parent; every other child begins a branch.
     """
@@ -398,7 +398,7 @@ class _Origins:
         )
 
     def _experiment(self, version: ResourceVersion) -> str:
-        """Return the experiment that published a version, by its metadata or by the prefix of its name."""
+        """Return the experiment that published a version, by the metadata or by the prefix of the version's name."""
         named = version.metadata.get("experiment")
         if isinstance(named, str) or not version.algorithm:
             return named if isinstance(named, str) else ""

@@ -55,7 +55,7 @@ _UNENDED = "CrewAI did not end it"
 
 @dataclass(frozen=True)
 class _OpenScope:
-    """An open scope: its attempt, its start event and its span."""
+    """An open scope: the attempt, the start event and the span."""
 
     attempt: ActiveAttempt
     event: BaseEvent

@@ -182,7 +182,7 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _has_password(text: str) -> bool:
-    """Return true for a URL with a password before its host or in its query."""
+    """Return true for a URL with a password before the host or in the query."""
     if _PASSWORD.search(text):
         return True
     try:

@@ -86,7 +86,7 @@ class Harness(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
-        """The harness's name in messages: its title, or else its name."""
+        """The harness's name in messages: the title, or else the name."""
         return self.title or self.name
 
     @property

@@ -51,7 +51,7 @@ def _is_task(run: Run, metadata: Mapping[str, Any]) -> bool:
 
 
 def _enter_graph(node: Run) -> None:
-    """Set the kind of a graph at its first node, because older releases do not mark their agents as agents."""
+    """Set the kind of a graph at its first node, because older releases do not mark agents as such."""
     graph = node.parent
     if graph is None:
         return

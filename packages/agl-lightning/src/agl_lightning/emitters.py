@@ -85,7 +85,7 @@ class RecordedOperation:
         self._open: agl.operation | None = None
 
     def __call__(self, function: F) -> F:
-        """Record every call of a function, with its arguments and its result."""
+        """Record every call of a function, with arguments and result."""
 
         @wraps(function)
         def run(*args: Any, **settings: Any) -> Any:

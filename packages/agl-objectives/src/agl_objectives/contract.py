@@ -1,4 +1,4 @@
-"""The contract of losses and estimators: their arguments and their results.
+"""The contract of losses and estimators: the arguments that they get, and the results that they return.
 
 A loss and an estimator are pure functions of tensors. They know no model, tokenizer or episode, divide by no number of
 rows, and have no state, so that one implementation works in every training engine.

@@ -81,7 +81,7 @@ NO_PUNISHMENT = SoftOverlong()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The results of a greedy rollout: its reward, and the mean credit of its calls by baseline key."""
+    """The results of a greedy rollout: the reward, and the mean credit of the calls by baseline key."""
 
     reward: float
     scores: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -5,7 +5,7 @@
         def loss(self) -> Loss:
             return my_loss
 
-The default of every flag is its strictest value, so a subclass shows the exceptions of its component. Needs pytest.
+Every flag has the strictest value by default, so a subclass shows which exceptions a component has. Needs pytest.
 Almost everything is computed in float64, on the CPU, for an update of three rollouts with two rows each.
 """
 

@@ -114,7 +114,7 @@ class _Link:
 
 
 class AlgorithmHost:
-    """Builds an algorithm, and runs its methods on an event loop of its own.
+    """Builds an algorithm, and runs its methods on a separate event loop.
 
     The methods are not coroutines, because Ray would then run all of them on one event loop.
 

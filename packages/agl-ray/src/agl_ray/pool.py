@@ -291,7 +291,7 @@ class Pool:
         task.add_done_callback(self._leaving.discard)
 
     async def _end(self, worker: _Placed) -> None:
-        """Let a worker give its attempts back, and then end its process, even if it does not answer."""
+        """Let a worker give its attempts back, then end the process, even if the worker does not answer."""
         if worker.is_ready:
             with contextlib.suppress(TimeoutError, AglError):
                 async with asyncio.timeout(STOP_S):

@@ -1,7 +1,7 @@
 """Scores recorded rollouts again with an experiment's rewards, as its worker would, without running the agent.
 
-Nothing is written. An emitter gets the same input as in a worker: the rollout with the hidden keys of its task, and the
-spans of the attempt until its end, without the rewards that evaluators added. Rewards of the agent and of people stay,
+Nothing is written. An emitter gets the same input as in a worker: the rollout with the task's hidden keys, and the
+spans of the attempt until it ended, without the rewards that evaluators added. Rewards of the agent and of people stay,
 and still count.
 """
 

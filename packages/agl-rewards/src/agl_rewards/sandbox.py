@@ -56,7 +56,7 @@ class QueryError(AglError):
 
 
 class QueryLimits(NamedTuple):
-    """The limits of a query: its seconds and its number of rows."""
+    """The limits of a query: seconds and number of rows."""
 
     time_s: float = 5.0
     rows: int = 10_000

@@ -43,7 +43,7 @@ class SqlSyntax:
 
 
 class SqlExecutes:
-    """Gives 1.0 if the query runs on the database within its limits, whatever its rows are, else 0.0.
+    """Gives 1.0 if the query runs on the database within the limits, whatever the resulting rows, else 0.0.
 
     Args:
         database: Path of the SQLite database; see :class:`SqlMatch`.

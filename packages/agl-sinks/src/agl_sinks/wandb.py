@@ -19,7 +19,7 @@ PLACE = "agl_place"
 """Key in the run's history and summary for the greatest ``place`` among the rows written so far."""
 
 FLUSH_S = 2.0
-"""Seconds after which the library ``wandb`` writes its buffer to its file."""
+"""Seconds after which the library ``wandb`` writes the buffer to the file."""
 
 
 class WandbSink:

@@ -1,8 +1,8 @@
 """Chooses the shard of each rollout. All spans of a rollout are on one shard, which never changes.
 
 The shard of a new rollout follows from its id and the shards' identities by rendezvous hashing. So processes agree even
-if their URLs list the shards in different orders, and a shard that is added takes its part of the new rollouts from
-each of the others. The rollout's row on the control server names the shard.
+if the URLs list the shards in different orders, and an added shard takes an equal share of new rollouts from each of
+the others. The rollout's row on the control server names the shard.
 """
 
 from collections.abc import Iterable, Mapping

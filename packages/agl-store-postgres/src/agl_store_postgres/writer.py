@@ -47,7 +47,7 @@ _KEPT_NS = 24 * 3600 * 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class _Doubt:
-    """A transaction whose commit was sent: its id on the server, the mark that it writes, and its answers."""
+    """A transaction whose commit was sent: the id on the server, the mark that it writes, and the answers."""
 
     xid: str
     mark: bytes

@@ -131,7 +131,7 @@ class Commit:
         self._sorted["held"][f"{rollout.experiment}/{rollout.rollout_id}"] = None
 
     def _list(self, before: Rollout | None, rollout: Rollout) -> None:
-        """Move a rollout from the lists of its earlier state to those of its new state."""
+        """Move a rollout from the lists for the earlier state to the lists for the new state."""
         old = dict(_lists(before)) if before is not None else {}
         new = dict(_lists(rollout))
         for name in old.keys() - new.keys():

@@ -106,7 +106,7 @@ def run(folder: str, use: str, params: Mapping[str, Any], *, resume: bool = Fals
     """Run the experiment ``small`` with a sink and with one :class:`Counting` algorithm for each keyword argument.
 
     Args:
-        folder: The folder for the experiment, its store and its work directory.
+        folder: The folder for the experiment, the store and the work directory.
         use: The sink's registered name.
         params: The sink's parameters.
         resume: Resume the earlier run.

@@ -1,4 +1,4 @@
-"""A client of one vLLM server: its models, the log-probabilities of a text, and the calls that change its weights.
+"""A client of one vLLM server: lists models, reads log-probabilities of a text, and changes the server's weights.
 
 The routes below ``/v1`` are always there, except ``/v1/load_lora_adapter``, which needs
 ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. The other routes need ``VLLM_SERVER_DEV_MODE``.

@@ -4,7 +4,7 @@ There are five routes:
 
 - `lora`: an adapter is loaded into the running server, under a model name of its own.
 - `base`: calls go to the full weights below the adapter again.
-- `sleep`: the running server frees its weights and loads others in their place.
+- `sleep`: the running server frees the old weights and then loads the new ones.
 - `reload`: full weights are loaded over the old ones.
 - `restart`: the server is stopped, and started again with the new weights.
 

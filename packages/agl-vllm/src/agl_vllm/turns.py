@@ -142,7 +142,7 @@ def _objects(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _key(message: Mapping[str, Any]) -> Key:
-    """Return the key of an assistant message: its content and its tool calls, with arguments in canonical JSON."""
+    """Return the key of an assistant message: the content and the tool calls, with arguments in canonical JSON."""
     calls = tuple(
         (str(call.get("id")), str(call["function"].get("name")), _canonical(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()

@@ -154,7 +154,7 @@ class Archiving:
         return replace(self._done, is_dry_run=True)
 
     async def _archive(self, experiment: str, names: set[str]) -> None:
-        """Archive an experiment: first the resources and metrics that its rollouts refer to, then its rollouts."""
+        """Archive an experiment: first the resources and metrics that the rollouts refer to, then the rollouts."""
         folder = self._folder(experiment)
         manifests = await asyncio.to_thread(folder.manifests)
         for begun in [each for each in manifests if not each.is_whole and each.writer == self._writer]:

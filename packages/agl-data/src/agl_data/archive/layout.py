@@ -46,7 +46,7 @@ class Mark(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Sum(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The size of a file in bytes, its SHA-256 in hex digits and its number of rows."""
+    """The size of a file in bytes, the SHA-256 in hex digits and the number of rows."""
 
     size: int
     sha256: str

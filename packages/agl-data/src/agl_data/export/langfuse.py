@@ -67,7 +67,7 @@ class _Events:
         self._spans = {span.span_id: span for span in own if span is not self._root}
 
     def made(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of the rollout: its trace, then observations and scores in the order of their spans."""
+        """Yield the events of the rollout: the trace, then observations and scores in the order of the spans."""
         rollout = self._rollout
         about = rollout_about(self._item)
         at_ns = int((rollout.started_at or rollout.created_at) * 1e9)

@@ -67,7 +67,7 @@ class Imported(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class File(NamedTuple):
-    """A file to import, its format, and its size in bytes and modification time (ns) when it was found."""
+    """A file to import, with the format, and the size in bytes and modification time (ns) when it was found."""
 
     path: Path
     format: Format
@@ -164,7 +164,7 @@ async def import_files(
 
 
 class _Item(NamedTuple):
-    """The result of reading one run: its recording, or ``None`` if it has no model call, and its losses."""
+    """The result of reading one run: the recording, or ``None`` if the run has no model call, and the losses."""
 
     recording: Recording | None
     lost: Counter[str]

@@ -97,7 +97,7 @@ async def grade(
     limits: Limits,
     variables: Mapping[str, str],
 ) -> Reward:
-    """Run a task's tests on the files that an agent left in its sandbox, and return their reward.
+    """Run a task's tests on the files that an agent left in the sandbox, and return the reward.
 
     Raises:
         SandboxError: The sandbox went away.

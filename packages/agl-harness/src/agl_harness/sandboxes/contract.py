@@ -57,7 +57,7 @@ class Finished(Record, frozen=True, kw_only=True):
 
     Attributes:
         code: The exit status, or the negative number of the signal that ended the command.
-        output: The standard output; if it is long, only its start and its end.
+        output: The standard output; if it is long, only the start and the end.
         errors: The standard error, shortened in the same way.
         exceeded: The limit that ended the command; ``""`` if none did.
         detail: The exceeded limit and the actual use, for people.

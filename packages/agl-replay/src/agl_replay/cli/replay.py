@@ -100,7 +100,7 @@ class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @dataclass(frozen=True, kw_only=True)
 class _ReplayedRollout:
-    """The rollout to replay, with its calls, and with its resources that are not from the experiment's file."""
+    """The rollout to replay, with the calls, and with the resources that are not from the experiment's file."""
 
     side: ComparedRun
     calls: list[ModelCall]

@@ -28,7 +28,7 @@ LEAST_SPREAD = 0.01
 """A state is not forked if a second answer would differ with less than this probability: forks would equal the run."""
 
 State = tuple[str, str, bytes]
-"""The state of a call: its task, its agent and the prompt's token ids.
+"""The state of a call: the task, the agent and the prompt's token ids.
 
 For a call without token ids, it is the call's span id, so that the call is in a state of its own.
 """

@@ -60,7 +60,7 @@ class TurnCredit:
         ]
 
     def _key(self, episode: Episode, call: Transition) -> str:
-        """Return the baseline key of a call: its group or, with ``baseline = "turn"``, its group, agent and turn."""
+        """Return the baseline key of a call: the group or, with ``baseline = "turn"``, the group, agent and turn."""
         group = group_of(episode)
         return group if self._baseline == "group" else f"{group}/{call.agent}/{call.turn}"
 

@@ -1,8 +1,8 @@
 """Packs the spans of rollouts into requests of a size that backends accept, to send them or to write them to a file.
 
 ``agl data export --format otlp`` writes whole rollouts, with contents and token ids, for collectors and for ``agl data
-import``. The file has one JSON request per line; if its name ends in ``.pb``, it has Protobuf requests, each after its
-length. All fields of a call or a reward are in an attribute, as JSON.
+import``. The file has one JSON request per line; if its name ends in ``.pb``, it has Protobuf requests, each preceded
+by the length. All fields of a call or a reward are in an attribute, as JSON.
 """
 
 import math

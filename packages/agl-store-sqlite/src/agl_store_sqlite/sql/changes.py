@@ -9,10 +9,10 @@ from agl.schemas import Attempt, ResourceVersion, Rollout, decode
 from agl_store_sqlite.sql.rows import Row, read_rollout
 
 SpanRow: TypeAlias = tuple[int, int, str, bytes]
-"""A packed span: its attempt's number, its sequence, its id and the bytes."""
+"""A packed span: the attempt's number, the sequence number, the id and the bytes."""
 
 AttemptRow: TypeAlias = tuple[str, str, float, bytes]
-"""An attempt: its status, its claim id, its deadline and the record."""
+"""An attempt: the status, the claim id, the deadline and the record."""
 
 MetricKey: TypeAlias = tuple[str, int, str, int, str]
 """The experiment, run, algorithm, step and name of a metric."""

@@ -65,7 +65,7 @@ def conditions(query: RolloutQuery, mark: str) -> tuple[str, list[str]]:
 
 
 def order_of(query: RolloutQuery, mark: str) -> tuple[str, str, tuple[Any, ...]]:
-    """Return the SQL of a query's page: its condition, its ``ORDER BY`` terms, and the values of the placeholders."""
+    """Return the SQL of a query's page: the condition, the ``ORDER BY`` terms, and the values of the placeholders."""
     columns = list(dict.fromkeys((query.sort, "rollout_id")))
     compare, direction = ("<", "DESC") if query.is_newest_first else (">", "ASC")
     order = ", ".join(f"r.{column} {direction}" for column in columns)

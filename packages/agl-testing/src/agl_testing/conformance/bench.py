@@ -167,7 +167,7 @@ class AlgorithmBench:
         )
 
     async def said(self, *, steps: int) -> list[str]:
-        """Return the lines that a new algorithm prints in its setup and its first steps.
+        """Return the lines that a new algorithm prints in the setup and the first steps.
 
         The method enters and leaves the bench itself.
         """

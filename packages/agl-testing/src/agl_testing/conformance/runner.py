@@ -78,7 +78,7 @@ class RunnerConformance(Conformance):
     contract: ClassVar[str] = "runner"
 
     is_isolated: ClassVar[bool] = True
-    """True if an agent that ends its process, by ``os._exit`` or a crash in C, ends only its own attempt."""
+    """True if an agent that ends the process, by ``os._exit`` or a crash in C, ends only one attempt."""
 
     is_python: ClassVar[bool] = True
     """True if agents are Python functions: exceptions keep their type, and any object can be returned."""
