@@ -179,7 +179,7 @@ def steps_of(metrics: Sequence[Metric]) -> list[StepTimes]:
 
 
 def _parts(seconds: Mapping[str, float]) -> list[Part]:
-    """Return the parts of a step in order; training time that no other metric covers is a part of its own."""
+    """Return the parts of a step in order; training time that no other metric covers is a separate part."""
     named = [(words, seconds[name]) for name, words in PARTS.items() if name in seconds]
     inside = sum(seconds.get(name, 0.0) for name in PARTS if name != "collect_s")
     if seconds.get(_TRAIN, 0.0) > inside:

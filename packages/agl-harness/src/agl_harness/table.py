@@ -1,7 +1,7 @@
 """The table of coding harnesses: each entry states how a harness is installed, pointed at a model, and given a task.
 
-``harnesses.toml`` in this package holds the built-in entries. Users can write entries in the same form in files of
-their own. This module does not start programs.
+``harnesses.toml`` in this package holds the built-in entries. Users can write entries in the same form in other files.
+This module does not start programs.
 """
 
 import json

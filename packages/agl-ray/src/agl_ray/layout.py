@@ -37,7 +37,8 @@ def share_of(name: str, placement: PlacementConfig | None, *, cpus: float) -> Sh
     """Return the share that a table asks for; ``cpus`` is used if the table does not give ``num_cpus``.
 
     Raises:
-        ConfigError: An amount is negative or invalid, all are 0, or a custom resource has a key of its own.
+        ConfigError: An amount is negative or invalid, all are 0, or a custom resource has a built-in name such as
+        ``CPU``.
     """
     given = placement or PlacementConfig()
     amounts = {

@@ -3,7 +3,7 @@
 Ray restarts a worker whose process died; all other starts and stops are decided here. A worker is stopped when it is
 not needed for the queue and has held no attempt for a while.
 
-In each worker's process an actor runs the loop of ``agl worker`` in a thread and an event loop of its own. Ray's calls
+In each worker's process an actor runs the loop of ``agl worker`` in a separate thread with an event loop. Ray's calls
 to the actor run in other threads, so that the actor can be asked and stopped even while an agent blocks the event loop.
 The actor's methods are not coroutines, because Ray would then run all of them on one event loop.
 """

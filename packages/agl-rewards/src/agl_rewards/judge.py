@@ -3,7 +3,7 @@
 If the judge gives no valid score, the reward is missing, with the reason, and never 0: an agent is not punished for the
 failure of another model. The experiment's setting for missing rewards decides what follows.
 
-The judge is called with the standard library's HTTP client, in threads of its own and outside of any rollout. The wire
+The judge is called with the standard library's HTTP client, in separate threads and outside of any rollout. The wire
 hook does not wrap this client, so the calls are never recorded as an agent's. Redirects are refused, because they would
 send the key to another address.
 

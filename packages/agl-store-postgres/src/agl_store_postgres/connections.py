@@ -34,8 +34,8 @@ class PooledConnection(psycopg.Connection[tuple[Any, ...]]):
     """A connection to a pooler that may run every transaction in another session of the server.
 
     Settings that other connections make once per session are made in every transaction. A statement outside a
-    transaction gets a transaction of its own, except for VACUUM, which cannot run in one. No statement is prepared,
-    because the next session would not know it.
+    transaction gets a new transaction, except for VACUUM, which cannot run in one. No statement is prepared, because
+    the next session would not know it.
     """
 
     settings: Mapping[str, str] = {}

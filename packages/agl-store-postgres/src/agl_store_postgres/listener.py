@@ -23,7 +23,7 @@ _LOOK = b"SELECT (SELECT max(cursor) FROM changes), (SELECT max(seq) FROM rollou
 
 
 def channel_to(target: DatabaseTarget, *, feed: int, stopping: threading.Event) -> Callable[[], Channel]:
-    """Return a function that opens a channel with a connection of its own."""
+    """Return a function that opens a channel with a separate connection."""
 
     def subscribe() -> Channel:
         db = access_of(target).connect_in_time(stopping, limit_s=RESTART_WAIT_S)

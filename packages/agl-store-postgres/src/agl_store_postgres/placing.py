@@ -49,7 +49,7 @@ class Placing:
 
     Attributes:
         shards: The shards, by number.
-        away: Numbers of shards that did not answer; until they answer again, each has a thread of its own.
+        away: Numbers of shards that did not answer; until they answer again, each has a separate thread.
         is_partitioned: Whether the shards' tables have partitions.
     """
 

@@ -65,7 +65,7 @@ class Server:
             return pipeline.execute()
 
     def listen(self) -> Any:
-        """Return redis-py's reader of messages, which has a connection of its own."""
+        """Return redis-py's reader of messages, which has a separate connection."""
         return self._client.pubsub()
 
     def close(self) -> None:

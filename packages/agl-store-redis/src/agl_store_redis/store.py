@@ -82,7 +82,7 @@ def _open(target: ServerTarget) -> Server:
 
 
 def _channel_to(target: ServerTarget, *, stopping: threading.Event, moves: Moves) -> Callable[[], Channel]:
-    """Return a function that opens a channel for the messages of commits, with connections of its own."""
+    """Return a function that opens a channel for the messages of commits, with separate connections."""
 
     def subscribe() -> Channel:
         connection = ThreadConnection(access_of(target), stopping=stopping, epoch=lambda: moves.count)

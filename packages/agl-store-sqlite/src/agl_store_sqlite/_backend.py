@@ -1,6 +1,6 @@
 """Transactions on a SQLite file: one thread writes, a few read, and one watches the file while a call waits.
 
-Queued writes share one transaction, and are answered after its commit. Reads run on connections of their own. A change
+Queued writes share one transaction, and are answered after its commit. Reads run on separate connections. A change
 by another process, or by another store object, is noticed within ``poll_s`` seconds while a call waits.
 """
 
@@ -203,7 +203,7 @@ class SQLiteBackend:
         return math.inf
 
     def _watch_file(self) -> None:
-        """Look for changes by other processes while a call waits; runs in a thread of its own."""
+        """Look for changes by other processes while a call waits; runs in a separate thread."""
         while not self._is_closed.is_set():
             self._awaited.wait()
             self._awaited.clear()

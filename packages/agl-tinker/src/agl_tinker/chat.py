@@ -1,7 +1,7 @@
 """OpenAI-compatible endpoints over a sampling client: chat completions, completions, models and health.
 
 Answers carry token ids, log-probabilities and the version of the weights. Every request is answered by the weights that
-were live when it arrived. The endpoints have an event loop in a thread of their own, so that a busy agent delays no
+were live when it arrived. The endpoints have an event loop in a separate thread, so that a busy agent delays no
 answer. Limit: a streamed answer is sent in one piece, because Tinker's API returns only whole answers.
 """
 

@@ -71,9 +71,7 @@ class ChatText:
         return self.encode(str(text))
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text; the longest remembered prompt with answer at the start keeps the recorded
-        tokens.
-        """
+        """Return the tokens of a text; keep recorded tokens for the longest remembered prompt and answer at the start."""
         known = max((turn for turn in self._turns if text.startswith(turn)), key=len, default="")
         if known:
             self._turns.move_to_end(known)

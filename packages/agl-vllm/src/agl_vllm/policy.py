@@ -2,7 +2,7 @@
 
 There are five routes:
 
-- `lora`: an adapter is loaded into the running server, under a model name of its own.
+- `lora`: an adapter is loaded into the running server, under a new model name.
 - `base`: calls go to the full weights below the adapter again.
 - `sleep`: the running server frees the old weights and then loads the new ones.
 - `reload`: full weights are loaded over the old ones.

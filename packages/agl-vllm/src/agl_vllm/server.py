@@ -1,4 +1,4 @@
-"""Runs one vLLM server on this machine for as long as the run lasts, under an interpreter of its own.
+"""Runs one vLLM server on this machine for as long as the run lasts, in a separate interpreter.
 
 vLLM is never imported here. It need not share an environment with agl, so its server runs under the Python of the
 setting `python`.

@@ -16,7 +16,7 @@ from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers, storable, wi
 from agl_inspect.exports import Exported, ExportSetup, Losses, call_record
 
 MAX_BYTES = 3 << 20
-"""Largest size of a batch's events in bytes; a single larger event becomes a batch of its own."""
+"""Largest size of a batch's events in bytes; a single larger event becomes a separate batch."""
 
 _OTHERS = "spans and rewards of attempts that did not decide: left out"
 _EVENTS = "events of spans: left out"

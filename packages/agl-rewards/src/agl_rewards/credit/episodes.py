@@ -12,7 +12,7 @@ def live_calls(episode: Episode) -> list[Transition]:
 
 
 def group_of(episode: Episode) -> str:
-    """Return the id of the episode's group; a rollout without one is a group of its own, under the rollout's id."""
+    """Return the id of the episode's group; a rollout without one is alone in a group, named by the rollout's id."""
     return episode.rollout.group_id or episode.rollout.rollout_id
 
 

@@ -1,7 +1,7 @@
 """Shared parts of stores on a server: connections of threads, readers, the listener, and the backend above them.
 
 A store object has threads that write, a few that read, and one that listens for changes as soon as a caller waits; each
-has a connection of its own. A :class:`ServerAccess` makes connections to a server and interprets their errors.
+has a separate connection. A :class:`ServerAccess` makes connections to a server and interprets their errors.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ class UncheckedRead:
 
 
 class BatchReader(Generic[C]):
-    """Runs batches of reads, on one connection of its own per calling thread.
+    """Runs batches of reads, on a separate connection for each calling thread.
 
     Args:
         connection: Makes the connection of a thread.

@@ -77,7 +77,7 @@ class ScriptedHandler:
     Args:
         next_step: Returns the script's step for a request.
         record: Called with every call that arrives.
-        default: The reply for a fault that has no reply of its own.
+        default: The reply for a fault that defines no reply.
         flavour: The model server whose token ids the responses imitate.
         models: Names of models; the first is used if a request names no model.
         api_key: The key that calls must have, or else get a 401; ``None`` to accept all calls.
