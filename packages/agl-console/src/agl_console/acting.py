@@ -154,7 +154,7 @@ class Actions:
             action: Action = parsed({field: [value] for field, value in form.items()}, kind.form)
             if not is_again:
                 self._remember(key, self._perform(session, name, action, seen=seen, key=key))
-            done = await asyncio.shield(self._made[key])  # a client that leaves stops nothing
+            done = await asyncio.shield(self._made[key])  # goes on if the client disconnects
         except AglError as error:
             return self._error(request, error)
         page = self._pages.render(
@@ -184,7 +184,7 @@ class Actions:
 
         def forget(ended: asyncio.Task[Done]) -> None:
             if ended.cancelled() or ended.exception() is not None:
-                self._made.pop(key, None)  # sent again, it is tried again
+                self._made.pop(key, None)  # so that the form can be sent again
 
         task.add_done_callback(forget)
 

@@ -92,7 +92,7 @@ class Promote(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
         return lines, {"seen": present}
 
-    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a label moves once anyway
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # moving it twice changes nothing
         """Move the label, unless somebody has moved it since the confirmation page."""
         present = await self._present(store)
         if present != self.version:
@@ -135,7 +135,7 @@ class Rollback(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
         return lines, {"seen": present}
 
-    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # ``seen`` stops a repetition
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # ``seen`` prevents a second move
         """Move the label back, unless somebody has moved it since the confirmation page."""
         present, _ = await self._path(store)
         _check_unmoved(self.name, self.label, present, seen)
@@ -175,7 +175,7 @@ class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
         return lines, {"seen": rollout.status}
 
-    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # the store cancels once
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # cancelling twice changes nothing
         """Cancel the rollout, unless it has finished in the meantime."""
         (rollout,) = await store.cancel([self.rollout])
         if rollout.status != "cancelled":
@@ -204,11 +204,11 @@ class Retry(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
         return lines, {"seen": rollout.status}
 
-    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a finished one stays so
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a finished rollout never changes
         """Queue a rollout with an id derived from ``key``, so a repeated form queues no second one."""
         old = await self._checked(store)
         again = Rollout(
-            rollout_id=f"retry-{key}",  # not the old id's beginning, by which steps find their rollouts
+            rollout_id=f"retry-{key}",  # must not begin like the old id: steps find rollouts by prefix
             task=old.task,
             experiment=old.experiment,
             mode="test",

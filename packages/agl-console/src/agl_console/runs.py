@@ -130,7 +130,7 @@ async def status_of(store: Store, record: ExperimentRecord) -> str:
 
 async def best_version(store: Store, record: ExperimentRecord) -> VersionScore | None:
     """Return the version of a run's resources with the highest score; ``None`` if no version was measured."""
-    made = re.compile(rf"{re.escape(record.name)}-[0-9]+-(?![0-9]+-)")  # those of an experiment NAME-1 are not its own
+    made = re.compile(rf"{re.escape(record.name)}-[0-9]+-(?![0-9]+-)")  # excludes an experiment NAME-1
     own = [
         score
         for name in sorted(record.live)

@@ -123,7 +123,7 @@ def _placement(rollout: Rollout) -> _Placement | None:
     try:
         return None if found is None else msgspec.convert(found, _Placement)
     except msgspec.ValidationError:
-        return None  # somebody else's metadata under the same key
+        return None  # other metadata under the same key
 
 
 def _arm(placement: _Placement, name: str, label: str, found: Sequence[Recording]) -> Arm:
@@ -361,7 +361,7 @@ def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]
         ordered.append((min(depth, DEEPEST), item))
         below = sorted(children.pop(item.version.version, []), key=lambda child: -newest[child.version.version])
         waiting += [(depth + (number > 0), child) for number, child in enumerate(below)]
-    return ordered + [(0, item) for left in children.values() for item in left]  # their parents form a circle
+    return ordered + [(0, item) for left in children.values() for item in left]  # versions whose parents form a circle
 
 
 class _Origins:

@@ -45,7 +45,7 @@ def emit_message(message: str, attributes: Mapping[str, Any] | None = None, *, p
 
 def emit_object(
     object: Any, attributes: Mapping[str, Any] | None = None, *, propagate: bool = True
-) -> None:  # the name there
+) -> None:  # Agent Lightning's name
     """Report a value that JSON can carry."""
     if propagate:
         agl.emit_object(object, **(attributes or {}))

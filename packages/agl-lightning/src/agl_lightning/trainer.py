@@ -73,7 +73,7 @@ class Trainer:
         self.store = store
         self._is_dev = dev
         self._settings = settings
-        self._made()  # names a wrong argument at once
+        self._made()  # so that a wrong argument is reported at once
 
     @property
     def config(self) -> ExperimentConfig:
@@ -133,7 +133,7 @@ class Trainer:
     def _trials(self, agent: Any, train: Any, dev: Any, val: Any) -> Iterator[tuple[Engine, list[Any], Mode]]:
         """Yield a trainer, tasks and their mode for each data set of each epoch."""
         modes: tuple[tuple[Any, Mode], ...] = ((train, "train"), (dev, "train"), (val, "val"))
-        # Read once: an iterator has its tasks once.
+        # Read once, because an iterator gives its tasks only once.
         given: list[tuple[Any, list[Any], Mode]] = [(data, self._tasks(data), mode) for data, mode in modes]
         epochs = self.algorithm.n_epochs if isinstance(self.algorithm, Baseline) else 1
         left = sum(len(every) for _, every, _ in given) * epochs
@@ -209,7 +209,7 @@ class LitAgentRunner(Generic[T]):
         input: T,
         *,
         resources: Mapping[str, Any] | None = None,
-        mode: Mode = "train",  # the name there
+        mode: Mode = "train",  # Agent Lightning's name
     ) -> AttemptedRollout:
         """Run the agent on one task, and return the rollout.
 

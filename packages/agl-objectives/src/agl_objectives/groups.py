@@ -211,7 +211,7 @@ class GroupSampler:
         started = time.perf_counter()
         places = self._draws.first(step, self._count)
         metrics = self._draws.metrics(places)
-        if self._has_greedy:  # at the same time: a rollout of an agent takes long
+        if self._has_greedy:  # at the same time, because rollouts take long
             found, greedy = await asyncio.gather(self._run(step, places), self._greedy(step, places))
         else:
             found, greedy = await self._run(step, places), None
@@ -375,7 +375,8 @@ def _differs(call: CallCredit, scores: Sequence[float]) -> bool:
     if call.is_advantage:
         return abs(call.value) > TOLERANCE
     middle = sum(scores) / len(scores)
-    return len(scores) > 1 and abs(call.value - middle) > TOLERANCE * max(1.0, abs(middle))  # one is its own mean
+    # A single score equals the mean.
+    return len(scores) > 1 and abs(call.value - middle) > TOLERANCE * max(1.0, abs(middle))
 
 
 def _totals(episodes: Sequence[Episode]) -> dict[str, float]:

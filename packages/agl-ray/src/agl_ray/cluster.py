@@ -153,7 +153,7 @@ class Cluster:
         if self._is_ours and self._gone.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_S):
-                    await asyncio.to_thread(ray().shutdown)  # the own thread may wait for the head
+                    await asyncio.to_thread(ray().shutdown)  # Ray's own thread may be waiting for the lost head
         elif self._is_ours:
             await asyncio.get_running_loop().run_in_executor(thread, ray().shutdown)
         self._is_ours = self.is_new = False
@@ -178,7 +178,7 @@ class Cluster:
                 self._init(address)
             except _NoneThereError as error:
                 if self._address == "auto":
-                    continue  # of a cluster that has ended
+                    continue  # the address is of a cluster that has ended
                 raise ConfigError(str(error)) from error.__cause__
             self._is_ours = True
             self.is_new = address == "local"

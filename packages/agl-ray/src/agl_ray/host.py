@@ -216,7 +216,7 @@ def _nothing() -> None:
 
 
 def _policy(served: LLM, name: str) -> Any:
-    del served  # only to be known
+    del served  # only its existence matters
     return _NoPolicy(name)
 
 

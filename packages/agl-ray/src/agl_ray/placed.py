@@ -94,7 +94,7 @@ class _Placed:
                 async with asyncio.timeout(CLOSE_S):
                     await self._call("close")
             self._actor = None
-            with contextlib.suppress(Exception):  # it may be gone
+            with contextlib.suppress(Exception):  # the actor may be gone
                 await self._cluster.run(lambda: ray().kill(actor))
         tasks = [*self._answering.values(), *([self._pump] if self._pump else [])]
         for task in tasks:
@@ -208,7 +208,7 @@ class _Placed:
             return
         except Exception as error:  # noqa: BLE001  # raised where it was asked, or by the running call
             _LOG.debug("the answer to %r cannot be sent as it is", message.name, exc_info=error)
-            self._validated = -1  # what went with it did not arrive
+            self._validated = -1  # the values sent along with it did not arrive
             await self._send_instead(message.number, AglError(str(problem or error)))
 
     async def _send_instead(self, number: int, problem: AglError) -> None:

@@ -282,7 +282,7 @@ class Pool:
             async with asyncio.timeout(LOOK_S):
                 return await answer_of(worker.actor.held.remote()) > 0
         except (TimeoutError, AglError):
-            return True  # as far as is known
+            return True  # assume so if there is no answer
 
     def _dismiss(self, worker: _Placed) -> None:
         self._workers.remove(worker)
@@ -296,7 +296,7 @@ class Pool:
             with contextlib.suppress(TimeoutError, AglError):
                 async with asyncio.timeout(STOP_S):
                     await answer_of(worker.actor.stop.remote())
-        with contextlib.suppress(Exception):  # it may be gone
+        with contextlib.suppress(Exception):  # the actor may be gone
             await self._cluster.run(lambda: ray().kill(worker.actor, no_restart=True))
         if worker.room is not None:
             await worker.room.release()

@@ -129,7 +129,7 @@ class Rescorer:
 
     async def _judge(self, rollout: Rollout, spans: Sequence[Span]) -> tuple[list[Reward], list[EmitterError]]:
         """Call the emitters one after the other; if one raises, the others are still called."""
-        judged = msgspec.structs.replace(rollout, status="running", finished_at=0.0)  # as in a worker
+        judged = msgspec.structs.replace(rollout, status="running", finished_at=0.0)  # as emitters see it in a worker
         rewards: list[Reward] = []
         errors: list[EmitterError] = []
         for name, emitter in self._emitters:

@@ -47,7 +47,7 @@ class _CommitChannel:
         if is_polled:
             self._known = db.execute(_LOOK).fetchone()
         else:
-            db.add_notify_handler(lambda notify: self._heard.append(notify.payload))  # those that come with an answer
+            db.add_notify_handler(lambda notify: self._heard.append(notify.payload))  # messages that come with answers
             db.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel_of(feed))))
         self._wake, self._woken = socket.socketpair()
 

@@ -172,7 +172,7 @@ class ShardWriter(BatchWriter):
             with shard.pipeline():
                 shard.execute(BEGIN)
                 cursor = shard.execute(query, asked, binary=True)
-            found = cursor.fetchall()  # behind the pipeline, whose end waits for the server anyway
+            found = cursor.fetchall()  # after the pipeline, whose end waits for the server anyway
             rows.kept |= {(key, span_id) for key, _, span_id in found if span_id is not None}
             if left := [(key, sequence) for key, sequence, span_id in found if span_id is None]:
                 db.execute("SELECT 1")  # fails unless this transaction still holds the rollouts

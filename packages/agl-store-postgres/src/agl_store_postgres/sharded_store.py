@@ -145,7 +145,7 @@ class _Sharded:
         """Like :meth:`read`, for reads that need spans; if a shard does not answer, only such reads are delayed."""
         try:
             return await self._backend.read_with(self._span_reads, look)
-        except MissingSpansError:  # unless the rollout was removed in between
+        except MissingSpansError:  # the rollout may have been removed in between
             return await self._backend.read_with(self._span_reads, look)
 
     async def close(self) -> None:

@@ -169,7 +169,7 @@ class BatchWriter:
                     return status == "committed" and found == (doubt.mark,)
             except psycopg.Error as error:
                 if not is_lost(error, db):
-                    return False  # the server does not know it, such as a replica that took over
+                    return False  # the server does not know the id, for example a replica that took over
                 self._connection.drop()
                 if time.monotonic() > end:
                     raise

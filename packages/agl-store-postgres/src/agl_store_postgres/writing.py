@@ -120,7 +120,7 @@ def commit(
         _save(db, changes)
         if changes.feed or changes.shares:
             db.execute(b"SELECT pg_advisory_xact_lock(%s::bigint)", (_FEED_LOCK | feed,))
-        for shares in additions(changes.shares):  # behind the lock, because many machines add to one row
+        for shares in additions(changes.shares):  # under the lock, because many machines add to one row
             add_statistics(db, shares)
         if changes.feed:
             db.execute(_ADD_CHANGES, _columns(changes.feed))

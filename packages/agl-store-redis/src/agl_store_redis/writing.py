@@ -227,5 +227,5 @@ def _lists(rollout: Rollout) -> Iterable[tuple[str, float]]:
 
 def _progress(rollout: Rollout, version: int) -> bytes:
     counts = rollout.attempts, rollout.failures, rollout.losses
-    attempt = rollout.attempts if rollout.attempt_id else 0  # always the newest one
+    attempt = rollout.attempts if rollout.attempt_id else 0  # the newest attempt
     return msgspec.msgpack.encode((version, rollout.status, *counts, attempt, rollout.started_at, rollout.finished_at))

@@ -214,12 +214,12 @@ class SQLiteBackend:
         """Decide overdue attempts, and wake all waiters if others wrote; return the seconds until the next look."""
         try:
             looked = self._writer.submit(_LOOK)
-        except (RuntimeError, StoreError):  # the interpreter ends, or the store was closed just now
+        except (RuntimeError, StoreError):  # the interpreter ends, or the store was closed
             return self._poll_s
         try:
             version, deadline = looked.result()
         except Exception:
-            if not self._is_closed.is_set() and threading.main_thread().is_alive():  # else the process ends
+            if not self._is_closed.is_set() and threading.main_thread().is_alive():  # otherwise the process is ending
                 _logger.warning("the store %s could not be read; the read is repeated", self._path, exc_info=True)
             return self._poll_s
         if version != self._data_version:

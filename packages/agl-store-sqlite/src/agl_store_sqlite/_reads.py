@@ -86,7 +86,7 @@ class SQLiteReads:
         finished = [status for status in ("succeeded", "failed", "cancelled") if status in (query.status or STATUSES)]
         where, values = conditions(replace(query, status=()), "?")
         is_open, statuses = conditions(replace(query, status=query.status or STATUSES), "?")
-        modes = ", ".join(f"'{mode}'" for mode in MODES)  # each an index's range, of which the stage is the end
+        modes = ", ".join(f"'{mode}'" for mode in MODES)  # each mode is a range of the index, which ends with the stage
         sql = (
             f"SELECT (SELECT coalesce(sum({' + '.join(finished) or '0'}), 0) FROM statistics r WHERE {where}) "
             f"+ (SELECT count(*) FROM rollouts r WHERE {is_open} AND r.stage = 'open' AND r.mode IN ({modes}))"

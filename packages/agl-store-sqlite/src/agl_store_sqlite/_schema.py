@@ -182,7 +182,7 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute("INSERT INTO agl_schema VALUES (?)", (CURRENT,))
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # a full disk ends it
+        if connection.in_transaction:  # a full disk ends the transaction
             connection.execute("ROLLBACK")
         raise
 

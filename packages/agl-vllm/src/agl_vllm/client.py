@@ -75,7 +75,7 @@ class ServerClient:
             "max_tokens": 1,
             "temperature": 0,
             "logprobs": 1,
-            "prompt_logprobs": 0,  # of the prompt's own tokens, without further likely ones
+            "prompt_logprobs": 0,  # only for the prompt's tokens, not for other likely tokens
             "return_token_ids": True,
         }
         answer = await self._call("POST", f"{self.base_url}/completions", body)

@@ -69,7 +69,7 @@ class LaunchSettings:
     def environment(self, *, device: str) -> dict[str, str]:
         """Return the server's environment: this process's own, with weight updates enabled and telemetry disabled."""
         found = environment_for(self.chosen.python)
-        found.pop("VLLM_API_KEY", None)  # that of another server; this one would ask for it
+        found.pop("VLLM_API_KEY", None)  # meant for another server; this one would require it
         found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if self.chosen.max_lora_rank:
             found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"

@@ -62,7 +62,7 @@ class TokenCalls:
         else:
             self.counts["spliced"] += 1
             found = await _generated(server, body, rendered, ids)
-        with suppress(AnswerError, aiohttp.ClientError, OSError):  # the answer is there all the same
+        with suppress(AnswerError, aiohttp.ClientError, OSError):  # the answer itself is complete
             await self._remember(server, found, text)
         return found
 
@@ -119,7 +119,7 @@ async def _generated(
 ) -> dict[str, Any]:
     """Return the chat answer to a prompt given as token ids."""
     sampling = dict(rendered["sampling_params"])
-    sampling.pop("max_tokens", None)  # it was made for the prompt with marks
+    sampling.pop("max_tokens", None)  # computed for the prompt with marks
     given = body.get("max_completion_tokens") or body.get("max_tokens")
     request = {**rendered, "token_ids": ids, "sampling_params": sampling | ({"max_tokens": given} if given else {})}
     for name in ("token_offsets", "stream_options"):

@@ -79,9 +79,9 @@ async def _between_answers(client: ServerClient, lack: str, remedy: str) -> Asyn
             raise PolicyError(f"the server at {client.base_url} {lack} ({error}); {remedy}") from error
         if is_held:
             await client.reset_prefix_cache()
-    except BaseException:  # a pause that failed may hold them all the same, and every call of the agents would hang
+    except BaseException:  # a failed pause may hold requests too, so that calls of agents hang
         if is_held:
-            with suppress(PolicyError):  # the first failure says more
+            with suppress(PolicyError):  # the first error says more
                 await client.resume()
         raise
     if is_held:

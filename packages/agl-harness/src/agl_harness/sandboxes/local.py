@@ -393,7 +393,7 @@ async def _converse(
 
 async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
     assert process.stdin is not None  # noqa: S101  # spawned with pipes
-    with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read it
+    with suppress(BrokenPipeError, ConnectionResetError):  # the program may not read its input
         process.stdin.write(stdin)
         await process.stdin.drain()
     process.stdin.close()

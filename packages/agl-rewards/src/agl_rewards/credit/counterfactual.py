@@ -126,7 +126,7 @@ class _ReplayCredit:
         calls = live_calls(episode)
         if not calls:
             return []
-        # A share is a difference of worths already; `baseline = "group"` has the estimator compare it once more.
+        # A share is already a difference of worths; with `baseline = "group"` the estimator compares it once more.
         is_final = shares is not None and self._baseline != "group"
         value = return_of(episode)
         return [

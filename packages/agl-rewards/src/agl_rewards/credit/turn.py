@@ -74,13 +74,13 @@ def discounted_returns(calls: Sequence[Transition], *, final: float, gamma: floa
         gamma: Discount per turn.
     """
     values: dict[str, float] = {}
-    # From the end: ``future`` is G_{t+1}; after the last turn it is R, which that turn earns undiscounted.
+    # From the end: ``future`` is G_{t+1}; for the last turn it is R, without discount.
     future, is_last = final, True
     # Neighbours with one agent and one turn number are the choices of one request, rejected ones included.
     for _, step in groupby(reversed(calls), key=lambda call: (call.agent, call.turn)):
         members = list(step)
         behind = list(takewhile(lambda call: bool(call.reject), members))
-        # They take no turn's place, so they are not discounted by themselves; turns after them have their return.
+        # Rejected calls at the end form no turn, so their rewards join the later return without a discount.
         future += _earned(behind)
         choices = members[len(behind) :]
         if not choices:

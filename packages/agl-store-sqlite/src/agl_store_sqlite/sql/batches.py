@@ -70,7 +70,7 @@ class Batches(Generic[W]):
         try:
             return await future
         except asyncio.CancelledError:
-            if not future.cancelled() and future.exception() is None:  # answered just before
+            if not future.cancelled() and future.exception() is None:  # answered just before the cancellation
                 self._take_back(job, future.result())
             raise
 

@@ -162,7 +162,7 @@ def place_spans(
             rows[held.key, span.span_id] = held.key, held.last, span.span_id, packed
             new.append(kept)
     except StoreError:
-        packer.clear()  # its marks may refer to spans that are not stored
+        packer.clear()  # the packer's marks may refer to spans that are not stored
         raise
     return list(rows.values()), new
 

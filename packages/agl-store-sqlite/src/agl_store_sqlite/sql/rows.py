@@ -48,7 +48,7 @@ def progress_row(rollout: Rollout, seq: int) -> Row:
 
     The stage is ``open`` while the rollout is queued or running, and its status after that.
     """
-    attempt = rollout.attempt_id and seq << ATTEMPT_BITS | rollout.attempts  # always the newest one
+    attempt = rollout.attempt_id and seq << ATTEMPT_BITS | rollout.attempts  # the newest attempt
     stage = rollout.status if rollout.is_finished else "open"
     counts = rollout.attempts, rollout.failures, rollout.losses
     return rollout.status, *counts, attempt, rollout.started_at, rollout.finished_at, stage, seq

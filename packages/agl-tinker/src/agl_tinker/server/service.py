@@ -81,7 +81,7 @@ class TinkerService:
                 f"{again}.",
                 status=404,
             )
-        self._runs[run] = self._runs.pop(run)  # the most recently used one is last
+        self._runs[run] = self._runs.pop(run)  # the most recently used run is last
         return self._runs[run]
 
     def create_model(self, body: types.CreateModelRequest) -> str:
@@ -175,7 +175,7 @@ class TinkerService:
 
         name = body.path or f"state-{_number(body.seq_id)}"
 
-        def saved() -> Checkpoint:  # on the thread of training: a request before it may take the name
+        def saved() -> Checkpoint:  # on the training thread: an earlier request may take the name
             place = self.checkpoints.new(found.run, "weights", name, overwrite=body.overwrite)
             found.trainee.save(place.folder)
             return place
@@ -335,7 +335,7 @@ class Samplers:
 
     async def close(self) -> None:
         """Close all samplers."""
-        async with self._opening:  # one that is being opened is closed too
+        async with self._opening:  # wait for a sampler that is being opened
             while self._ready:
                 _, sampler = self._ready.popitem()
                 await asyncio.to_thread(sampler.close)
