@@ -18,6 +18,8 @@ from agl_vllm.policy import VLLMPolicy
 
 from .conftest import noted, published, started
 
+pytestmark = pytest.mark.alone
+
 ASKED_AT_START = 10
 """Requests of the checks at the start: token ids, two of the log-probabilities' temperature, seven of sampling."""
 
