@@ -716,7 +716,7 @@ QUICK = [
 ]
 """The sessions that ``tests`` runs, without their long tests."""
 
-LONG = ["engine", "torch"]
+LONG = ["engine", "torch", "docs"]
 """Sessions of which ``everything`` runs the long tests only."""
 
 ALONE = ["gateway", *(f"plugin({package})" for package in PLUGINS if f"packages/{package}/tests" in AROUND)]
