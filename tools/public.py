@@ -76,6 +76,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.adapters",
         "agl_objectives.aggregation",
         "agl_objectives.answers",
+        "agl_objectives.comparison",
         "agl_objectives.contract",
         "agl_objectives.advantages",
         "agl_objectives.directories",

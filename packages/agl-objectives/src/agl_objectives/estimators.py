@@ -14,7 +14,7 @@ group g are those of one task.
     reinforce++-baseline  (s - mean_g) / std               the same paper: mean of the group, deviation of the batch
 
 The advantage of a call is the advantage of its rollout's score, plus the distance of the call's value from the score
-(see `advantages`). The distance is scaled like the score: by 1 / (std_g + eps), 1, S / S_nonzero or 1 / std.
+(see `comparison`). The distance is scaled like the score: by 1 / (std_g + eps), 1, S / S_nonzero or 1 / std.
 
 Deviations from the papers, and why:
 - Standard deviations are unbiased (divide by n - 1), as in the public implementations.
@@ -35,14 +35,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from agl.errors import ConfigError
+from agl_objectives.comparison import differ, relative
 from agl_objectives.contract import Estimates, Scores
 from agl_objectives.typed_torch import integers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROUNDING = 1e-6
-"""Scores count as equal if they differ by less than this, relative to the largest |score| of the group or to 1."""
+    from agl_objectives.comparison import Rule
 
 WHITEN = 1e-8
 """Added to the count and to the variance when scores are whitened, as VERL does."""
@@ -50,31 +50,25 @@ WHITEN = 1e-8
 
 def grpo(scores: Scores, *, eps: float = 1e-6) -> Estimates:
     """Return `(s - mean_g) / (std_g + eps)`."""
-    found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
-    for own_S, own in _compared(scores):
-        scale = own.std() + eps  # eps bounds the advantage of groups that hardly differ
-        if _differ(own):
-            found_S[own_S], unit_S[own_S] = (own - own.mean()) / scale, 1.0 / scale
-    return Estimates(found_S=found_S, unit_S=unit_S)
+    return _relative("grpo", scores, eps=eps)
 
 
 def dr_grpo(scores: Scores) -> Estimates:
     """Return `s - mean_g`. Division by std_g would give more weight to easy and hard tasks, whose std_g is small."""
-    found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
-    for own_S, own in _compared(scores):
-        found_S[own_S] = (own - own.mean()) * _differ(own)
-        unit_S[own_S] = 1.0  # the score is not divided, so the distance of a call is not scaled either
-    return Estimates(found_S=found_S, unit_S=unit_S)
+    return _relative("dr_grpo", scores)
 
 
 def rloo(scores: Scores) -> Estimates:
     """Return `s - mean of the others in g`."""
+    return _relative("rloo", scores)
+
+
+def _relative(rule: Rule, scores: Scores, *, eps: float = 0.0) -> Estimates:
     found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
     for own_S, own in _compared(scores):
-        n = len(own)
-        # The mean of the others is (n * mean - s) / (n - 1), so s - that = (s - mean) * n / (n - 1).
-        found_S[own_S] = (own * n / (n - 1) - own.mean() * n / (n - 1)) * _differ(own)
-        unit_S[own_S] = 1.0
+        found_S[own_S], unit_S[own_S] = relative(
+            rule, own, size=len(own), mean=own.mean(), deviation=own.std(), differs=_differ(own), eps=eps
+        )
     return Estimates(found_S=found_S, unit_S=unit_S)
 
 
@@ -152,9 +146,7 @@ def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> Estimates:
 
 
 def _differ(own: Tensor) -> bool:
-    """Return whether scores differ by more than rounding."""
-    # Relative to the largest |score|: the rounding error of sums grows with their size.
-    return bool(own.max() - own.min() > ROUNDING * max(1.0, float(own.abs().max())))
+    return differ(float(own.min()), float(own.max()))
 
 
 def _compared(scores: Scores) -> list[tuple[Tensor, Tensor]]:
