@@ -23,6 +23,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.owned_process",
         "agl.schemas",
         "agl.semconv",
+        "agl.served_calls",
         "agl.stores",
         "agl.tracing",
     ),

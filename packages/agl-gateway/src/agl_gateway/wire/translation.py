@@ -166,6 +166,6 @@ def _without_billing(system: Any) -> Any:
     return [block for block in list_of(system) if not str(as_object(block).get("text", "")).startswith(_BILLING)]
 
 
-def list_of(value: object) -> list[Any]:
+def list_of(value: Any) -> list[Any]:
     """Return ``value`` if it is an array, else an empty list."""
     return cast("list[Any]", value) if isinstance(value, list) else []
