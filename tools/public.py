@@ -50,6 +50,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.records.names",
         "agl_inspect.records.shelf",
         "agl_inspect.records.sources",
+        "agl_inspect.records.splits",
         "agl_inspect.records.state",
         "agl_inspect.records.validations",
         "agl_inspect.records.workers",
