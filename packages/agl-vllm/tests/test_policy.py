@@ -21,6 +21,8 @@ from agl_vllm.settings import VllmSettings
 
 from .conftest import noted, published, started
 
+pytestmark = pytest.mark.alone
+
 ASKED_AT_START = 10
 """Requests of the checks at the start: token ids, two of the log-probabilities' temperature, seven of sampling."""
 

@@ -76,6 +76,8 @@ def opo(scores: Scores) -> Estimates:
     """Return `s - sum_g(l s) / sum_g(l)`: the baseline of least variance if gradients grow with the token counts l."""
     found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
     for own_S, own in _compared(scores):
+        # argmin_b Var[(s - b) grad log pi] is E[|grad|^2 s] / E[|grad|^2]; with |grad|^2 proportional to the length l
+        # it is the mean of s weighted by l.
         tokens = scores.tokens_S[own_S].to(own.dtype)  # l, [n]
         found_S[own_S] = (own - (tokens * own).sum() / tokens.sum().clamp(min=1)) * _differ(own)
         unit_S[own_S] = 1.0
@@ -96,6 +98,8 @@ def grpo_passk(scores: Scores, *, eps: float = 1e-6) -> Estimates:
     for own_S, own in _compared(scores):
         if not _differ(own):
             continue
+        # max over the group counts under pass@k: without the best answer it would have been the second, so their
+        # distance is what the best one adds.
         (best, second), (place, _) = torch.topk(own, 2)
         winner = own_S.nonzero()[place, 0]
         scale = own.std() + eps
@@ -111,11 +115,13 @@ def remax(scores: Scores) -> Estimates:
             "The estimator remax subtracts the reward of a greedy rollout of every task, and none was made. Use an "
             "algorithm that makes them, or rloo, whose baseline is the mean of the other rollouts of the task."
         )
+    # b depends on the task and not on the sampled answer, so E[b grad log pi] = 0 and the gradient stays unbiased.
     return Estimates(found_S=scores.scores_S - scores.baseline_S, unit_S=torch.ones_like(scores.scores_S))
 
 
 def reinforce_plus_plus(scores: Scores) -> Estimates:
     """Return `(s - mean) / std` over the batch: rollouts of different tasks are compared with each other."""
+    # One baseline and one scale for all rollouts: a task that always fails gets negative advantages.
     differs_S = torch.full_like(scores.group_S, _differ(scores.scores_S), dtype=torch.bool)
     return _whitened(scores.scores_S, differs_S=differs_S)
 
@@ -126,6 +132,7 @@ def reinforce_plus_plus_baseline(scores: Scores) -> Estimates:
     counted_S = torch.bincount(scores.group_S)[scores.group_S] > 1  # [S] bool
     away_S, differs_S = torch.zeros_like(scores.scores_S), torch.zeros_like(counted_S)
     for own_S, own in _compared(scores):
+        # The mean of the group removes how hard the task is; the deviation of the batch sets one scale for all tasks.
         away_S[own_S], differs_S[own_S] = own - own.mean(), _differ(own)
     found_S, unit_S = torch.zeros_like(away_S), torch.zeros_like(away_S)
     whitened = _whitened(away_S[counted_S], differs_S=differs_S[counted_S])

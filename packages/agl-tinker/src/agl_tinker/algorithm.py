@@ -242,6 +242,8 @@ class Tinker:
         context, step = self._context, self._step + 1
 
         # 1. Collect: G rollouts o_1 ... o_G of each task q, sampled with the live weights, pi_theta_old.
+        # J(theta) = E[1/G sum_i 1/|o_i| sum_t r_t A_i], the paper's equation 3 without clip and KL, estimated by this
+        # sample.
         collected = await self._groups.collect(step)
         groups = collected.groups
 
@@ -259,6 +261,7 @@ class Tinker:
         advantages = compare_calls(credits, groups=places, estimate=partial(group_relative, rule=self._estimator))
         # A row is one trajectory of the call forest: what the policy read has mask 0, what it wrote has its A_t.
         rows = [trained_row(row, own) for e, own in zip(episodes, advantages, strict=True) for row in e.rows]
+        # A row of which the policy wrote nothing has no r_t.
         rows = [row for row in rows if row.trained]
         # Rollouts with A_i = 0 everywhere have no gradient: all right, all wrong, or nothing to train.
         own = {row.rollout for row in rows if not row.is_silent}
@@ -278,6 +281,7 @@ class Tinker:
             # A run that is killed here repeats this step from the state before it: the new one is not stored yet.
             self._state = paths[0]
         else:  # theta stays, and so does what is served
+            # Every A_i is 0, so the gradient is 0, and AdamW would move theta by its momentum alone.
             metrics["updates_skipped"] = 1.0
         metrics["update_s"] = time.perf_counter() - started
         self._step = step
