@@ -482,3 +482,21 @@ async def test_store_keeps_its_identity_for_all_who_ask(tmp_path):
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway that ends does not try for long."""
     monkeypatch.setattr("agl_gateway.record.recorder._SPOOL_STOP_S", 0.3)
+
+
+async def test_age_of_the_queue_is_that_of_its_oldest_call(serving):
+    """Calls that were queued later and are stored already do not make the oldest one younger."""
+    store = FickleStore()
+    async with serving(store=store) as it:
+        stuck, token = await open_attempt(it)
+        stored, other_token = await open_attempt(it)
+        store.refused.add(stuck)
+        await call(it, token)
+        begun = time.monotonic()
+        while time.monotonic() - begun < 0.2:
+            await call(it, other_token)
+            await it.recorder.settle(stored)
+        assert time.monotonic() - begun <= it.recorder.pending_s
+        store.refused.clear()
+        await it.recorder.settle(stuck)
+        assert 0.0 == it.recorder.pending_s
