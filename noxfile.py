@@ -373,7 +373,7 @@ GENERIC = [
     "agent-framework-core>=1.23,<2",
     "agent-framework-openai>=1.17,<2",
     "pydantic-ai-slim[openai]>=2.62,<3",
-    "smolagents[openai]>=1.20,<2",
+    *("smolagents[openai]>=1.20,<2", "openinference-instrumentation-smolagents>=0.1,<0.2"),
     "litellm>=1.80,<2",
 ]
 """Frameworks and clients that need no adapter."""
