@@ -206,7 +206,7 @@ def _value(name: str, rollout: Rollout, resources: Mapping[str, Any], *, is_firs
 
 
 def _resource(name: str, resources: Mapping[str, Any]) -> Any:
-    """Return the resource that a parameter asks for by its name or as the only one of its kind; ``None`` without one."""
+    """Return the resource with a parameter's name, or the only one of the kind it stands for; ``None`` without one."""
     if name not in resources and name in _ONLY and len(found := _of_kind(_ONLY[name], resources)) == 1:
         return resources[found[0]]
     return resources.get(name)

@@ -1,4 +1,4 @@
-"""Ends a run that tunes a text which no model call ever contains, because a search for a better one would be in vain."""
+"""Ends a run that tunes a text which no model call contains: a search for a better text would be in vain."""
 
 import json
 import logging
@@ -65,8 +65,8 @@ class ArrivalReport(Observer):
                 self._open.discard(name)
                 message = (
                     f"nothing of {name!r}, which an algorithm tunes, is in any model call of the first "
-                    f"{self._missed[name]} rollouts, so no change of it can have an effect. Give the agent's function a "
-                    f"parameter {name}, or read resources[{name!r}], and send its text to the model"
+                    f"{self._missed[name]} rollouts, so no change of it can have an effect. Give the agent's "
+                    f"function a parameter {name}, or read resources[{name!r}], and send its text to the model"
                 )
                 if not self._is_trial:
                     raise ConfigError(message)
