@@ -841,8 +841,8 @@ async def test_steps_of_the_machinery_are_shown_in_pages(opened: Open) -> None:
 
 async def test_system_shows_workers_leases_the_queue_and_calls(opened: Open) -> None:
     store = MemoryStore()
-    await store.save_state({}, experiment=ExperimentRecord(name="busy", owner="host@place:1:a"))
-    await store.announce(Presence(experiment="busy", session="s"))
+    await store.save_state({}, experiment=ExperimentRecord(name="busy"))
+    await store.announce(Presence(experiment="busy", session="host@place:1:a"))
     await record(store, "done", experiment="busy")
     await store.enqueue([Rollout(rollout_id=f"r-{number}", task=number, experiment="busy") for number in range(3)])
     await store.claim(worker="host@place:1:a", experiment="busy", lease_s=60.0)

@@ -375,13 +375,11 @@ def save_state(
     *,
     experiment: ExperimentRecord | None = None,
     trained: Sequence[Trained] = (),
-    expected: Mapping[str, bytes] | None = None,
+    leases: Sequence[Presence] = (),
 ) -> None:
     """See :meth:`agl.contracts.Store.save_state`."""
-    for key, value in (expected or {}).items():
-        # The second value: this very call may have been carried out before, and its answer lost.
-        if (tables.get(document("state", last=key)) or b"") not in (value, states.get(key, value)):
-            raise FencedError(f"state {key!r} was changed by another process; nothing was saved: load it again")
+    for lease in leases:
+        _require_session(tables, lease, lease.session)
     pairs = documents_of(states)
     for entry in trained:
         for key, step in documents_of(entry).items():
@@ -420,9 +418,19 @@ def trained(
     return {rollout_id: int(step) for rollout_id, step in found if step is not None}
 
 
-def announce(tables: Tables, presence: Presence) -> None:
+def announce(tables: Tables, presence: Presence, *, replaces: str | None = None) -> None:
     """See :meth:`agl.contracts.Store.announce`."""
+    if replaces is not None:
+        # Its own session: this very call may have been carried out before, and its answer lost.
+        _require_session(tables, presence, replaces, presence.session)
     tables.put(documents_of(replace(presence, seen_at=tables.now)).items())
+
+
+def _require_session(tables: Tables, presence: Presence, *sessions: str) -> None:
+    (key,) = documents_of(presence)
+    found = tables.get(key)
+    if (codec.decode(found, Presence).session if found else "") not in sessions:
+        raise FencedError(f"another process holds the lease of experiment {presence.experiment!r}; nothing was saved")
 
 
 def withdraw(tables: Tables, experiment: str, members: Sequence[str]) -> None:

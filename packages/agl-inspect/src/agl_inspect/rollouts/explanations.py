@@ -25,7 +25,7 @@ NEXT_STEP: dict[RejectReason, str] = {
     "length_mismatch": "The backend dropped tokens or log-probabilities, as streaming with a tool parser does in some "
     "releases: update it, or switch streaming off.",
     "empty_response": "The model ended at once: look at max_tokens, the stop strings and the chat template.",
-    "non_token_input": "Choose an algorithm that trains on such inputs, or leave them out of the prompt.",
+    "non_token_input": "No algorithm trains on images or audio yet: describe them in text, or train other calls.",
     "not_selected": "If it should train, change agent_match or the policy that the algorithm tunes.",
     "unseen_calls": "Point that client at the gateway, with the base URL and the key of the resource, or let it call "
     'through httpx; if these calls need no record, set [experiment] unseen_calls = "accept".',

@@ -99,7 +99,7 @@ class AgentSpec:
         target: Any = self.target if self.target is not None else import_attribute(self.path, self.folder)
         if inspect.isclass(target):
             target = cast("Any", target())
-        if hasattr(target, "rollout"):
+        if hasattr(target, "rollout") and not inspect.isfunction(target):
             # Chosen once for each mode, not in every rollout.
             methods = {mode: _method(target, names) for mode, names in _METHODS.items()}
             return LoadedAgent(
