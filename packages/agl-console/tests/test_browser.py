@@ -23,7 +23,10 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is not installed")
 
 BROWSER = os.environ.get("AGL_TEST_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome") or ""
-pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium is installed: apt-get install chromium")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not BROWSER, reason="no Chromium is installed: apt-get install chromium"),
+]
 
 TOKEN = "an-admin-token-of-the-tests"
 FIRST = rollout_name(0)
@@ -93,8 +96,7 @@ class Page:
         self.context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1600])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1600, "dark")])
 def test_views_are_accessible_fit_and_load_nothing_from_elsewhere(
     browser: Any, address: str, width: int, scheme: str
 ) -> None:
