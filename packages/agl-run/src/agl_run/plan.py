@@ -21,7 +21,7 @@ from agl_run.fleet import Fleet
 from agl_run.runners.setup import environment
 
 VALIDATION = "validate"
-"""Name of validation in rollout ids and metrics; no algorithm may have it."""
+"""The caller's name for validation, in rollout ids and metrics; no algorithm may have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
