@@ -1,4 +1,4 @@
-"""Formulates the next step in a message: the name that was probably meant, or the command that installs a package."""
+"""Words the next step in a message: the name that was probably meant, or the command that installs a package."""
 
 import re
 import shlex
@@ -11,12 +11,12 @@ __all__ = ["closest", "did_you_mean", "pip_install"]
 
 
 def closest(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the choice that ``name`` resembles most, by a ratio from ``cutoff`` to 1; ``""`` if it resembles none."""
+    """Return the choice that is most similar to ``name``; ``""`` if no similarity reaches ``cutoff`` (at most 1)."""
     return next(iter(get_close_matches(name, list(choices), n=1, cutoff=cutoff)), "")
 
 
 def did_you_mean(name: str, choices: Iterable[str], *, otherwise: str = "") -> str:
-    """Return ``did you mean 'CHOICE'?`` with the choice that ``name`` resembles; ``otherwise`` if there is none."""
+    """Return ``did you mean 'CHOICE'?`` with the choice most similar to ``name``; ``otherwise`` if none is similar."""
     near = closest(name, choices)
     return f"did you mean {near!r}?" if near else otherwise
 
@@ -38,7 +38,8 @@ def pip_install(package: str) -> str:
 
 
 def _folders(project: Path) -> list[str]:
-    """Return the folders of a package's dependencies in the checkout, then its own; empty if it is not there."""
+    """Return the folders of a package and of its dependencies in the checkout, its own last; empty without a checkout.
+    """
     if not (project / "pyproject.toml").is_file():
         return []
     needs = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]

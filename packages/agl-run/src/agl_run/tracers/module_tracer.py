@@ -1,4 +1,4 @@
-"""Tracers that change modules of the process when these are imported: the base class, and its simplest subclass.
+"""Tracers that change modules when these are imported: the base class, and the tracer ``own-spans``.
 
 ``own-spans`` switches on the spans that frameworks create themselves, so that an agent needs no code for this.
 pydantic-ai and Microsoft's Agent Framework report agents, tools and model calls in the standard ``gen_ai.*`` spans once
@@ -101,7 +101,7 @@ _INSTRUMENTORS = {
     "llama_index.core": ("llama_index", "LlamaIndexInstrumentor"),
     "smolagents": ("smolagents", "SmolagentsInstrumentor"),
 }
-"""For each framework without spans of its own, OpenInference's package and class that make them."""
+"""Modules of frameworks without spans, each with OpenInference's package and class that make spans for it."""
 
 
 class OwnSpans(ModuleTracer):
