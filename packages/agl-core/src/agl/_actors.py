@@ -81,8 +81,7 @@ class Enclosing:
         return who
 
     def _parent(self, span: Span) -> Span | None:
-        """The span around ``span``: the framework's span that the call names, if it was recorded, or else the parent.
-        """
+        """The span around ``span``: the recorded framework span that the call names, or else the parent."""
         framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
         # The wire hook sends the framework's current span along, because the call leaves in the
         # HTTP client's own context, where the parent may be another library's span.

@@ -87,8 +87,7 @@ class Statistics(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def negative(self) -> "Statistics":
-        """The negative of these statistics; adding it with :meth:`plus` removes these rollouts from other statistics.
-        """
+        """The negative of these statistics; adding it with :meth:`plus` removes these rollouts from others."""
         # The mean keeps its sign: plus() weighs it by the negative count.
         reward = replace(self.reward, count=-self.reward.count, squares=-self.reward.squares)
         return replace(self, reward=reward, **{name: -getattr(self, name) for name in _SUMS})

@@ -352,7 +352,8 @@ class Algorithm(Protocol):
     """
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Prepare for steps; raises :class:`~agl.errors.ConfigError` for all errors that need no rollout to be found.
+        """Prepare for steps; raises :class:`~agl.errors.ConfigError` for every error that can be found without a
+        rollout.
         """
 
     async def step(self) -> StepReport:

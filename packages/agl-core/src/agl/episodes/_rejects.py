@@ -167,8 +167,7 @@ def _unusable(call: ModelCall) -> Reject | None:
 
 
 def _badly_packed(call: ModelCall) -> Reject | None:
-    """The reject of a call whose ids are missing or torn, or as many as the log-probabilities are not; else ``None``.
-    """
+    """The reject of a call whose packed ids are missing, torn, or do not match the log-probabilities; else ``None``."""
     if not call.prompt_ids:
         return Reject(reason="missing_token_ids", detail="the record has no prompt ids")
     if not call.response_ids:

@@ -1,4 +1,4 @@
-"""Spans: OpenTelemetry's fields, the rollout and attempt, and typed payloads for model calls and rewards."""
+"""Spans: OpenTelemetry's fields, ids of rollout and attempt, and typed payloads for model calls and rewards."""
 
 import math
 from typing import Any, Literal
@@ -45,7 +45,9 @@ class Reward(Record, frozen=True, kw_only=True):
 
     @property
     def fault(self) -> str:
-        """The first number that is not finite, such as ``"nan"`` or ``"inf as 'goal'"``; ``""`` if all are finite."""
+        """The first number of the reward that is not finite, such as ``"nan"`` or ``"inf as 'goal'"``; ``""`` if all
+        are.
+        """
         # JSON has no NaN and no infinity, and one of them in a group makes every advantage of the
         # group NaN.
         if self.value is not None and not math.isfinite(self.value):
@@ -55,7 +57,7 @@ class Reward(Record, frozen=True, kw_only=True):
 
 
 class SpanEvent(Record, frozen=True, kw_only=True):
-    """Something that happened within a span; ``time_ns`` is Unix nanoseconds."""
+    """An event within a span; ``time_ns`` is in Unix nanoseconds."""
 
     name: str
     time_ns: int

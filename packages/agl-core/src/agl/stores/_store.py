@@ -23,7 +23,7 @@ T = TypeVar("T")
 def _writes(
     act: Callable[Concatenate[Tables, P], T],
 ) -> "Callable[Concatenate[TableStore, P], CoroutineType[Any, Any, T]]":
-    """Make a method of the contract that runs an operation in a writing transaction."""
+    """Make a store's method that runs the operation ``act`` in a writing transaction."""
 
     @wraps(act)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -41,7 +41,7 @@ def _writes(
 def _reads(
     look: Callable[Concatenate[Reads, P], T],
 ) -> "Callable[Concatenate[TableStore, P], CoroutineType[Any, Any, T]]":
-    """Make a method of the contract that reads: by the tables' own method of that name if any, else by ``look``."""
+    """Make a store's method that reads, with the tables' own method of the same name if there is one, else ``look``."""
 
     @wraps(look)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -135,7 +135,7 @@ def _unclaim(claims: Sequence[Claim]) -> Work[None]:
 
 
 async def _until_found(look: Callable[[], Awaitable[list[T]]], wake_up: WakeUp, wait_s: float) -> list[T]:
-    """Call ``look`` after every ring until it finds something or ``wait_s`` seconds are over."""
+    """Call ``look`` now and after every wake-up until it finds something or ``wait_s`` seconds are over."""
     end = time.monotonic() + wait_s
     while True:
         # Read before looking: a ring between looking and waiting then ends the wait at once.
