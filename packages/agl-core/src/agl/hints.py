@@ -38,8 +38,7 @@ def pip_install(package: str) -> str:
 
 
 def _folders(project: Path) -> list[str]:
-    """Return the folders of a package and of its dependencies in the checkout, its own last; empty without a checkout.
-    """
+    """Return the folders of a package's dependencies in the checkout, then its own; empty without a checkout."""
     if not (project / "pyproject.toml").is_file():
         return []
     needs = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]

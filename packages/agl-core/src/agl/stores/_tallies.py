@@ -63,8 +63,7 @@ def reward_of(attempt: Attempt | None) -> float | None:
 
 
 def share_of(rollout: Rollout, attempt: Attempt | None) -> Statistics:
-    """The statistics of a single finished rollout, to be added to those of its step; ``attempt`` is the deciding one.
-    """
+    """The statistics of one finished rollout, to be added to its step's; ``attempt`` is the deciding attempt."""
     tally, reward = attempt.tally if attempt else Tally(), reward_of(attempt)
     algorithm, step = rollout.metadata.get("algorithm"), rollout.metadata.get("step")
     # One value: its mean is the value, its squared difference from it 0.

@@ -154,8 +154,7 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
 
     @property
     def span_id(self) -> str | None:
-        """Id of the open span, to pass to ``emit_reward(..., scope="span", span_id=...)``; ``None`` outside a rollout.
-        """
+        """Id of the open span, to pass to ``emit_reward`` with ``scope="span"``; ``None`` outside a rollout."""
         return (self._span.span_id or None) if self._span else None
 
     def set(self, **attributes: Any) -> None:

@@ -328,8 +328,7 @@ class Collector:
             raise
 
     async def _differing(self, rollout: Rollout) -> str:
-        """Name the settings in which a rollout differs from the stored rollout of the same id; ``""`` if none differ.
-        """
+        """Name the settings in which a rollout differs from the stored rollout of the same id; ``""`` if in none."""
         try:
             (stored,) = await self._store.rollouts(RolloutQuery(ids=(rollout.rollout_id,)))
         except NotFoundError:

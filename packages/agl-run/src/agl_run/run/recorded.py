@@ -94,8 +94,7 @@ class SourceReader:
                 changed.cancel()
 
     async def _rollouts(self, algorithm: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
-        """Yield a source's finished rollouts from the steps after ``after`` up to ``last``, in the order of the steps.
-        """
+        """Yield a source's finished rollouts from the steps after ``after`` up to ``last``, in step order."""
         prefix = id_prefix(self._driver.name, self._driver.state.run, algorithm, "train")
         # Step names have leading zeros, so that the order of ids is the order of steps.
         first = prefix + step_name(after + 1)
@@ -113,8 +112,7 @@ class SourceReader:
             query = query.next(page[-1])
 
     async def _ages(self, max_age: int | None) -> dict[str, set[str]]:
-        """Return the versions of each tuned resource that are at most ``max_age`` versions old; empty without a limit.
-        """
+        """Return the versions of each tuned resource that are at most ``max_age`` versions old; empty for ``None``."""
         if max_age is None:
             return {}
         return {name: await self._lineage(name, max_age + 1) for name in self._algorithm.tunes}

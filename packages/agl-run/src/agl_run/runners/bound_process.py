@@ -145,7 +145,9 @@ class BoundProcess:
         return await self.process.wait()
 
     async def stop(self) -> None:
-        """Ask the program and its descendants to stop, and kill them after a grace period; does nothing after its end.
+        """Ask the program and its descendants to stop, and kill them after a grace period.
+
+        Returns at once if the program has ended already.
         """
         await self._end(b"")
 

@@ -47,8 +47,7 @@ _CHUNK = 64 * 1024
 
 
 class PrintedText:
-    """A program's output of any length: the first ``HEAD`` bytes, the last ``TAIL`` bytes, and the last line are kept.
-    """
+    """A program's output of any length; only its first ``HEAD`` and last ``TAIL`` bytes and its last line are kept."""
 
     def __init__(self) -> None:
         self._head = b""

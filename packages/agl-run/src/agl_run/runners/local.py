@@ -54,8 +54,7 @@ class AsyncRunner:
         self._flusher = asyncio.create_task(self._flush_loop())
 
     def _set_environment(self) -> None:
-        """Set environment variables that clients need to be created; variables that are already set stay as they are.
-        """
+        """Set environment variables that clients need to be created; a variable that is already set is not changed."""
         for name, value in self._setup.environment().items():
             # What a person has set wins; agents get their key from the wire hook anyway.
             if name not in os.environ:
