@@ -230,7 +230,11 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
         options = {**options, "auth": None, "follow_redirects": False}
     elif opened is not None:
         sent = _recorded_request(request, opened.request, wants_ids=route.wants_ids)
-    response = None if canned is None else _response_of(canned, answer, request)
+    response = None
+    if canned is not None:
+        head = {"content-type": canned.content_type}
+        response = answer(canned.status, headers=head, content=canned.body, request=request)
+        response.elapsed = timedelta()
     return _WatchedRequest(
         given=request, request=sent, options=options, call=opened, is_recorded_here=is_recorded_here, canned=response
     )
@@ -248,13 +252,6 @@ def _canned_answer(attempt: ActiveAttempt, call: Request | None, span_id: str) -
     if attempt.responder is None or call is None:
         return None
     return attempt.responder.respond(call, agent=who_within(attempt, span_id).agent)
-
-
-def _response_of(given: CannedAnswer, answer: Any, request: Any) -> Any:
-    """Convert a prepared answer to the client's response class ``answer``."""
-    response = answer(given.status, headers={"content-type": given.content_type}, content=given.body, request=request)
-    response.elapsed = timedelta()
-    return response
 
 
 _Headers: TypeAlias = list[tuple[bytes, bytes]]
