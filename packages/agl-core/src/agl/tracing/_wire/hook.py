@@ -381,7 +381,7 @@ _RETRIED: ContextVar[tuple[int, str]] = ContextVar("agl_retried", default=(0, ""
 
 
 def _request_id_of(headers: dict[bytes, bytes], body: bytes, retries: int) -> str:
-    """The id of a request: that of its header, or for a retry that of the first try, or else a new one.
+    """The id of a request: from its header, or from the first try if it is a retry, or else a new id.
 
     A retry is recognised by its body: clients retry in the task or thread of the first try, with the same body.
     """
