@@ -53,7 +53,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.records.splits",
         "agl_inspect.records.state",
         "agl_inspect.records.validations",
-        "agl_inspect.records.workers",
+        "agl_inspect.presence",
         "agl_inspect.retention",
         "agl_inspect.rollouts.answers",
         "agl_inspect.rollouts.conversations",

@@ -61,9 +61,9 @@ class FickleStore(MemoryStore):
         self._check()
         return await super().rollouts(query)
 
-    async def announce(self, presence) -> None:
+    async def announce(self, presence, **rest) -> None:
         self._check()
-        await super().announce(presence)
+        await super().announce(presence, **rest)
 
     def _check(self) -> None:
         if self.is_gone:
@@ -273,11 +273,15 @@ async def test_gateways_on_one_store_have_spools_of_their_own_and_drain_those_of
     assert [] == spools_in(tmp_path)
 
 
+async def _announced(store, count: int) -> bool:
+    return len(await store.presences(GATEWAYS)) == count
+
+
 async def test_attempt_that_ends_at_one_gateway_waits_for_the_calls_at_another(serving, tmp_path):
     store = FickleStore()
     sharing = {"store": store, "spool": tmp_path, "is_shared": True}
     async with serving(**sharing) as one, serving(**sharing) as two:
-        await eventually(lambda: bool(one._presence._beat and two._presence._beat))
+        await eventually(lambda: _announced(store, 2))
         attempt_id, token = await open_attempt(one)
         store.takes.clear()
         assert 200 == (await call(one, token, "one"))[0]
@@ -383,7 +387,7 @@ async def test_gateway_that_is_gone_with_calls_is_named_to_the_next(serving, tmp
     store = FickleStore()
     async with serving(store=store, spool=tmp_path / "a") as it:
         _, token = await open_attempt(it)
-        await eventually(lambda: bool(it._presence._beat))
+        await eventually(lambda: _announced(store, 1))
         store.is_gone = True
         assert 200 == (await call(it, token))[0]
         store.takes.clear()

@@ -22,9 +22,9 @@ from agl.contracts import RolloutQuery, Store
 from agl.errors import AglError, ConfigError, NotFoundError
 from agl.schemas import Record, Rollout, RolloutStatus, from_json
 from agl_inspect.ownership import Ownership, is_owned
+from agl_inspect.presence import worker_name
 from agl_inspect.records.sources import experiment_of
 from agl_inspect.records.state import load_experiment, load_settings, unfinished_experiments
-from agl_inspect.records.workers import worker_name
 from agl_store_sqlite.sql.compaction import Compaction
 
 FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed", "cancelled")

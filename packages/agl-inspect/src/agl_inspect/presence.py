@@ -1,36 +1,57 @@
-"""Names the processes that run experiments, lists the processes of an experiment, and detects dead ones.
+"""Names the processes that take part in experiments, renews their presences in the store, and tells living from dead.
 
-A restarted trainer thus need not wait until the leases of a dead process end.
+A process renews its presence while it lives. It is gone once its lease has ended, or at once if it ended on the
+machine that asks: a restarted trainer thus need not wait until the leases of a dead process end.
 """
 
+import asyncio
 import hashlib
+import logging
 import os
 import socket
 import time
 import uuid
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from agl.contracts import ExperimentRecord, Presence, RolloutQuery, Store
+from agl.contracts import Presence, RolloutQuery, Store
+from agl.errors import FencedError, StoreError
 from agl.schemas import Record, new_trace_id
 from agl.stores import read_recordings
 
+_LOG = logging.getLogger("agl_run.run")
+
 OWNER = ""
 """Member name of the trainer in an experiment's presences; remote workers use their own names."""
+
+BEAT_S = 4.0
+"""Seconds between two renewals of a presence with the usual lease."""
 
 _MULTICAST = 1 << 40
 """Bit of a hardware address that Python made up at random, because the machine has none."""
 
 
 def worker_name() -> str:
-    """Return ``host@host_id:pid:random``, which identifies the process that holds an attempt."""
+    """Return ``host@host_id:pid:random``, which identifies the process that holds a lease."""
     return f"{socket.gethostname()}@{host_id()}:{os.getpid()}:{new_trace_id()[:8]}"
 
 
 def process_of(name: str) -> str:
     """Return the part of a worker's name that identifies its process: the name without the random end."""
     return name.rpartition(":")[0]
+
+
+def host_of(name: str) -> str:
+    """Return the host name of a worker's machine."""
+    return name.partition("@")[0]
+
+
+def pid_of(name: str) -> int:
+    """Return the process id in a worker's name; 0 if the name has none."""
+    pid = process_of(name).rpartition(":")[2]
+    return int(pid) if pid.isdecimal() else 0
 
 
 def host_id() -> str:
@@ -48,11 +69,14 @@ def host_id() -> str:
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
 
 
+def is_of_this_machine(name: str) -> bool:
+    """Return true if a worker's process runs, or ran, on this machine and in this container."""
+    return name.partition(":")[0] == f"{socket.gethostname()}@{host_id()}"
+
+
 def worker_is_dead(name: str) -> bool:
     """Return true if a worker has certainly ended; false if it runs, or is not of this machine and container."""
-    where, _, rest = name.partition(":")
-    pid = rest.partition(":")[0]
-    return where == f"{socket.gethostname()}@{host_id()}" and pid.isdigit() and not process_is_alive(int(pid))
+    return is_of_this_machine(name) and pid_of(name) > 0 and not process_is_alive(pid_of(name))
 
 
 def process_is_alive(pid: int) -> bool:
@@ -66,8 +90,27 @@ def process_is_alive(pid: int) -> bool:
     return True
 
 
-GONE_S = 15.0
-"""Seconds without a sign of life after which a process counts as gone; a living process gives one every 4 s."""
+def is_gone(presence: Presence, *, now: float) -> bool:
+    """Return true if a member's lease has ended at ``now``, Unix seconds, or its process has ended on this machine."""
+    return now - presence.seen_at > presence.lease_s or worker_is_dead(presence.member or presence.session)
+
+
+async def renew(announce: Callable[[], Awaitable[None]], *, every_s: float, title: str) -> None:
+    """Announce a process again and again, until this is cancelled or the process has lost its lease.
+
+    A store that does not answer is reported once, and tried again. ``title`` names the process in that report.
+    """
+    level = logging.WARNING
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await announce()
+            level = logging.WARNING
+        except FencedError:
+            return
+        except StoreError as error:
+            _LOG.log(level, "the store could not record that %s still runs: %s", title, error)
+            level = logging.DEBUG
 
 
 class ListedWorker(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -76,7 +119,7 @@ class ListedWorker(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         worker: Its name, ``host@host_id:pid:random``.
         role: ``trainer`` for the process that runs the experiment, ``worker`` for any other.
-        state: ``busy`` while it holds attempts, ``idle`` while it holds none, ``gone`` if its signs of life ended.
+        state: ``busy`` while it holds attempts, ``idle`` while it holds none, ``gone`` if its lease has ended.
         attempts: Number of running attempts that it holds.
         since: Time from which it takes part, in Unix seconds by its own clock.
         seen_at: Time of its last sign of life, in Unix seconds by the store's clock.
@@ -97,7 +140,7 @@ async def list_workers(store: Store, experiment: str | None) -> list[ListedWorke
     """List the trainer and the workers of an experiment; ``None`` lists those of all experiments."""
     held = await _held(store)
     return [
-        _worker(record, presence, held)
+        _worker(presence, held)
         for record in await store.experiments(experiment)
         for presence in await store.presences(record.name)
     ]
@@ -111,19 +154,17 @@ async def _held(store: Store) -> Counter[str]:
     return held
 
 
-def _worker(record: ExperimentRecord, presence: Presence, held: Counter[str]) -> ListedWorker:
-    name = record.owner if presence.member == OWNER else presence.member
-    process = process_of(name)
-    host, _, pid = process.rpartition(":")
-    is_gone = time.time() - presence.seen_at > GONE_S or worker_is_dead(name)
+def _worker(presence: Presence, held: Counter[str]) -> ListedWorker:
+    name = presence.member or presence.session
+    attempts = held[process_of(name)]
     return ListedWorker(
         worker=name,
-        host=host.partition("@")[0],
-        pid=int(pid) if pid.isdecimal() else 0,
-        experiment=record.name,
-        role="trainer" if presence.member == OWNER else "worker",
-        state="gone" if is_gone else "busy" if held[process] else "idle",
-        attempts=held[process],
+        host=host_of(name),
+        pid=pid_of(name),
+        experiment=presence.experiment,
+        role="worker" if presence.member else "trainer",
+        state="gone" if is_gone(presence, now=time.time()) else "busy" if attempts else "idle",
+        attempts=attempts,
         since=presence.since,
         seen_at=presence.seen_at,
     )
