@@ -138,20 +138,14 @@ class ListedWorker(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 async def list_workers(store: Store, experiment: str | None) -> list[ListedWorker]:
     """List the trainer and the workers of an experiment; ``None`` lists those of all experiments."""
-    held = await _held(store)
+    held = Counter[str]()
+    async for recording in read_recordings(store, RolloutQuery(status=("running",)), spans="none"):
+        held.update(process_of(attempt.worker) for attempt in recording.attempts if attempt.status == "running")
     return [
         _worker(presence, held)
         for record in await store.experiments(experiment)
         for presence in await store.presences(record.name)
     ]
-
-
-async def _held(store: Store) -> Counter[str]:
-    """Count the running attempts of each process."""
-    held = Counter[str]()
-    async for recording in read_recordings(store, RolloutQuery(status=("running",)), spans="none"):
-        held.update(process_of(attempt.worker) for attempt in recording.attempts if attempt.status == "running")
-    return held
 
 
 def _worker(presence: Presence, held: Counter[str]) -> ListedWorker:

@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -331,12 +331,8 @@ async def taking_turns(store: Store, turn: str, *, title: str) -> AsyncGenerator
         title: The name of the work in messages.
     """
     own = Ownership(store, turn, workdir=Path(worker_name()), title=title)
-    is_taken = False
-    with suppress(ConfigError):
-        await own.__aenter__()
-        is_taken = True
-    try:
-        yield own.store if is_taken else None
-    finally:
-        if is_taken:
-            await own.__aexit__()
+    async with AsyncExitStack() as stack:
+        found = None
+        with suppress(ConfigError):
+            found = (await stack.enter_async_context(own)).store
+        yield found
