@@ -89,12 +89,12 @@ def check_all_trained_once(file: Path, *, steps: int, attempts: int = 1) -> None
         assert [("ok",)] == db.execute("PRAGMA integrity_check").fetchall()
 
 
-def test_gateway_killed_five_times_costs_no_rollout(agl: StartAgl, apart: Callable[..., Path]) -> None:
-    file = apart(steps=25, pause_s=0.3)
+def test_gateway_killed_three_times_costs_no_rollout(agl: StartAgl, apart: Callable[..., Path]) -> None:
+    file = apart(steps=12, pause_s=0.3)
     process = agl("run", str(file), cwd=file.parent)
     wait_for_a_step(file, process)
     draw = random.Random(1)
-    for _ in range(5):
+    for _ in range(3):
         pid = wait_until(lambda: gateway_of(process.pid) or process.poll() is not None)
         os.kill(pid, signal.SIGKILL)
         done = steps_of(file)
@@ -103,9 +103,9 @@ def test_gateway_killed_five_times_costs_no_rollout(agl: StartAgl, apart: Callab
     out, err = process.communicate(timeout=400)
 
     assert 0 == process.returncode, out + err
-    assert 5 == (out + err).count("ended with -9; it is started again"), out + err
+    assert 3 == (out + err).count("ended with -9; it is started again"), out + err
     assert "the gateway runs in a process of its own: 3 attempts at once" in out + err
-    check_all_trained_once(file, steps=25)
+    check_all_trained_once(file, steps=12)
 
 
 def kill_both(process: "subprocess.Popen[str]", draw: random.Random) -> None:
@@ -121,17 +121,17 @@ def kill_both(process: "subprocess.Popen[str]", draw: random.Random) -> None:
 
 
 def test_trainer_and_gateway_killed_at_random_lose_nothing(agl: StartAgl, apart: Callable[..., Path]) -> None:
-    file = apart(steps=15, pause_s=0.3)
+    file = apart(steps=10, pause_s=0.3)
     draw = random.Random(2)
     resume: tuple[str, ...] = ()
-    for _ in range(4):
+    for _ in range(3):
         kill_both(agl("run", str(file), "--quiet", *resume, cwd=file.parent), draw)
         resume = ("--resume",) if (file.parent / "runs" / "toy.db").exists() else ()
     process = agl("run", str(file), "--quiet", *resume, cwd=file.parent)
     out, err = process.communicate(timeout=400)
 
     assert 0 == process.returncode, out + err
-    check_all_trained_once(file, steps=15, attempts=0)
+    check_all_trained_once(file, steps=10, attempts=0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
