@@ -13,9 +13,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from agl.contracts import RolloutQuery
 from agl_inspect.records.state import load_algorithm, load_experiment, trained_rollouts
+from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import wait_until
 
@@ -194,12 +196,19 @@ def test_gateway_of_workers_elsewhere_has_a_process(agl: StartAgl, experiment: C
     ],
 )
 def test_check_refuses_what_cannot_be(
-    agl: StartAgl, experiment: Callable[..., Path], settings: tuple[str, ...], reason: str
+    experiment: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    settings: tuple[str, ...],
+    reason: str,
 ) -> None:
     file = experiment(steps=1)
+    monkeypatch.chdir(file.parent)
+    monkeypatch.setenv("AGL_SECRET", "x" * 32)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     words = [word for setting in settings for word in ("--set", setting)]
-    process = agl("check", str(file), *words, cwd=file.parent)
-    out, err = process.communicate(timeout=120)
+    done = CliRunner().invoke(cli, ["check", str(file), *words])
+    sys.modules.pop("toy_agent", None)
 
-    assert 1 == process.returncode, out + err
-    assert reason in err
+    assert 1 == done.exit_code, done.output
+    assert reason in " ".join(done.stderr.split())

@@ -118,7 +118,7 @@ def store_url(server, url: str) -> str:
 
 
 @pytest.fixture
-def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Start]:
+def agl(agl_plugins: PluginFolder, certificate: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts the ``agl`` command; what still runs in the end is killed."""
     agl_plugins.install(ALGORITHM, name="toy")
     started: list[subprocess.Popen[str]] = []
@@ -126,7 +126,7 @@ def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Start]:
     def start(*words: str) -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", "from agl_inspect.terminal.program import main; main()", *words]
         environment = {**agl_plugins.environment, "AGL_SECRET": "x" * 32, "XDG_STATE_HOME": str(tmp_path / "state")}
-        environment |= {"OPENAI_API_KEY": "sk-somebody", "AGL_STORE": ""}
+        environment |= {"OPENAI_API_KEY": "sk-somebody", "AGL_STORE": "", "SSL_CERT_FILE": str(certificate)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
         started.append(process)
