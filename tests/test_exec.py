@@ -44,7 +44,7 @@ def test_program_is_recorded_whichever_way_it_finds_its_model(
     code, out, err = record(agl, tmp_path, *upstream, "--", sys.executable, "-c", PROGRAM.format(where=where))
 
     assert (3, "4\n") == (code, out)
-    assert "agl: recorded 1 model calls" in err, err
+    assert "agl: recorded 1 model call" in err, err
     spans = read("show", "latest", folder=tmp_path)["spans"]
     assert ["m"] == [span["call"]["model"] for span in spans if span.get("call")]
 

@@ -16,6 +16,8 @@ from agl_console.guard import checked_password, host_of, is_loopback
 
 from .conftest import Open
 
+pytestmark = pytest.mark.alone
+
 STATIC_BYTES = 150_000
 
 

@@ -408,7 +408,7 @@ async def test_rollout_shows_the_tree_with_calls_rewards_and_reasons(opened: Ope
     assert 0.5 == data["nodes"][-1]["reward"]["value"]
     assert ["row 0 at 30", "row 1 at 20", "row 1 at 60"] == [node["fate"] for node in data["nodes"] if node["fate"]]
     assert [2, 1] == [data["nodes"][-3]["repeated"], len(data["nodes"][-3]["texts"]) - 1]
-    assert any("3 calls recorded, 0 rejected; 2 rows, 70 tokens train" in line for line in data["why"])
+    assert any("3 calls recorded, 0 rejected; 2 rows with 70 sampled tokens" in line for line in data["why"])
 
 
 async def test_rollout_is_found_by_the_beginning_of_its_id(opened: Open) -> None:
@@ -751,6 +751,24 @@ async def test_calls_that_differ_in_the_ids_of_tools_alone_are_equal(opened: Ope
     assert data["members"][1]["parting"] is None
 
 
+async def test_request_that_was_retried_is_no_difference_in_its_group(opened: Open) -> None:
+    def used(retries: int) -> Any:
+        def fill(recorder: Recorder, **_: Any) -> None:
+            asked = call(0, prompt=[1], answer=[2], version="v", messages=[{"role": "user", "content": "?"}], said="x")
+            for count in range(retries + 1):
+                failed = {} if count == retries else {"is_complete": False, "error": "reset"}
+                recorder.add("chat", call=replace(asked, request_id="one", retry_count=count, **failed))
+
+        return fill
+
+    store = MemoryStore()
+    for retries in (0, 1):
+        await record(store, f"r-{retries}", spans=used(retries), group="same", experiment="parts")
+    async with opened(store) as client:
+        data = await data_of(client, "/group?experiment=parts&group=same")
+    assert [None, None] == [member["parting"] for member in data["members"]]
+
+
 async def test_failed_call_has_no_answer_in_its_group(opened: Open) -> None:
     def fill(recorder: Recorder, **_: Any) -> None:
         made = call(0, prompt=[], answer=[], version="v", **WORDS)
@@ -823,8 +841,8 @@ async def test_steps_of_the_machinery_are_shown_in_pages(opened: Open) -> None:
 
 async def test_system_shows_workers_leases_the_queue_and_calls(opened: Open) -> None:
     store = MemoryStore()
-    await store.save_state({}, experiment=ExperimentRecord(name="busy", owner="host@place:1:a"))
-    await store.announce(Presence(experiment="busy", session="s"))
+    await store.save_state({}, experiment=ExperimentRecord(name="busy"))
+    await store.announce(Presence(experiment="busy", session="host@place:1:a"))
     await record(store, "done", experiment="busy")
     await store.enqueue([Rollout(rollout_id=f"r-{number}", task=number, experiment="busy") for number in range(3)])
     await store.claim(worker="host@place:1:a", experiment="busy", lease_s=60.0)

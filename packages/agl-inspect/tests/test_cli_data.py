@@ -508,7 +508,7 @@ def test_tree_keeps_deep_and_circular_spans():
 def test_why_accounts_for_every_call(store_of):
     store_of(fill, 1)
     output = invoke("why", "ro-calc-000").output
-    assert "3 calls recorded, 1 rejected; 1 rows, 4 tokens train" in output
+    assert "3 calls recorded, 1 rejected; 1 row with 4 sampled tokens" in output
     assert "rejected, error" in output
     found = json.loads(invoke("why", "latest", "--json", "--store", "runs/agl.db").output)
     assert "ro-calc-waits" == found["rollout_id"]
@@ -531,7 +531,7 @@ def test_why_counts_rewards_by_the_settings_of_the_experiments_last_step(store_o
         await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded", spans=spans)])
 
     store_of(finish)
-    assert "1 rewards came with the agent's own token and do not count" in invoke("why", "latest").output
+    assert "1 reward came with the agent's own token and does not count" in invoke("why", "latest").output
     trusting = AlgorithmState(step=1, settings={"experiment.trust_agent_rewards": "true"})
     store_of(save_progress, ExperimentRecord(name="one"), {"grpo": trusting})
     output = invoke("why", "latest").output

@@ -14,6 +14,8 @@ from agl_store_redis.store import RedisStore
 
 from .conftest import PASSWORD, Server
 
+pytestmark = pytest.mark.alone
+
 
 def use(url: str) -> None:
     """Open the store, write once, and close it."""

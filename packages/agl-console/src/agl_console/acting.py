@@ -233,7 +233,7 @@ async def _form(request: web.Request) -> dict[str, str]:
         raise web.HTTPForbidden(text=text)
     try:
         found = await request.post()
-    except ValueError as error:
+    except (ValueError, LookupError) as error:  # a body that is no form, or text in an unknown charset
         raise web.HTTPBadRequest(text="this is not a form\n") from error
     return {key: _lines(value) for key, value in found.items() if isinstance(value, str) and value}
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from agl.contracts import CallUse, Recording, RolloutQuery, Store
 from agl.dialects import call_messages
-from agl.episodes import Enclosing, chronological, episode_reward
+from agl.episodes import Enclosing, build_episode, chronological, episode_reward
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import ModelCall, Record, Rollout, Span
 from agl_console.reading import newest_recordings, uses_of
@@ -214,7 +214,15 @@ class _Run:
         own = [span for span in recording.spans if span.attempt_id == self.rollout.attempt_id]
         enclosing = Enclosing(own)
         spans = chronological(own).spans
-        self.calls = [_Call(span, span.call, enclosing.who(span).agent) for span in spans if span.call is not None]
+        attempt = next((one for one in recording.attempts if one.attempt_id == self.rollout.attempt_id), None)
+        made = build_episode(self.rollout, attempt, own).transitions
+        # An exchange that the client repeated is not a decision of the agent.
+        repeated = {call.span_id for call in made if call.reject == "superseded"}
+        self.calls = [
+            _Call(span, span.call, enclosing.who(span).agent)
+            for span in spans
+            if span.call is not None and span.span_id not in repeated
+        ]
         self.reward = episode_reward(own)
         self.uses = uses_of(recording.spans)
 

@@ -61,7 +61,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         reward: The reward that trains.
         attempt: The number of the attempt whose spans are shown; 0 for the rollout's own spans.
         seconds: The length of the time axis.
-        rows: The rows that train.
+        rows: The rows of its calls.
         why: The text of ``agl why``: the outcome of every call, and its use by steps.
         scoring: Every recorded reward, and its place among the run's rewards.
         late: True if spans belong to the rollout but to no attempt.

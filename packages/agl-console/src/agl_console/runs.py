@@ -10,8 +10,8 @@ from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, Goal, derived, figure_of, goal_of
 from agl_inspect.advice.ranking import DatedFit, read_fits
 from agl_inspect.advice.run_differences import RunDifference, compare_runs
+from agl_inspect.presence import is_gone
 from agl_inspect.records.state import load_settings
-from agl_inspect.records.workers import GONE_S
 from agl_inspect.rollouts.step_tallies import read_tallies
 
 PAGE = 50
@@ -125,7 +125,7 @@ async def status_of(store: Store, record: ExperimentRecord) -> str:
     if record.status == "finished":
         return "finished"
     signs = await store.presences(record.name, member="")
-    return "running" if any(time.time() - sign.seen_at < GONE_S for sign in signs) else "stopped"
+    return "running" if any(not is_gone(sign, now=time.time()) for sign in signs) else "stopped"
 
 
 async def best_version(store: Store, record: ExperimentRecord) -> VersionScore | None:

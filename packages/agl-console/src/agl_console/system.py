@@ -15,8 +15,8 @@ from agl.schemas import Record, RolloutStatus
 from agl_console.reading import newest_recordings, run_of
 from agl_console.runs import Cost, cost_of
 from agl_inspect.advice.suggestions import Alert, read_alerts
+from agl_inspect.presence import ListedWorker, list_workers
 from agl_inspect.records.metrics import experiment_step
-from agl_inspect.records.workers import ListedWorker, list_workers
 
 STEPS = 25
 """The most steps on a page."""

@@ -77,11 +77,11 @@ class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class RowSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A row: its branch, its number of tokens, its number of trained tokens, and its sampled parts."""
+    """A row: its branch, its number of tokens, its number of sampled tokens, and its sampled parts."""
 
     branch: int
     tokens: int
-    trained: int
+    sampled: int
     segments: list[SegmentRow]
 
 
@@ -180,7 +180,7 @@ def summary_of(row: Row, uses: Mapping[str, CallUse]) -> RowSummary:
         )
         for segment in row.segments
     ]
-    return RowSummary(branch=row.branch, tokens=len(row.mask), trained=row.mask.count(1), segments=segments)
+    return RowSummary(branch=row.branch, tokens=len(row.mask), sampled=row.mask.count(1), segments=segments)
 
 
 def cells_of(

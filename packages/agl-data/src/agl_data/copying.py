@@ -23,10 +23,6 @@ from agl_inspect.terminal.query import pages
 _ROLLOUTS, _SPANS, _ROWS = 200, 5_000, 1_000
 """Largest numbers of rollouts, of spans and of other records in one write."""
 
-_OF_THE_STORE = ("exporter", "owner")
-"""States that belong to the store rather than the experiment, and are not copied: how far exporters have read the
-change feed, and which process runs the experiment."""
-
 Tell = Callable[[int], None]
 """Takes the number of rollouts handled since the previous call."""
 
@@ -187,7 +183,8 @@ async def _copy_other_states(source: Store, target: Store, names: Sequence[str])
 async def _copy_experiment(source: Store, target: Store, record: ExperimentRecord) -> None:
     """Copy the ledgers, then the states with the experiment's record, which makes the target list the experiment."""
     found = await source.load_state(f"experiment/{record.name}/")
-    states = {key: value for key, value in found.items() if key.split("/")[2] not in _OF_THE_STORE}
+    # Exporters note there how far they have read the change feed, and the target has another one.
+    states = {key: value for key, value in found.items() if key.split("/")[2] != "exporter"}
     for key in states:
         _, _, run, kind, algorithm = [*key.split("/", 4), "", ""][:5]
         if kind == "algorithm" and run.isdecimal():

@@ -11,7 +11,9 @@ from agl.schemas import Attempt, Reward, Rollout, Span, Transition, unpack_float
 from agl_lightning.types import Triplet
 
 _LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
-_SETTINGS = frozenset({"exclude_llm_call_in_reward", "llm_call_match", "repair_hierarchy", "reward_match"})
+_SETTINGS = frozenset(
+    {"_skip_empty_token_spans", "exclude_llm_call_in_reward", "llm_call_match", "repair_hierarchy", "reward_match"}
+)
 
 
 class TraceToMessages:

@@ -9,13 +9,19 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import msgspec
 
+import agl_lightning
 from agl import PluginManager
 from agl.contracts import Store, TracerEntry
 from agl.errors import ConfigError, RunError
 from agl.schemas import LLM, Episode, Mode, PromptTemplate
 from agl_lightning.adapters import TracerTraceToTriplet
 from agl_lightning.algorithms import APO, MAIN_LLM, VERL, Baseline
-from agl_lightning.components import DevTaskLoader, DummyTracer, SharedMemoryExecutionStrategy
+from agl_lightning.components import (
+    ClientServerExecutionStrategy,
+    DevTaskLoader,
+    DummyTracer,
+    SharedMemoryExecutionStrategy,
+)
 from agl_lightning.types import AttemptedRollout, attempted
 from agl_run import Agent, DevResult, ExperimentConfig, FitResult, Quiet
 from agl_run.engine import ALWAYS_ON, Plan, as_tasks, open_store, run_blocking
@@ -23,7 +29,7 @@ from agl_run.engine import Trainer as Engine
 
 T = TypeVar("T")
 
-_STRATEGIES = ("shm", "cs")
+_STRATEGIES = {"shm": SharedMemoryExecutionStrategy, "cs": ClientServerExecutionStrategy}
 
 
 class Trainer:
@@ -64,9 +70,11 @@ class Trainer:
         dev: bool = False,
         **settings: Any,
     ) -> None:
+        algorithm, adapter, tracer = _by_path(algorithm), _by_path(adapter), _by_path(tracer)
         _refuse(settings, tracer)
         self.algorithm = algorithm() if isinstance(algorithm, type) else algorithm
-        self.n_runners = n_runners or n_workers or _runners_of(strategy)
+        runners = _runners_of(strategy)
+        self.n_runners = n_runners or n_workers or runners
         self.max_rollouts = max_rollouts or max_tasks
         self.adapter = _adapter(adapter if adapter is not None else triplet_exporter)
         self.initial_resources = dict(initial_resources or {})
@@ -242,20 +250,28 @@ def _refuse(settings: dict[str, Any], tracer: Any) -> None:
             raise ConfigError(f"Trainer got {name}=, which has no counterpart here; {remedy}")
     if not settings.pop("daemon", True):
         raise ConfigError("Trainer got daemon=False, and starts no process that could outlive it; leave daemon= out")
-    kind = type(tracer).__name__ if not isinstance(tracer, type) else tracer.__name__
-    if tracer is not None and not isinstance(tracer, DummyTracer) and tracer is not DummyTracer:
+    kind: type = tracer if isinstance(tracer, type) else type(tracer)
+    if tracer is not None and not issubclass(kind, DummyTracer):
         raise ConfigError(
-            f"Trainer got the tracer {kind}; name tracers of this project with tracers=['langchain'], or write one as "
-            "in docs/tutorial/tracer.md"
+            f"Trainer got the tracer {kind.__name__}; name tracers of this project with tracers=['langchain'], or "
+            "write one as in docs/tutorial/tracer.md"
         )
 
 
+def _by_path(given: Any) -> Any:
+    """Return what an import path of Agent Lightning names, such as ``agentlightning.algorithm.Baseline``."""
+    if not (isinstance(given, str) and given.startswith("agentlightning.")):
+        return given
+    return getattr(agl_lightning, given.rpartition(".")[2])
+
+
 def _runners_of(strategy: Any) -> int:
-    if strategy is None or strategy in _STRATEGIES:
-        return 1
-    settings: Mapping[str, Any] = cast("Mapping[str, Any]", strategy) if isinstance(strategy, Mapping) else {}
-    if settings.get("type") in _STRATEGIES:
-        return int(settings.get("n_runners", 1))
+    if isinstance(strategy, str | Mapping):
+        given: dict[str, Any] = {"type": strategy} if isinstance(strategy, str) else dict(cast("Any", strategy))
+        if (kind := _STRATEGIES.get(given.pop("type", ""))) is not None:
+            strategy = kind(**given)
+    elif strategy is None:
+        strategy = ClientServerExecutionStrategy()  # refuses a role that the environment names
     if isinstance(strategy, SharedMemoryExecutionStrategy):
         return strategy.n_runners
     raise ConfigError(

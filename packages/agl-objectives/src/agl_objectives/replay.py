@@ -134,14 +134,15 @@ class ReplayPool(Generic[R]):
 
     def __init__(self, algorithm: str, *, share: float, max_staleness: int = MAX_STALENESS) -> None:
         if not 0 <= share <= 1:
-            raise ConfigError(f"{algorithm} got replay = {share}; it is a share, between 0 and 1.")
+            raise ConfigError(f"{algorithm} got replay.share = {share}; it is a share, between 0 and 1.")
         if share == 1:
-            raise ConfigError(f"{algorithm} got replay = 1, which leaves no room for a step's own rollouts; give less.")
+            raise ConfigError(f"{algorithm} got replay.share = 1, which leaves no room for new rollouts; give less.")
         if max_staleness < 1:
-            raise ConfigError(f"{algorithm} got replay_max_staleness = {max_staleness}; give at least 1 version.")
+            raise ConfigError(f"{algorithm} got replay.max_staleness = {max_staleness}; give at least 1 version.")
         if not share and max_staleness != MAX_STALENESS:
             raise ConfigError(
-                f"{algorithm} got replay_max_staleness without replay, which alone reads it. Give replay, or remove it."
+                f"{algorithm} got replay.max_staleness without replay.share, so nothing is replayed. Give "
+                "replay.share, or remove replay.max_staleness."
             )
         self.share = share
         self._max_staleness = max_staleness

@@ -17,7 +17,7 @@ from agl.schemas import (
     decode,
     rollout_id_of,
 )
-from agl.stores import MAX_SEQUENCE, select, unknown_attempt
+from agl.stores import MAX_SEQUENCE, readable, select, unknown_attempt
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.partitions import Aim, bounds, period_of
 from agl_store_sqlite.sql.packing import Unpacker
@@ -167,7 +167,7 @@ class PostgresReads:
         )
         if not rows:
             raise NotFoundError("rollout", rollout_id)
-        return [decode(data, Attempt) for (data,) in rows if data is not None]
+        return readable((data for (data,) in rows), Attempt)
 
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
@@ -219,7 +219,7 @@ class PostgresReads:
                 SELECT (SELECT data FROM versions v WHERE v.name = names.name ORDER BY seq DESC LIMIT 1)
                 FROM names WHERE name IS NOT NULL""",
             )
-        return [decode(data, ResourceVersion) for (data,) in rows]
+        return readable((data for (data,) in rows), ResourceVersion)
 
     def get(self, key: bytes) -> bytes | None:
         rows = self._all("SELECT value FROM documents WHERE key = %b", key)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from agl.contracts import Change, Metric, RolloutQuery, Statistics
 from agl.errors import NotFoundError
 from agl.schemas import TERMINAL_ROLLOUT, Attempt, ResourceVersion, Rollout, Span, attempt_id_of, decode
-from agl.stores import MAX_SEQUENCE, select, start_of, unknown_attempt
+from agl.stores import MAX_SEQUENCE, readable, select, start_of, unknown_attempt
 from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
 from agl_store_redis.loading import read_stored
@@ -102,7 +102,7 @@ class RedisReads:
     def _read(self, row: Mapping[bytes, bytes]) -> Rollout:
         _, rollout = read_stored(int(row[b"n"]), row[b"p"], row[b"d"])
         numbers = sorted(int(name) for name in row if name.isdigit())
-        attempts = [decode(row[b"%d" % number], Attempt) for number in numbers]
+        attempts = readable((row[b"%d" % number] for number in numbers), Attempt)
         self._seen[rollout.rollout_id] = rollout, attempts
         return rollout
 
@@ -162,7 +162,7 @@ class RedisReads:
 
     def resources(self, name: str | None = None) -> list[ResourceVersion]:
         which = ("newest",) if name is None else ("all", name)
-        return [decode(data, ResourceVersion) for data in call(self._server, "versions", self._base, *which)]
+        return readable(call(self._server, "versions", self._base, *which), ResourceVersion)
 
     def get(self, key: bytes) -> bytes | None:
         return self._server.run("HGET", f"{self._base}d", key)

@@ -21,7 +21,7 @@ from agl.schemas import (
     decode,
     rollout_id_of,
 )
-from agl.stores import MAX_SEQUENCE, is_wanted, select, sort_key, unknown_attempt
+from agl.stores import MAX_SEQUENCE, is_wanted, readable, select, sort_key, unknown_attempt
 from agl_store_sqlite._acknowledged import last_cursor
 from agl_store_sqlite._tables import span_range
 from agl_store_sqlite.sql.packing import Unpacker
@@ -152,7 +152,7 @@ class SQLiteReads:
     def attempts(self, rollout_id: str) -> list[Attempt]:
         low = self._seq(rollout_id)[0] << ATTEMPT_BITS
         sql = "SELECT data FROM attempts WHERE id BETWEEN ? AND ? ORDER BY id"
-        return [decode(data, Attempt) for (data,) in self._db.execute(sql, (low, low | NUMBER_MASK))]
+        return readable((data for (data,) in self._db.execute(sql, (low, low | NUMBER_MASK))), Attempt)
 
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
@@ -201,7 +201,7 @@ class SQLiteReads:
                 SELECT (SELECT data FROM versions v WHERE v.name = names.name ORDER BY seq DESC LIMIT 1)
                 FROM names WHERE name IS NOT NULL"""
             )
-        return [decode(data, ResourceVersion) for (data,) in rows]
+        return readable((data for (data,) in rows), ResourceVersion)
 
     def metrics(self, experiment: str, *, name: str | None = None, run: int | None = None) -> list[Metric]:
         asked = {key: value for key, value in (("name", name), ("run", run)) if value is not None}

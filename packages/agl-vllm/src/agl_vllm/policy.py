@@ -268,8 +268,8 @@ class VLLMPolicy:
             )
             for number in range(chosen.replicas)
         ]
-        self._clients = [server.client for server in self._servers]
         await run_together(server.start(model=self._full.uri) for server in self._servers)
+        self._clients = [server.client for server in self._servers]  # a start may have changed the address
 
     async def _may_sleep(self) -> bool:
         """Return true if servers are to be started with sleep mode."""

@@ -79,7 +79,7 @@ class LaunchSettings:
 
 
 class LocalServer:
-    """Starts and stops one vLLM server, any number of times; its address stays the same.
+    """Starts and stops one vLLM server, any number of times; its address is chosen by the first start and then stays.
 
     Args:
         settings: The settings of its start.
@@ -91,9 +91,17 @@ class LocalServer:
         self._settings = settings
         self._log = log
         self._device = device
-        self._port = _free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        self.client = ServerClient(f"http://127.0.0.1:{self._port}/v1", timeout_s=settings.chosen.sync_timeout_s)
+        self._has_served = False
+        self._choose_port()
+
+    def _choose_port(self) -> None:
+        with socket.socket() as found:
+            # The port is free now, but another program may take it before vLLM listens on it.
+            found.bind(("127.0.0.1", 0))
+            self._port = int(found.getsockname()[1])
+        timeout_s = self._settings.chosen.sync_timeout_s
+        self.client = ServerClient(f"http://127.0.0.1:{self._port}/v1", timeout_s=timeout_s)
 
     @property
     def is_running(self) -> bool:
@@ -103,10 +111,23 @@ class LocalServer:
     async def start(self, *, model: str) -> None:
         """Serve ``model``; returns once the server is healthy.
 
+        If another program took the port since it was chosen, the first start takes another one.
+
         Raises:
             PolicyError: The server ended or took too long (the message has the last lines that it printed), or another
                 program already answers at its address.
         """
+        for is_last in (False, False, True):
+            try:
+                await self._launch(model)
+                self._has_served = True
+                return
+            except PolicyError:
+                if is_last or self._has_served or not _is_taken(self._port):
+                    raise
+                self._choose_port()
+
+    async def _launch(self, model: str) -> None:
         if await self.client.is_healthy():
             raise PolicyError(
                 f"policy {self._settings.name!r}: another program answers at {self.client.base_url}, where its vLLM "
@@ -214,8 +235,11 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _free_port() -> int:
+def _is_taken(port: int) -> bool:
     with socket.socket() as found:
-        # The port is free now, but another program may take it before vLLM has started; the start then fails.
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
+        try:
+            found.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False

@@ -32,6 +32,9 @@ _ROWS, _BYTES = 5_000, 8 << 20
 _PAGE = 1_000
 """The largest number of rows that are read at once."""
 
+_MOST = 128 << 20
+"""The most bytes of one column of a row group, and about the most that are read at once from a column."""
+
 _TYPES: dict[Kind, Any] = {
     "text": _pa.string(),
     "texts": _pa.list_(_pa.string()),
@@ -127,12 +130,22 @@ def read_rows(path: Path, columns: Mapping[str, Kind], *, place: Place, name: st
     try:
         with _parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20) as file:
             _check(file.schema_arrow, columns, place, name)
-            for batch in file.iter_batches(batch_size=_PAGE, columns=list(columns)):
+            largest = _largest_chunk(file.metadata)
+            if largest > _MOST:
+                raise damaged(place, name, f"it has values of {largest >> 20:,} MiB, and {_MOST >> 20} are allowed")
+            # Repeated values are stored once, so a small file may hold many large rows.
+            for batch in file.iter_batches(batch_size=max(1, min(_PAGE, _MOST // largest)), columns=list(columns)):
                 values = [_values(kind, batch.column(column)) for column, kind in columns.items()]
                 for row in zip(*values, strict=True):
                     yield dict(zip(columns, row, strict=True))
     except (_pa.ArrowException, OSError) as error:
         raise damaged(place, name, " ".join(str(error).split())) from error
+
+
+def _largest_chunk(metadata: Any) -> int:
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(column) for group in groups for column in range(group.num_columns)]
+    return max((int(chunk.total_uncompressed_size) for chunk in chunks), default=1) or 1
 
 
 def _check(schema: Any, columns: Mapping[str, Kind], place: Place, name: str) -> None:

@@ -95,9 +95,19 @@ class Folder:
 
     def manifests(self) -> list[Manifest]:
         """Read the manifests of all parts, including unfinished ones, sorted by first id."""
-        paths = [f"{self.name}/manifests/{name}" for name in self.place.names(f"{self.name}/manifests")]
-        found = [_decoded(self.place, path, Manifest) for path in paths if path.endswith(".json")]
-        return sorted((each for each in found if each is not None), key=lambda each: (each.first, each.part))
+        found: list[Manifest] = []
+        for name in self.place.names(f"{self.name}/manifests"):
+            path = f"{self.name}/manifests/{name}"
+            manifest = _decoded(self.place, path, Manifest) if name.endswith(".json") else None
+            if manifest is None:
+                continue
+            # What a manifest names is read and removed, so it may name only files of its own part.
+            if (f"{manifest.part}.json", folder_of(manifest.experiment)) != (name, self.name):
+                raise damaged(self.place, path, f"it describes {manifest.part!r} of {manifest.experiment!r}")
+            if not manifest.files.keys() >= set(TABLES):
+                raise damaged(self.place, path, f"it lacks one of the tables {', '.join(TABLES)}")
+            found.append(manifest)
+        return sorted(found, key=lambda each: (each.first, each.part))
 
     def save(self, manifest: Manifest) -> None:
         """Write a manifest."""
@@ -208,5 +218,5 @@ def _decoded(place: Place, name: str, type: type[R]) -> R | None:
         if version > FORMAT:
             raise newer(place, name, version)
         return from_json(data, type)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise damaged(place, name, str(error)) from error

@@ -177,7 +177,7 @@ def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) ->
 
 def _once(parts: list[Part]) -> list[Part]:
     """Return each span once, in its last copy: an exporter sends a span again if it got no response."""
-    return list({part.id or str(number): part for number, part in enumerate(parts)}.values())
+    return list({part.id or number: part for number, part in enumerate(parts)}.values())
 
 
 def _add_rewards(run: Run, parts: list[Part], calls: set[str]) -> None:

@@ -16,8 +16,8 @@ from agl.errors import ConfigError, ConflictError
 from agl.schemas import Record, Rollout
 from agl.stores import read_recordings
 from agl_inspect.ownership import is_owned
+from agl_inspect.presence import ListedWorker, list_workers
 from agl_inspect.records.state import unfinished_experiments
-from agl_inspect.records.workers import ListedWorker, list_workers
 from agl_inspect.retention import (
     LEAST_FREED,
     GarbageReport,

@@ -31,12 +31,12 @@ STOP_S = 10.0
 """Seconds after its start within which an agent with a short time limit must have been stopped."""
 
 PYTHON_AGENTS = (
-    AgentSpec(path="agl_testing.conformance.agents:behave"),
-    AgentSpec(path="agl_testing.conformance.agents:behave_async"),
+    AgentSpec(path="agl_testing.agents:behave"),
+    AgentSpec(path="agl_testing.agents:behave_async"),
 )
 """The agents of the conformance tests as Python functions, sync and async."""
 
-COMMAND_AGENTS = (AgentSpec(command=(sys.executable, "-m", "agl_testing.conformance.agents")),)
+COMMAND_AGENTS = (AgentSpec(command=(sys.executable, "-m", "agl_testing.agents")),)
 """The agent of the conformance tests as a program."""
 
 

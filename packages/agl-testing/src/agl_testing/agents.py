@@ -1,7 +1,8 @@
 """Agents that behave or misbehave as their task says, for the tests of runners.
 
-``task["do"]`` names one of the :data:`BEHAVIOURS`. As a program (``python -m agl_testing.conformance.agents``) the
-agent reads its task as JSON from standard input and prints the reward, as the runner ``command`` expects.
+``task["do"]`` names one of the :data:`BEHAVIOURS`. As a program (``python -m agl_testing.agents``) the
+agent reads its task as JSON from standard input and prints the reward, as the runner ``command`` expects. The module
+imports no test framework, so child processes start fast.
 """
 
 import asyncio
