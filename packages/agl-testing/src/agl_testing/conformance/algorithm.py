@@ -48,7 +48,7 @@ class AlgorithmConformance(Conformance):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def complete_runs(cls) -> dict[str, tuple[AlgorithmBench, list[StepReport]]]:
+    def _runs(cls) -> dict[str, tuple[AlgorithmBench, list[StepReport]]]:
         """Runs from the first step to the last, which the tests of a class share, by the scenario's parameters."""
         return {}
 
@@ -56,9 +56,9 @@ class AlgorithmConformance(Conformance):
 
     @pytest.fixture(autouse=True)
     def _share_complete_runs(
-        self, complete_runs: dict[str, tuple[AlgorithmBench, list[StepReport]]], request: pytest.FixtureRequest
+        self, _runs: dict[str, tuple[AlgorithmBench, list[StepReport]]], request: pytest.FixtureRequest
     ) -> None:
-        self._complete_runs = complete_runs
+        self._complete_runs = _runs
         self._parameters = getattr(getattr(request.node, "callspec", None), "id", "")
 
     def _complete(self, scenario: AlgorithmScenario, workdir: Path) -> tuple[AlgorithmBench, list[StepReport]]:
