@@ -3,9 +3,7 @@
 import os
 import ssl
 from functools import cache
-from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, settings
 
 # On a busy machine, a limit per example fails for no fault of the code.
@@ -30,14 +28,3 @@ def _create_or_share(purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH, **options: 
 
 
 ssl.create_default_context = _create_or_share
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with one certificate, which ``SSL_CERT_FILE`` names where many clients are made in another process."""
-    import certifi  # comes with httpx
-
-    file = tmp_path_factory.mktemp("certificates") / "one.pem"
-    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
-    file.write_text(first + end)
-    return file

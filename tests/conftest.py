@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+import certifi
 import pytest
 
 from agl_testing.model_server import Reply, ScriptedModelServer
@@ -184,6 +185,15 @@ use = "exact-match"
         return file
 
     return write
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with one certificate: each client of an agent in a process would read the system's for 30 ms."""
+    file = tmp_path_factory.mktemp("certificates") / "one.pem"
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
+    file.write_text(first + end)
+    return file
 
 
 @pytest.fixture
