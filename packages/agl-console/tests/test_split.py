@@ -1,4 +1,4 @@
-"""The arms of a split of served traffic in the view of a resource, as the gateway records them."""
+"""The arms of a split of served traffic, as the gateway records them, in the view of a resource."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ async def store_with_versions() -> MemoryStore:
 
 
 async def place(store: MemoryStore, count: int, *, begin: str = "r") -> dict[str, list[str]]:
-    """Enqueue rollouts as a gateway with a split does; returns their ids by arm."""
+    """Enqueue rollouts as a gateway with a split does; return the rollout ids by arm."""
     pins = await pins_of(store, list(SPLIT.shares))
     arms: dict[str, list[str]] = {label: [] for label in SPLIT.shares}
     for number in range(count):
@@ -43,7 +43,7 @@ async def place(store: MemoryStore, count: int, *, begin: str = "r") -> dict[str
 
 
 async def finish(store: MemoryStore, rewards: dict[str, float | None], *, failed: str = "") -> None:
-    """End all rollouts in the queue, with their rewards if they have one."""
+    """End all queued rollouts, each with the reward in ``rewards`` if there is one."""
     while claims := await store.claim(worker="w"):
         (claim,) = claims
         rollout_id, attempt_id = claim.rollout.rollout_id, claim.attempt.attempt_id

@@ -156,7 +156,7 @@ async def test_compared_runs_share_a_figure_and_show_the_settings_that_differ(op
 
 
 def validated(experiment: str, rewards: Sequence[float], *, tasks: str = "t") -> dict[str, bytes]:
-    """The state that keeps a validation of a run."""
+    """Return the saved state of a run's validation."""
     kept = {"turn": 1, "versions": {}, "rewards": list(rewards), "tasks": tasks}
     return {f"experiment/{experiment}/1/validation/00000001": to_json(kept)}
 
@@ -695,7 +695,7 @@ async def test_rollout_says_what_steps_made_of_its_calls(opened: Open) -> None:
 
 
 Said = tuple[str, Sequence[int], Sequence[int], str]
-"""A call of a scripted rollout: who, the tokens of the prompt and of the answer, and the answer."""
+"""A call of a scripted rollout: agent, tokens of the prompt, tokens of the answer, and text of the answer."""
 
 PARTINGS: dict[str, tuple[list[Said], str | None]] = {
     "equal": ([("a", [1, 2], [3, 4], "yes"), ("b", [5], [6], "no")], None),
@@ -1070,7 +1070,7 @@ async def test_wrong_address_is_answered_with_what_to_do(opened: Open, address: 
 
 
 def judged(recorder: Recorder, *, text: str, reward: float | None, version: str) -> None:
-    """One call with a composite, a replaced reward, one of the call, and one with the agent's own token."""
+    """Record a call with a composite reward, a replaced reward, a reward of the call, and one sent by the agent."""
     root = recorder.add("rollout")
     asked = [{"role": "user", "content": text}]
     made = call(1, prompt=range(3), answer=range(3), version=version, messages=asked, said="yes")

@@ -219,6 +219,24 @@ def test_runs_json_carries_rollout_and_reward(store_of):
     assert "succeeded" == found[1]["rollout"]["status"]
 
 
+@pytest.mark.parametrize(("rating", "value"), [("up", 1.0), ("down", 0.0), ("0.4", 0.4)])
+def test_rating_of_a_person_is_recorded_beside_the_evaluators_reward(store_of, rating, value):
+    store_of(fill, 1)
+    rated = invoke("runs", "rate", "ro-calc-000", rating, "--feedback", "late")
+    assert f"rated ro-calc-000 with {value:g}\n" == rated.output
+    assert f"reward {value:g} by human" in invoke("show", "ro-calc-000").output
+    why = invoke("why", "ro-calc-000").output
+    assert "reward 0.75: the evaluator's reward" in why
+    assert f"recorded reward {value:g} by human" in why
+
+
+@pytest.mark.parametrize("rating", ["nan", "good"])
+def test_rating_that_is_no_number_is_refused(store_of, rating):
+    store_of(fill, 1)
+    assert f"a number, not '{rating}'" in invoke("runs", "rate", "ro-calc-000", rating).stderr
+    assert "is still queued" in invoke("runs", "rate", "ro-calc-waits", "up").stderr
+
+
 def test_rm_removes_finished_rollouts_only(store_of):
     store_of(fill, 3)
     assert "removed 2 rollouts\n" == invoke("runs", "rm", "ro-calc-000", "ro-calc-002").output

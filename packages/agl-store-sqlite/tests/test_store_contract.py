@@ -1,4 +1,4 @@
-"""Stores of plugins that were written for an older contract are refused where they are opened."""
+"""A plugin's store that was written for an older contract is refused when it is opened."""
 
 from pathlib import Path
 from typing import Any

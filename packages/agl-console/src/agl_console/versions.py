@@ -90,13 +90,13 @@ def _is_about(placement: Placement, name: str) -> bool:
 
 
 class ResourcesFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address: the last name on the previous page."""
+    """Query parameters of the page: the last name on the previous page."""
 
     after: str = ""
 
 
 class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address.
+    """Query parameters of the page.
 
     Attributes:
         version: The version or label to show; by default the newest version.
@@ -112,7 +112,7 @@ class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ResourceRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A resource, with its newest version and its best measured version."""
+    """A resource, with the newest version and the best measured version."""
 
     name: str
     kind: str
@@ -287,7 +287,7 @@ def kind_of(resource: Resource) -> str:
 
 
 def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]]:
-    """Return versions with their depths, children below their parents, the line to the newest version last.
+    """Return versions with depths: children below parents, the line to the newest version last.
 
     On that line a version has the depth of its parent; every other child begins a branch.
     """
@@ -307,7 +307,7 @@ def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]
         ordered.append((min(depth, DEEPEST), item))
         below = sorted(children.pop(item.version.version, []), key=lambda child: -newest[child.version.version])
         waiting += [(depth + (number > 0), child) for number, child in enumerate(below)]
-    return ordered + [(0, item) for left in children.values() for item in left]  # their parents form a circle
+    return ordered + [(0, item) for left in children.values() for item in left]  # versions whose parents form a circle
 
 
 class _Origins:
@@ -344,7 +344,7 @@ class _Origins:
         )
 
     def _experiment(self, version: ResourceVersion) -> str:
-        """Return the experiment that published a version, by its metadata or by the prefix of its name."""
+        """Return the experiment that published a version, by the metadata or by the prefix of the version's name."""
         named = version.metadata.get("experiment")
         if isinstance(named, str) or not version.algorithm:
             return named if isinstance(named, str) else ""
@@ -389,7 +389,7 @@ def _found(name: str, wanted: str, labels: Mapping[str, str], known: Mapping[str
 
 
 def _page(listed: Sequence[ListedVersion], before: str) -> Sequence[ListedVersion]:
-    """Return the newest versions, or the versions before ``before``."""
+    """Return one page of versions: the newest, or those that precede the version ``before``."""
     places = [place for place, item in enumerate(listed) if item.version.version == before]
     end = places[0] if places else len(listed)
     return listed[max(0, end - VERSIONS) : end] or listed[:1]

@@ -24,7 +24,7 @@ _ROLLOUTS, _SPANS, _ROWS = 200, 5_000, 1_000
 """Largest numbers of rollouts, of spans and of other records in one write."""
 
 Tell = Callable[[int], None]
-"""Takes the number of rollouts handled since the previous call."""
+"""A function that takes the number of rollouts handled since its previous call."""
 
 
 class Copied(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -76,7 +76,7 @@ def copy(manager: PluginManager, source: str, target: str, names: tuple[str, ...
 
 
 async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Copied:
-    """Check that the copy is possible, and make it while a progress bar shows on a terminal."""
+    """Check that the experiments can be copied, and copy them; a terminal shows a progress bar."""
     records = [record for record in await source.experiments() if not names or record.name in names]
     resources = await _survey(source, names)
     unknown = sorted(set(names).difference(resources, (record.name for record in records)))
@@ -100,7 +100,7 @@ async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Co
 
 
 async def _survey(source: Store, names: Sequence[str]) -> dict[str, tuple[int, set[str]]]:
-    """Count each experiment's rollouts and find the resources they used; raises ConflictError if one is running."""
+    """Count each experiment's rollouts and find the resources they used; raises ConflictError for a running rollout."""
     counts: defaultdict[str, int] = defaultdict(int)
     used: defaultdict[str, set[str]] = defaultdict(set)
     for query in [RolloutQuery(experiment=name) for name in names] or [RolloutQuery()]:

@@ -56,8 +56,11 @@ _WITHIN = (
     "AND (r.experiment, r.mode, r.stage) >= (k.experiment, k.mode, k.stage) "
     "AND (r.experiment, r.mode, r.stage) <= (k.experiment, k.mode, k.stage)"
 )
-"""A redundant form of three equations. If PostgreSQL's statistics know only one list, the planner assumes that every
-rollout is in it and would search all rollouts by id; with these conditions it uses the index of the lists."""
+"""Redundant conditions, which restate three equations as bounds.
+
+If PostgreSQL's statistics know only one list, the planner assumes that every rollout is in it and would search all
+rollouts by id; with these conditions it uses the index of the lists.
+"""
 
 
 class PostgresReads:
@@ -141,7 +144,7 @@ class PostgresReads:
         return [read_rollout(row[:-2]) for row in rows]
 
     def _running(self) -> list[Rollout]:
-        """Return all running rollouts; they are few, because workers run them."""
+        """Return all running rollouts; there are few, at most one for each slot of a worker."""
         rows = self._all(
             f"SELECT {ROLLOUT} FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
             "WHERE a.status = 'running'",
@@ -192,11 +195,11 @@ class PostgresReads:
 
     @property
     def _within(self) -> bytes:
-        """Conditions on ``s.attempt``, for the planner, that all requested spans are expected to meet."""
+        """Conditions on ``s.attempt`` from which the planner sees in which partitions the requested spans should be."""
         return b""
 
     def _is_missed(self, attempt: int) -> bool:
-        """Return true if the spans of an attempt do not meet the conditions :attr:`_within`, and correct these."""
+        """Return true if an attempt's spans are outside of the conditions :attr:`_within`, and correct these."""
         return False
 
     def version(self, name: str, version: str | None) -> ResourceVersion | None:

@@ -84,7 +84,7 @@ class RedisReads:
         return [self._read(_pairs(row)) for row in rows]
 
     def _page(self, names: Sequence[str], query: RolloutQuery) -> list[Rollout]:
-        """Return a page of the rollouts in some lists, or in those of all experiments that match the query."""
+        """Return a page of the rollouts in the lists ``names``; without names, in the lists of all experiments."""
         value, after_id = start_of(query) if query.after else (0.0, "")
         statuses = query.status or STATUSES
         request = {
@@ -226,7 +226,7 @@ def _field(query: RolloutQuery, status: str) -> str:
 
 
 def _pairs(row: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Return the fields and values of a hash."""
+    """Return a hash as a dict, given its fields and values in turn."""
     return dict(zip(row[::2], row[1::2], strict=True))
 
 

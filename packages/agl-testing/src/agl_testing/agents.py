@@ -76,7 +76,7 @@ def _keys(task: dict[str, Any]) -> list[str]:
 
 
 def _search(task: dict[str, Any]) -> list[str]:
-    """Return the local values, as text, that mention the task in running functions and suspended coroutines."""
+    """Return the local variables, as text, that mention the task, in all running functions and suspended coroutines."""
     tops = sys._current_frames().values()  # pyright: ignore[reportPrivateUsage]  # documented
     frames = [frame for top in tops for frame, _ in traceback.walk_stack(top)]
     frames += [found.cr_frame for found in gc.get_objects() if inspect.iscoroutine(found) and found.cr_frame]

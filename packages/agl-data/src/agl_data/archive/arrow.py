@@ -51,7 +51,7 @@ _VERSION = b"agl-data"
 
 _MICRO = 1_000_000
 _MOST_MICROS = 253_402_300_800 * _MICRO
-"""The start of the year 10000 in microseconds; libraries cannot show later times."""
+"""The start of the year 10000 in Unix microseconds; many libraries cannot represent later times."""
 
 
 class TableWriter:
@@ -105,7 +105,7 @@ class TableWriter:
 
 
 def write_table(path: Path, columns: Mapping[str, Kind], rows: Iterable[Row]) -> None:
-    """Write a whole table."""
+    """Write all rows to a Parquet file."""
     writer = TableWriter(path, columns)
     try:
         for row in rows:
@@ -205,7 +205,7 @@ def _as_column(value: Any, kind: Kind) -> Any:
 
 
 def json_text(value: Any) -> tuple[str, bool]:
-    """Return a value as JSON, and whether decoding the JSON gives the same value."""
+    """Return a value as JSON text, and true if decoding the text gives the same value."""
     data = to_json(value)
     try:
         is_exact = encode(from_json(data, object)) == encode(value)
@@ -220,7 +220,7 @@ def micros(seconds: float) -> int | None:
 
 
 def micros_of_ns(nanoseconds: int) -> int | None:
-    """Return Unix nanoseconds as microseconds; ``None`` as for :func:`micros`."""
+    """Return Unix nanoseconds as microseconds; ``None`` for 0, which means no time, and for values out of range."""
     return _time(nanoseconds // 1000)
 
 

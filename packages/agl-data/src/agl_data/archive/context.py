@@ -1,4 +1,4 @@
-"""The tables that go with an experiment's rollouts: versions, labels and scores of its resources, and its metrics.
+"""The tables that go with an experiment's rollouts: versions, labels and scores of resources, and metrics.
 
 Each table is one file. Every archiving adds the store's new records, and rewrites the file if there are any. The file
 needs no manifest, because its Parquet pages have checksums.

@@ -39,14 +39,14 @@ _LONGEST = 100
 
 
 class Mark(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The contents of ``agl-data.json``."""
+    """The contents of ``agl-data.json``, the file that marks a folder as an archive."""
 
     format: str = "agl-data"
     version: int = FORMAT
 
 
 class Sum(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The size of a file in bytes, its SHA-256 in hex digits and its number of rows."""
+    """The size of a file in bytes, the SHA-256 in hex digits and the number of rows."""
 
     size: int
     sha256: str
@@ -57,14 +57,11 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The description of one part of an archive.
 
     Attributes:
-        part: The name of the part's files, without suffix.
-        experiment: The experiment that all rollouts of the part belong to.
-        first: The smallest id among the part's rollouts.
-        last: The greatest id among the part's rollouts.
-        files: Size, checksum and rows of each file, by table.
-        is_whole: True once all files are written.
-        writer: The name of the store that the part came from. The store's next archiving discards unfinished parts
-            under this name, which a killed one left.
+        part: The name of the part's files, without suffix. experiment: The experiment that all rollouts of the part
+        belong to. first: The smallest id among the part's rollouts. last: The greatest id among the part's rollouts.
+        files: Size, checksum and rows of each file, by table. is_whole: True once all files are written. writer: The
+        name of the store that the part came from. When that store is archived again, its unfinished parts, which a
+        killed process left, are discarded.
     """
 
     part: str
@@ -78,7 +75,7 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def rollouts(self) -> int:
-        """The number of rollouts."""
+        """The number of rollouts in the part."""
         return self.files["rollouts"].rows
 
 
@@ -90,7 +87,7 @@ class Folder:
         self.name = name
 
     def file(self, table: str, part: str = "") -> str:
-        """Return the path of a table's file in the given part, or of a table that is a single file."""
+        """Return the path of a table's file within ``part``, or without ``part`` if the table is a single file."""
         return f"{self.name}/{table}/{part}.parquet" if part else f"{self.name}/{table}.parquet"
 
     def manifests(self) -> list[Manifest]:
@@ -110,7 +107,7 @@ class Folder:
         return sorted(found, key=lambda each: (each.first, each.part))
 
     def save(self, manifest: Manifest) -> None:
-        """Write a manifest."""
+        """Write the manifest of a part."""
         self.place.write(f"{self.name}/manifests/{manifest.part}.json", to_json(manifest))
 
     def discard(self, manifest: Manifest) -> None:

@@ -65,7 +65,7 @@ class PartWriter:
             self._bytes += sum(map(self._tables[table].add, getattr(rows, table)))
 
     def upload(self) -> Manifest:
-        """Upload the part: its manifest, marked as unfinished, then its files, then the manifest, marked as whole."""
+        """Upload the part: the manifest, marked as unfinished, then the files, then the manifest, marked as whole."""
         for table in self._tables.values():
             table.close()
         files = {table: self._sum(table) for table in TABLES}

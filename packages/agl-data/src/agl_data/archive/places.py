@@ -53,7 +53,7 @@ class Place:
         self._put(name, lambda target: self._fs.pipe_file(target, data))
 
     def put(self, name: str, source: Path) -> None:
-        """Write a file from a local one, replacing an existing one."""
+        """Copy a local file to the folder, replacing an existing file."""
         self._put(name, lambda target: self._fs.put_file(str(source), target))
 
     def _put(self, name: str, write: Callable[[str], None]) -> None:
@@ -74,7 +74,7 @@ class Place:
                 path.unlink(missing_ok=True)
 
     def fetch(self, name: str, target: Path) -> bool:
-        """Copy a file to a local one; returns false if it does not exist."""
+        """Copy a file of the folder to a local file; return false if it does not exist."""
         with self._reaching(f"read {name!r}"):
             try:
                 path = self._path(name)

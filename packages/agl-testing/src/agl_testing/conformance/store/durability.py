@@ -37,16 +37,16 @@ class DurabilityTests:
     """Tests that open one location several times."""
 
     is_durable: ClassVar[bool] = True
-    """Acknowledged writes survive the end of the process."""
+    """True if acknowledged writes survive the end of the process."""
 
     is_shared: ClassVar[bool] = True
-    """Several processes may have the location open at once."""
+    """True if several processes may have the location open at once."""
 
     has_schema_version: ClassVar[bool] = True
-    """The location stores a schema version; needs :meth:`set_schema_version`."""
+    """True if the location stores a schema version; requires :meth:`set_schema_version`."""
 
     has_older_schema: ClassVar[bool] = True
-    """An older release wrote a different schema; needs :meth:`make_older`."""
+    """True if an older release wrote a different schema; requires :meth:`make_older`."""
 
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
         """Set the schema version in the data at ``location`` to ``version``."""

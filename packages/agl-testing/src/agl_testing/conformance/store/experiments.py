@@ -189,7 +189,7 @@ class ExperimentTests:
 
 
 def _unseen(presences: list[Presence]) -> list[Presence]:
-    """Return the presences without the time that the store has set."""
+    """Return the presences with ``seen_at`` reset to 0, after checking that the store set it."""
     assert all(presence.seen_at > 0 for presence in presences)
     return [msgspec.structs.replace(presence, seen_at=0.0) for presence in presences]
 
