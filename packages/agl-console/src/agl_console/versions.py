@@ -109,13 +109,13 @@ async def split_part(store: Store, name: str) -> SplitPart | None:
     if not placed:
         return None
     newest = placed[0][1]
-    own = [(one, where.arm) for one, where in placed if where.is_like(newest) and _counts(one.rollout)]
+    own = [
+        (one, where.arm)
+        for one, where in placed
+        if where.is_like(newest) and one.rollout.status in COUNTED and is_counted(one.rollout)
+    ]
     arms = [_arm(newest, name, label, [one for one, arm in own if arm == label]) for label in newest.shares]
     return SplitPart(arms=arms, looked_through=len(looked))
-
-
-def _counts(rollout: Rollout) -> bool:
-    return rollout.status in COUNTED and is_counted(rollout)
 
 
 def _placement(rollout: Rollout) -> _Placement | None:

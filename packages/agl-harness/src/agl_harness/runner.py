@@ -127,7 +127,11 @@ class HarnessRunner:
         """
         folder = Path(agent.folder or ".").absolute()
         find(agent.harness, folder=folder)
-        found = (task_folder_of(agent.workspace, task, folder=folder) for task in tasks if _is_of_harbor(agent, task))
+        found = (
+            task_folder_of(agent.workspace, task, folder=folder)
+            for task in tasks
+            if str(fields_of(task).get("workspace") or agent.workspace).startswith(PREFIX)
+        )
         check_tasks([place for place in found if place is not None], settings=_settings(dict(params or {})))
 
     def _hidden(self) -> list[str]:
@@ -304,10 +308,6 @@ class HarnessRunner:
         await asyncio.gather(*(sandbox.close() for sandbox in left))
         if isinstance(self._sandboxes, ManagedSandboxes):
             await self._sandboxes.close()
-
-
-def _is_of_harbor(agent: AgentSpec, task: Json) -> bool:
-    return str(fields_of(task).get("workspace") or agent.workspace).startswith(PREFIX)
 
 
 def base_environment(sandbox: Sandbox, program: Program | None = None) -> dict[str, str]:

@@ -198,7 +198,9 @@ class RayVERL(VerlTraining):
             held, unheld = held_rows(others, policy=self._tuned, settings=self.settings)
             answer = self._answer(every, held, step=step, replayed={row.rollout for row in replayed.rows})
             metrics |= unheld | await self._train(cluster, answer, request=request)
-            is_trained = self._trains_policy(request)
+            is_trained = (
+                not self.settings.has_critic or self.settings.trainer.critic_warmup - self._base <= request.step
+            )
         else:
             metrics["updates_skipped"] = 1.0
             self._skipped += 1
@@ -349,10 +351,6 @@ class RayVERL(VerlTraining):
 
         samples = prepared.samples
         return bool(samples) and (self.settings.has_critic or has_gradient(samples, self.settings))
-
-    def _trains_policy(self, request: StepRequest) -> bool:
-        """Return true if VERL's step trains the policy, false if only a critic; see `configuration.compose`."""
-        return not self.settings.has_critic or self.settings.trainer.critic_warmup - self._base <= request.step
 
     async def _train(self, cluster: Cluster, answer: StepRows, *, request: StepRequest) -> dict[str, float]:
         """Let VERL train on a step's rows; returns metrics to log."""

@@ -149,7 +149,8 @@ def _packed(part: Part) -> bytes:
 
 
 def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) -> Run:
-    parts = _once(parts)
+    # Each span once, in its last copy: an exporter sends a span again if it got no response.
+    parts = list({part.id or number: part for number, part in enumerate(parts)}.values())
     spans = [part for part in parts if part.id]
     tops = [span for span in spans if not span.parent] or spans[:1]
     fields: dict[str, Json] = {}
@@ -173,11 +174,6 @@ def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) ->
         run.error = ErrorInfo(type=kind, message=tops[0].message)
     run.lost[_NO_CALLS] += int(bool(trace) and not run.calls)
     return run
-
-
-def _once(parts: list[Part]) -> list[Part]:
-    """Return each span once, in its last copy: an exporter sends a span again if it got no response."""
-    return list({part.id or number: part for number, part in enumerate(parts)}.values())
 
 
 def _add_rewards(run: Run, parts: list[Part], calls: set[str]) -> None:
