@@ -313,11 +313,11 @@ class HarnessRunner:
 def base_environment(sandbox: Sandbox, program: Program | None = None) -> dict[str, str]:
     """Return the variables that any program in a sandbox gets; its ``python`` is the Python that runs agl."""
     passed = {name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("LC_")}
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    inherited = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     own = f"{Path(program.path).parent}{os.pathsep}" if program is not None else ""
     return {
         **passed,
-        "PATH": own + beside,
+        "PATH": own + inherited,
         "HOME": str(sandbox.root / HOME),
         "TMPDIR": str(sandbox.root / TEMPORARY),
         "TERM": "dumb",

@@ -179,9 +179,9 @@ def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) ->
 def _add_rewards(run: Run, parts: list[Part], calls: set[str]) -> None:
     known = {name: part.id for part in parts if part.id for name in (part.id, part.alias) if name}
     every = [scored for part in parts for scored in part.rewards]
-    told = {(scored.about, scored.reward.name) for scored in every if not scored.is_mean}
+    reported = {(scored.about, scored.reward.name) for scored in every if not scored.is_mean}
     for scored in every:
-        if not scored.is_mean or (scored.about, scored.reward.name) not in told:
+        if not scored.is_mean or (scored.about, scored.reward.name) not in reported:
             _add_reward(run, scored, about=known.get(scored.about, ""), calls=calls)
 
 

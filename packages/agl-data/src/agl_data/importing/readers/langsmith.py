@@ -122,8 +122,8 @@ def _counted(record: dict[str, Any], metadata: dict[str, Any], answered: dict[st
     for generation in dicts_in(first(as_list(answered.get("generations")))):  # LangChain's form of answers
         message = as_dict(generation.get("message"))
         yield as_dict(message.get("kwargs")).get("usage_metadata") or message.get("usage_metadata")
-    told = as_dict(answered.get("llm_output"))
-    yield told.get("token_usage") or told.get("usage")
+    output = as_dict(answered.get("llm_output"))
+    yield output.get("token_usage") or output.get("usage")
 
 
 def _only(value: Json, name: str) -> Json:
