@@ -1,4 +1,4 @@
-"""The console refuses strangers, restricts the browser with every answer, and tells pages of changes."""
+"""The console refuses strangers, restricts the browser in every answer, and notifies pages of changes."""
 
 import asyncio
 import base64

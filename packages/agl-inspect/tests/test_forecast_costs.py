@@ -208,7 +208,6 @@ def test_update_takes_six_operations_a_weight_and_token() -> None:
 
     passes = (6 * llama().used * tokens + attention) / (312e12 * 0.4)
     assert passes + 28 * llama().weights / (2.039e12 * 0.6) == pytest.approx(found.update_s, rel=1e-3)
-    assert found.step_s == found.collect_s + found.update_s
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ SAID = Span(**IDS, name="message", attributes={"agl.message": "hi", "agl.object"
 
 
 class Client:
-    """The two attributes of a client of ``openai`` that count."""
+    """A client like those of ``openai``, with the two attributes that matter here."""
 
     base_url, api_key = "http://127.0.0.1:1/v1/", None
 
@@ -37,7 +37,7 @@ def named(task: Any, llm: Any = None, prompt_template: Any = None) -> Any:
 
 
 def emitted(emit: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    """An emitter outside of a rollout does nothing."""
+    """Call an emitter outside of a rollout, where it does nothing."""
     return emit(*args, **settings)
 
 
@@ -169,7 +169,7 @@ REPLACED = [
 
 @pytest.fixture(autouse=True)
 def loggers() -> Any:
-    """Put the loggers back that a test sets up."""
+    """Restore the loggers that a test sets up."""
     kept = {name: logging.getLogger(name) for name in ("agl", "agl_run", "agl.toy", "mine")}
     before = {name: (log.level, log.propagate, log.handlers[:]) for name, log in kept.items()}
     yield

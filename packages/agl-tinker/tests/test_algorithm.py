@@ -1,4 +1,4 @@
-"""The algorithm and the policy with our own server, through the published client."""
+"""The algorithm and the policy with our own server, which they reach through the published client."""
 
 import asyncio
 import random
@@ -87,7 +87,7 @@ class TestTinker(AlgorithmConformance):
 
 
 class TestTinkerWithChosenTasks(AlgorithmConformance):
-    """A run with refilled rounds and a curriculum must resume just as exactly."""
+    """A run with refilled rounds and a curriculum resumes exactly, too."""
 
     @pytest.fixture
     def scenario(self, served: Served) -> AlgorithmScenario:

@@ -1,4 +1,4 @@
-"""The policy over servers that it starts: how, with what, and how new weights get in."""
+"""The policy with servers that it starts: the command, the checks at the start, and loading new weights."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from .conftest import noted, published, started
 pytestmark = pytest.mark.alone
 
 ASKED_AT_START = 10
-"""Requests of the checks at the start: token ids, two of the log-probabilities' temperature, seven of sampling."""
+"""Requests of the checks at the start: one for ids, two for the log-probabilities' temperature, seven for sampling."""
 
 
 def run(policy, act):

@@ -83,7 +83,7 @@ SpanLike = Span
 """The same as ``Span``."""
 
 _LATE = ("LitAgentRunner", "Trainer")
-"""An agent's process needs the decorators only, so the trainer is imported when somebody asks for it."""
+"""Names that are imported only on first use, because an agent's process needs only the decorators."""
 
 
 def __getattr__(name: str) -> Any:

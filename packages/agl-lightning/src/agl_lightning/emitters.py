@@ -54,7 +54,7 @@ def emit_message(message: str, attributes: Mapping[str, Any] | None = None, *, p
 
 def emit_object(
     object: Any, attributes: Mapping[str, Any] | None = None, *, propagate: bool = True
-) -> None:  # the name there
+) -> None:  # Agent Lightning's name
     """Report a value that JSON can carry."""
     if propagate:
         agl.emit_object(object, **(attributes or {}))
@@ -94,7 +94,7 @@ class RecordedOperation:
         self._open: agl.operation | None = None
 
     def __call__(self, function: F) -> F:
-        """Record every call of a function, with its arguments and its result."""
+        """Record every call of a function, with arguments and result."""
 
         @wraps(function)
         def run(*args: Any, **settings: Any) -> Any:

@@ -20,7 +20,7 @@ def setup_logging(
     apply_to: Iterable[str] = (),
     files: str | Mapping[str, str] = "",
 ) -> None:
-    """Log ``agl``, ``agl_run``, this package and the loggers of ``apply_to`` to the terminal and to files.
+    """Send the logs of ``agl``, ``agl_run``, this package and ``apply_to`` to the terminal and to files.
 
     Args:
         level: Lowest level to log.
@@ -60,7 +60,7 @@ def setup_module_logging(
 
 
 def configure_logger(level: int = logging.INFO, name: str = "agl") -> logging.Logger:
-    """Log one logger in plain lines to the terminal, and return it."""
+    """Send the logs of a logger to the terminal in plain lines; return the logger."""
     return setup_module_logging(level, name=name, color=False)
 
 

@@ -81,11 +81,11 @@ class Trainer:
         self.store = store
         self._is_dev = dev
         self._settings = settings
-        self._made()  # names a wrong argument at once
+        self._made()  # so that a wrong argument is reported at once
 
     @property
     def config(self) -> ExperimentConfig:
-        """The experiment as its file would describe it."""
+        """The configuration of the experiment, as an experiment file would hold it."""
         return self._made().config
 
     def fit(
@@ -141,7 +141,7 @@ class Trainer:
     def _trials(self, agent: Any, train: Any, dev: Any, val: Any) -> Iterator[tuple[Engine, list[Any], Mode]]:
         """Yield a trainer, tasks and their mode for each data set of each epoch."""
         modes: tuple[tuple[Any, Mode], ...] = ((train, "train"), (dev, "train"), (val, "val"))
-        # Read once: an iterator has its tasks once.
+        # Read once, because an iterator gives its tasks only once.
         given: list[tuple[Any, list[Any], Mode]] = [(data, self._tasks(data), mode) for data, mode in modes]
         epochs = self.algorithm.n_epochs if isinstance(self.algorithm, Baseline) else 1
         left = sum(len(every) for _, every, _ in given) * epochs
@@ -217,7 +217,7 @@ class LitAgentRunner(Generic[T]):
         input: T,
         *,
         resources: Mapping[str, Any] | None = None,
-        mode: Mode = "train",  # the name there
+        mode: Mode = "train",  # Agent Lightning's name
     ) -> AttemptedRollout:
         """Run the agent on one task, and return the rollout.
 
@@ -307,7 +307,10 @@ def _algorithms(given: Any, resources: Mapping[str, Any]) -> Any:
 
 
 def _resource(given: Any, name: str) -> Any:
-    """Return a resource without its API key, which an experiment would store; the variable of the key is named."""
+    """Return a resource; in a model, the API key is replaced by the name of an environment variable that holds it.
+
+    Experiments store their resources, and must not store keys.
+    """
     if not isinstance(given, LLM):
         return given
     own = os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE") or "https://api.openai.com/v1"
@@ -334,7 +337,7 @@ def _imported(manager: PluginManager) -> tuple[str, ...]:
 
 
 def _readable(data: Any) -> Any:
-    """Return a data set that can be iterated several times; it may be an iterator, or have only ``__getitem__``."""
+    """Return a data set that can be iterated several times; ``data`` may be an iterator or have only an index."""
     if isinstance(data, Iterator):
         return list(cast("Iterator[Any]", data))
     if data is None or hasattr(data, "__iter__"):
@@ -343,7 +346,7 @@ def _readable(data: Any) -> Any:
 
 
 async def _prompt(plan: Plan, result: FitResult) -> PromptTemplate | None:
-    """Return the tuned prompt that is live."""
+    """Return the live version of the prompt that the first algorithm tuned; ``None`` if it is not a prompt."""
     name = plan.config.algorithm[0].tunes[0]
     store = plan.store or open_store(plan)
     try:

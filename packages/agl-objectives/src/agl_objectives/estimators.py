@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from agl_objectives.comparison import Rule
 
 WHITEN = 1e-8
-"""Added to the count and to the variance when scores are whitened, as VERL does."""
+"""Small constant that whitening adds to the number of scores and to their variance, as in VERL."""
 
 
 def grpo(scores: Scores, *, eps: float = 1e-6) -> Estimates:
@@ -141,7 +141,7 @@ def reinforce_plus_plus_baseline(scores: Scores) -> Estimates:
 
 
 def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> Estimates:
-    """Return scores scaled to mean 0 and deviation 1, but 0 where `differs_S` is false, with the unit of distances."""
+    """Return estimates that scale scores to mean 0 and deviation 1; the advantage is 0 where `differs_S` is false."""
     if not bool(differs_S.any()):
         return Estimates(found_S=torch.zeros_like(scores_S), unit_S=torch.zeros_like(scores_S))
     n = len(scores_S)  # at least 2, because a single score does not differ
@@ -157,6 +157,6 @@ def _differ(own: Tensor) -> bool:
 
 
 def _compared(scores: Scores) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each group of at least two scores, which scores are its own, [S] bool, and these scores."""
+    """Return for each group of at least two scores the mask of the group's scores, [S] bool, and these scores."""
     groups = [scores.group_S == group for group in dict.fromkeys(integers(scores.group_S))]
     return [(own_S, scores.scores_S[own_S]) for own_S in groups if int(own_S.sum()) > 1]

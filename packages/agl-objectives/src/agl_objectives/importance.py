@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["Importance", "Level", "Mode"]
 
 Level = Literal["token", "sequence", "geometric"]
-"""The tokens over which a weight is taken: one token, or those of a rollout."""
+"""The tokens that share an importance weight: a single token, or all tokens of a rollout."""
 
 Mode = Literal["truncate", "mask"]
-"""The ways of bounding a weight."""
+"""The ways of bounding a weight: lower it to the cap, or drop its token."""
 
 LIMIT = 20.0
 """Largest |log-weight| of a rollout, as in VERL: exp of a sum over many tokens could leave the range of floats."""
@@ -63,7 +63,7 @@ class Importance:
         return bool(self.cap) and (self.level != "token" or self.is_normalised)
 
     def weights(self, old_M: Tensor, behaviour_M: Tensor, *, rollout_M: Tensor) -> Tensor:
-        """Return the weight of every token, [M], without gradient; with `needs_rollouts` rollouts must be whole."""
+        """Return the weight of every token, [M], without gradient; if `needs_rollouts`, rollouts must be complete."""
         # Detached, because the weight belongs to the data and is not a function of the parameters in training.
         log_M = old_M.detach() - behaviour_M
         if self.level != "token":

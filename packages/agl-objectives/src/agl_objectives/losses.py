@@ -214,7 +214,7 @@ class GMPO:
 
 
 ROUNDING = 1e-8
-"""Added to numerator and denominator of a quotient of small probabilities, as in VERL."""
+"""Small constant that is added to numerator and denominator of a quotient of probabilities, as in VERL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +258,7 @@ class DPPO:
         return LossTerms(loss_M=loss_M, counts={"masked": int(masked.sum())})
 
     def _inside(self, tokens: TokenBatch) -> Tensor:
-        """Return for every token whether it may move further in the direction of its advantage, [M] bool."""
+        """Return a mask of the tokens that may move further in the direction of their advantage, [M] bool."""
         p_M, q_M = torch.exp(tokens.logp_M), torch.exp(tokens.old_M)
         if self.divergence == "tv":
             # Total variation of two binary distributions is |p - q|. A token with A > 0 moves p up, so only p - q can
@@ -400,9 +400,10 @@ class KLCov:
 
 
 def covariance(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return the covariance of every token, (A_t - mean A) (log pi_t - mean log pi), [M], and which count, [M] bool.
+    """Return the covariance of every token, [M], and a mask of the tokens that count, [M] bool.
 
-    Tokens with the weight 0 do not count, and so are not in the means.
+    The covariance is (A_t - mean A) (log pi_t - mean log pi). Tokens with the weight 0 do not count, and so are not in
+    the means.
     """
     counted_M = tokens.weight_M > 0
     # Means are over the whole update, so a survey computes this before the first micro-batch.
@@ -444,21 +445,21 @@ def rollout_mean(values_M: Tensor, tokens: TokenBatch) -> Tensor:
 
 
 def at_least_zero(name: str, **values: float) -> None:
-    """Raise ConfigError, which names the values that are below 0 or NaN."""
+    """Raise ConfigError if a value is below 0 or NaN; the message names the value."""
     wrong = {key: value for key, value in values.items() if not value >= 0}
     if wrong:
         raise ConfigError(f"The loss {name} got {wrong}; give numbers of at least 0.")
 
 
 def above_zero(name: str, **values: float) -> None:
-    """Raise ConfigError, which names the values that are not above 0."""
+    """Raise ConfigError if a value is not above 0; the message names the value."""
     wrong = {key: value for key, value in values.items() if not value > 0}
     if wrong:
         raise ConfigError(f"The loss {name} got {wrong}; give numbers above 0.")
 
 
 def off_or_above_one(name: str, **ratios: float) -> None:
-    """Raise ConfigError, which names the ratios that are neither 0 (off) nor above 1."""
+    """Raise ConfigError if a ratio is neither 0 (off) nor above 1; the message names the ratio."""
     wrong = {key: value for key, value in ratios.items() if value and not value > 1}
     if wrong:
         raise ConfigError(f"The loss {name} got {wrong}; give a ratio above 1 such as 3.0, or 0 for none.")

@@ -1,9 +1,9 @@
 """``redis://host:6379/0?prefix=agl``: the keys of one prefix of a Redis or Valkey server, for many machines at once.
 
-Every write is acknowledged after the server has written it to its log, and, as far as the URL does not say otherwise,
-to its disk. A store object has one thread that writes all waiting work together, a few threads that read, and one that
-listens for changes once a caller waits; each has its own connection. A commit wakes waiting callers on every machine.
-Leases and time limits use the server's clock. If the server goes away, the store waits for it for about half a minute.
+Every write is acknowledged after the server has written it to the log and, unless the URL says otherwise, to disk. A
+store object has one thread that writes all waiting work together, a few threads that read, and one that listens for
+changes once a caller waits; each has its own connection. A commit wakes waiting callers on every machine. Leases and
+time limits use the server's clock. If the server goes away, the store waits for it for about half a minute.
 
 Everything lies in the server's memory, and in one slot of a Cluster: a Cluster spreads stores, never one store.
 """
@@ -125,7 +125,7 @@ def _open(target: ServerTarget) -> Server:
 
 
 def _channel_to(target: ServerTarget, *, stopping: threading.Event, moves: Moves) -> Callable[[], Channel]:
-    """Return a function that opens a channel for the messages of commits, with connections of its own."""
+    """Return a function that opens a channel for the messages of commits, with separate connections."""
 
     def subscribe() -> Channel:
         connection = ThreadConnection(access_of(target), stopping=stopping, epoch=lambda: moves.count)

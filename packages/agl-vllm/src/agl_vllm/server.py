@@ -1,4 +1,4 @@
-"""Runs one vLLM server on this machine for as long as the run lasts, under an interpreter of its own.
+"""Runs one vLLM server on this machine for as long as the run lasts, in a separate interpreter.
 
 vLLM is never imported here. It need not share an environment with agl, so its server runs under the Python of the
 setting `python`.
@@ -69,7 +69,7 @@ class LaunchSettings:
     def environment(self, *, device: str) -> dict[str, str]:
         """Return the server's environment: this process's own, with weight updates enabled and telemetry disabled."""
         found = environment_for(self.chosen.python)
-        found.pop("VLLM_API_KEY", None)  # that of another server; this one would ask for it
+        found.pop("VLLM_API_KEY", None)  # meant for another server; this one would require it
         found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if self.chosen.max_lora_rank:
             found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
@@ -82,8 +82,8 @@ class LocalServer:
     """Starts and stops one vLLM server, any number of times; its address is chosen by the first start and then stays.
 
     Args:
-        settings: The settings of its start.
-        log: File to which its output is appended.
+        settings: The settings with which the server is started.
+        log: File to which the server's output is appended.
         device: ``CUDA_VISIBLE_DEVICES``; ``""`` leaves the variable unchanged.
     """
 
@@ -105,7 +105,7 @@ class LocalServer:
 
     @property
     def is_running(self) -> bool:
-        """True if its process is running."""
+        """True if the server's process is running."""
         return self._process is not None and self._process.poll() is None
 
     async def start(self, *, model: str) -> None:

@@ -264,11 +264,6 @@ class DeviceForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
     update_s: float
     token_s: float
 
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step that updates only after all its rollouts are done."""
-        return self.collect_s + self.update_s
-
 
 def memory_of(
     model: ModelShape, training: Training, *, tokens: int, trained: int, contexts: Sequence[int] = ()
