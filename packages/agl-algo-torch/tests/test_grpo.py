@@ -225,7 +225,7 @@ def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(mo
         scenario_of(model_dir, steps=2, estimator="rloo"), tmp_path / "work", credit=FinishedCredit()
     )
     (line,) = [line for line in asyncio.run(bench.said(steps=2)) if "estimator" in line]
-    assert 'the credit gave 8 of 16 calls finished advantages, in which estimator = "rloo" has no part' in line
+    assert 'the credit gave 8 of 16 calls finished advantages, which estimator = "rloo" does not change' in line
 
 
 def summed(tokens: TokenBatch) -> LossTerms:
