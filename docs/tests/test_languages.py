@@ -11,6 +11,7 @@ PROGRAMS = {"curl": ("sh", "curl"), "Node": ("node", "npm"), "Java": ("java",)}
 REGISTRY = ["npm", "view", "openai", "version", "--fetch-retries=0", "--fetch-timeout=20000"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", PROGRAMS)
 def test_program_gets_a_reward(language: str, run_page):
     for program in PROGRAMS[language]:

@@ -15,6 +15,8 @@ from worlds.prompts import PromptWorld, complete_order, easy, judge, order_text
 from worlds.prompts_optimizer import ScriptedOptimizer
 from worlds.prompts_run import model_server
 
+pytestmark = pytest.mark.alone
+
 
 def play(world: PromptWorld, order: RolloutOrder) -> Episode:
     """One rollout of the world's agent."""

@@ -18,6 +18,8 @@ from worlds.prompts import noisy
 from worlds.prompts_optimizer import ScriptedOptimizer
 from worlds.prompts_run import model_server
 
+pytestmark = pytest.mark.long
+
 PROGRAM = """
 import json, os, signal, sys
 from pathlib import Path

@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from agl_algo_verl.serving.replicas import FEW, REMEMBERED, Balance, digests
+from agl.served_calls import FEW
+from agl_algo_verl.serving.replicas import REMEMBERED, Balance, digests
 
 URLS = [f"http://host{number}/v1" for number in range(8)]
 COMMON = [b"system", b"an example", b"its answer"]
@@ -18,23 +19,22 @@ def test_tasks_with_a_common_opening_are_spread_evenly(at_once: int) -> None:
     balance, draw = Balance(), random.Random(0)
     calls, kept = Counter[str](), 0
     tasks = [(f"task {number}".encode(), draw.randint(1, 6)) for number in range(1024)]
-    running = list[tuple[float, list[bytes], int, str, object]]()
+    running = list[tuple[float, list[bytes], int, str]]()
     now = 0.0
 
     def begin(messages: list[bytes], turns: int) -> None:
         url = balance.ranked(URLS, digests(messages))[0]
         calls[url] += 1
-        holder = balance.under_way(url)
-        holder.__enter__()
-        running.append((now + draw.expovariate(1.0), messages, turns, url, holder))
+        balance.load.in_flight[url] += 1
+        running.append((now + draw.expovariate(1.0), messages, turns, url))
 
     while tasks or running:
         while tasks and len(running) < at_once:
             task, turns = tasks.pop()
             begin([*COMMON, task], turns)
         running.sort(key=lambda call: -call[0])
-        now, messages, turns, url, holder = running.pop()
-        holder.__exit__(None, None, None)
+        now, messages, turns, url = running.pop()
+        balance.load.in_flight[url] -= 1
         balance.answered(url, digests(messages))
         if turns > 1:
             begin([*messages, b"answer", b"go on"], turns - 1)
@@ -48,13 +48,11 @@ def test_rollouts_of_one_task_meet_until_their_replica_is_busy() -> None:
     balance, opening = Balance(), digests([b"system", b"task"])
     first = balance.ranked(URLS, opening)[0]
     balance.answered(first, opening)
-    holders = [balance.under_way(first) for _ in range(FEW)]
-    for holder in holders:
+    for _ in range(FEW):
         assert first == balance.ranked(URLS, opening)[0]
-        holder.__enter__()
+        balance.load.in_flight[first] += 1
     assert first != balance.ranked(URLS, opening)[0]
-    for holder in holders:
-        holder.__exit__(None, None, None)
+    balance.load.in_flight[first] -= FEW
     assert first == balance.ranked(URLS, opening)[0]
 
 
@@ -62,7 +60,7 @@ def test_a_replica_that_is_gone_ranks_last_for_a_while() -> None:
     now = 0.0
     balance, opening = Balance(clock=lambda: now), digests([b"task"])
     balance.answered(URLS[2], opening)
-    balance.failed(URLS[2])
+    balance.load.failed(URLS[2])
     assert URLS[2] == balance.ranked(URLS, opening)[-1]
     now = 5.0
     assert URLS[2] == balance.ranked(URLS, opening)[0]

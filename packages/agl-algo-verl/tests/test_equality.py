@@ -21,7 +21,6 @@ from agl_objectives import aggregation as aggregating
 from agl_objectives import contract, kl
 from agl_objectives import importance as weighting
 from agl_objectives import losses as objective_losses
-from agl_objectives.advantages import estimate
 
 from .world import config
 
@@ -78,13 +77,8 @@ def test_advantages_are_those_of_verls_functions(
         config=AlgoConfig(adv_estimator=theirs, gamma=1.0),
         **options,
     )
-    own_S = estimate(
-        scores_S,
-        rollouts_N=torch.arange(len(scores_S)),
-        groups_N=group_S,
-        estimator=chosen_estimator(read).call,
-        baseline_N=greedy_S,
-    )
+    scores = contract.Scores(scores_S=scores_S, group_S=group_S, tokens_S=torch.ones_like(group_S), baseline_S=greedy_S)
+    own_S = chosen_estimator(read).call(scores).found_S
     # VERL's grpo_vectorized takes deviations in float32, as differences of sums; other forms add up in another order.
     allowed = tolerance if name in EXACT else 3e-3 if name == "grpo_vectorized" else max(tolerance, 1e-6)
     assert float((own_S - theirs_S1[:, 0]).abs().max()) <= allowed

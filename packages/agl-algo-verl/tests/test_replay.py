@@ -132,8 +132,11 @@ def test_saved_rows_come_back_and_are_dealt_out_over_the_tasks_of_a_step(tmp_pat
     ("keys", "message"),
     [
         ({"replay.share": 0.5}, r'rollout_correction\.rollout_is = "token"'),
-        ({"replay.share": 1.0, "algorithm.rollout_correction.rollout_is": "token"}, "replay = 1, which leaves no room"),
-        ({"replay.max_staleness": 2}, "replay_max_staleness without replay"),
+        (
+            {"replay.share": 1.0, "algorithm.rollout_correction.rollout_is": "token"},
+            "replay.share = 1, which",
+        ),
+        ({"replay.max_staleness": 2}, "replay.max_staleness without replay.share"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(keys: dict[str, Any], message: str) -> None:

@@ -85,7 +85,7 @@ async def streaming(task: Any, llm: LLM) -> str:
 
 
 async def asked_directly(task: Any, llm: LLM) -> str:
-    """Turns without an enclosing run, one of them streamed."""
+    """Run turns without an enclosing run; one of the turns is streamed."""
     async with model_of(llm) as model:
         calc, check = (AssistantAgent(name, model_client=model) for name in ("calc", "check"))
         question = TextMessage(content=task["marker"], source="user")
@@ -94,7 +94,7 @@ async def asked_directly(task: Any, llm: LLM) -> str:
 
 
 async def read_in_between(task: Any, llm: LLM) -> str:
-    """An agent whose reader asks another agent before it reads on."""
+    """Ask another agent in the middle of reading an agent's stream."""
     async with model_of(llm) as model:
         calc, check = (AssistantAgent(name, model_client=model) for name in ("calc", "check"))
         said = ""
@@ -140,7 +140,7 @@ async def model_call_in_a_tool(task: Any, llm: LLM) -> str:
 
 
 async def team_in_a_team(task: Any, llm: LLM) -> str:
-    """Two named teams, one of which is a member of the other."""
+    """Run two named teams, one of which is a member of the other."""
     async with model_of(llm) as model:
         red, green = (AssistantAgent(name, model_client=model, description=name) for name in ("red", "green"))
         desk = RoundRobinGroupChat([red], name="desk", max_turns=1)
@@ -175,7 +175,7 @@ async def on_the_core_alone(task: Any, llm: LLM) -> str:
 
 
 class StoppedError(Exception):
-    """An exception that the agent itself raises."""
+    """Raised by the agent itself."""
 
 
 async def raising(task: Any, llm: LLM) -> str:

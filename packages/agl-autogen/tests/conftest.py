@@ -1,4 +1,4 @@
-"""Runs the adapter's rollouts, with calls recorded in the process or by the gateway."""
+"""Runs rollouts for the adapter's tests, whose calls are recorded in the process or by the gateway."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ Play = Callable[[Any, Sequence[Any]], list[Played]]
 
 
 def tracers() -> list[Any]:
-    """Install the tracers as a session does."""
+    """Return the tracers in the order in which a session installs them."""
     return [AutoGenTracer(), OtelTracer(), WireTracer()]
 
 
@@ -27,7 +27,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["wire", "gateway"])
 def run(request: pytest.FixtureRequest, model_server: ScriptedModelServer) -> Play:
-    """Return a function that runs an agent on several tasks at once, and returns the records."""
+    """Return a function that runs an agent on several tasks at once, and returns what was recorded."""
     gateway: Any = None
     if request.param == "gateway":
         gateway = pytest.importorskip("agl_gateway.embedded", reason="agl-gateway is not installed").EmbeddedGateway()

@@ -1,4 +1,4 @@
-"""A model client that bypasses the wire hook: the run reports it by its class."""
+"""A model client that bypasses the wire hook: the run reports the client's class."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.adapters import play
 
 
 class Pigeon(ReplayChatCompletionClient):
-    """Answers without HTTP; may be defined after the adapter was imported."""
+    """A model client that answers without HTTP; the class may be defined after the adapter was imported."""
 
 
 async def half_seen(task: dict[str, Any], main_llm: Any) -> None:

@@ -18,7 +18,7 @@ from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, T
 
 
 class Sum(TypedDict):
-    """Two numbers to multiply, and the product."""
+    """A task: two numbers to multiply, and the product."""
 
     id: str
     question: str
@@ -49,7 +49,7 @@ def assistant(model: str, address: str, temperature: float) -> AssistantAgent:
 
 @agl.rollout
 async def calculator(task: Sum, llm: agl.LLM) -> None:
-    """Lets an assistant with a tool answer, and reports a reward."""
+    """Let an assistant with a tool answer, and report a reward."""
     agent = assistant(llm.model, llm.endpoint, llm.sampling_parameters.get("temperature", 0.7))
     result = await asyncio.wait_for(agent.run(task=task["question"] + " Write ANSWER: and the number."), timeout=60.0)
     found = re.search(r"ANSWER: (\d+)", result.messages[-1].to_text())  # pyright: ignore[reportAttributeAccessIssue]

@@ -38,7 +38,7 @@ MANY = [{"marker": f"task-{number};"} for number in range(8)]
 
 
 def tools_then(text: str, *calls: ToolCall) -> Callable[[ModelRequest], Step]:
-    """Call the tools once, then say ``text``."""
+    """Script a model that calls the tools once, and then says ``text``."""
 
     def respond(request: ModelRequest) -> Step:
         is_first = not any(turn.role in ("assistant", "tool") for turn in request.turns)
@@ -48,7 +48,7 @@ def tools_then(text: str, *calls: ToolCall) -> Callable[[ModelRequest], Step]:
 
 
 def select(request: ModelRequest) -> Step:
-    """Return the answers of the selector and its agents: first red, then green, the only one left."""
+    """Answer as the selector and as the agents: first red is selected, then green, which is the only agent left."""
     if "select the next role" in str(request.body):
         return Reply(text="red")
     return Reply(text="DONE" if "hello from" in str(request.body) else "hello from red")

@@ -1,4 +1,4 @@
-"""Clients in a program's modules, used by eight rollouts at once and by one run after the other."""
+"""Clients created in a program's modules, used by eight rollouts at once and by successive runs."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ Make = Callable[[OpenAIChatCompletionClient], Callable[[Any], Any]]
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Collect the connections of ended loops here, where their warnings are expected."""
+    """Collect garbage here, where warnings about the connections of ended loops are expected."""
     yield
     gc.collect()
 
@@ -51,7 +51,7 @@ async def ask(client: OpenAIChatCompletionClient, question: str) -> float:
 
 
 def own_loop(client: OpenAIChatCompletionClient) -> Callable[[Any], Any]:
-    """Starts an event loop for each rollout."""
+    """Start an event loop for each rollout."""
     return lambda task: asyncio.run(ask(client, task["marker"]))
 
 

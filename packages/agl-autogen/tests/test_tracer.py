@@ -134,7 +134,7 @@ team = RoundRobinGroupChat(members, max_turns=2)
 
 @pytest.mark.parametrize("order", ["agent first", "tracer first"])
 def test_order_of_imports_does_not_matter(order: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A team built before the tracer was installed has runtime tracing on; its runtime spans are left out anyway."""
+    """A team that was built before the tracer's installation traces its runtime; those spans are left out."""
     monkeypatch.delenv("AUTOGEN_DISABLE_RUNTIME_TRACING")
     (tmp_path / "team_agent.py").write_text(TEAM)
     command = [sys.executable, "-c", ORDER, order]

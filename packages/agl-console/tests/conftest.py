@@ -22,7 +22,7 @@ TEST_LIMIT_S = 240.0
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run coroutine tests in an event loop of their own, for a limited time."""
+    """Run each coroutine test in a new event loop, with a time limit."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
@@ -31,14 +31,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def run_apart(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine in a thread: Playwright keeps an event loop in the test's own."""
+    """Run a coroutine in another thread, since Playwright keeps an event loop in the test's thread."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, work).result()
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite file with the runs of :func:`records.fill`, shared by the tests of a module."""
+    """Write the runs of :func:`records.fill` into a SQLite file, which all tests of a module share."""
     path = tmp_path_factory.mktemp("store") / "runs.db"
 
     async def write() -> None:
@@ -55,7 +55,7 @@ Open = Callable[..., AbstractAsyncContextManager[TestClient]]
 
 @pytest.fixture
 def opened(filled: Path) -> Open:
-    """Opens a console over the filled store, or over another one."""
+    """Return a function that opens a console over the filled store, or over another one."""
 
     @asynccontextmanager
     async def use(store: Store | None = None, *, password: str = "", **given: Any) -> AsyncIterator[TestClient]:

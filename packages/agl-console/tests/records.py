@@ -34,7 +34,7 @@ HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(2)> \u202eright to left\u202c nul:\x00 escape:\x1b[31mred "
     "{{ 7 * 7 }} </pre></textarea>"
 )
-"""Text that a page must show and never obey."""
+"""Text that a page must display, and never interpret."""
 
 LONG_LINE = "x" * 1_000_000
 LONG_NAME = "a-run-with-a-name-that-is-much-too-long-for-any-table-but-has-to-be-shown-as-it-is-all-of-it"
@@ -62,7 +62,7 @@ def call(
 
 
 class Recorder:
-    """Makes the spans of one attempt, each 100 ms after the one before."""
+    """Makes the spans of one attempt, 100 ms apart."""
 
     def __init__(self, rollout_id: str, attempt_id: str) -> None:
         self._ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
@@ -78,7 +78,7 @@ class Recorder:
 
 
 def team(recorder: Recorder, *, text: str, reward: float | None, version: str) -> None:
-    """A planner and a writer with a tool; the writer's second call continues its first."""
+    """Record a planner and a writer with a tool; the writer's second call continues the first."""
     root = recorder.add("rollout", lasts_ms=900)
     planner = agent(recorder, root, "planner")
     asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": text}]
@@ -124,14 +124,14 @@ def agent(recorder: Recorder, parent: str, name: str) -> str:
 
 
 def token_numbers(row: int, reward: float) -> dict[str, bytes]:
-    """An entropy for each token of the writer's first answer, and two advantages for those of the best planner's."""
+    """Return numbers per token: entropies for the writer's first answer, advantages for the best planners."""
     if row == 1:
         return {"entropy": struct.pack("<30e", *(number / 8 for number in range(29)), math.nan)}
     return {"advantage": struct.pack("<20e", *[-0.5] * 10, *[1.0] * 10)} if reward > 0.9 else {}
 
 
 def training(rollout_id: str, spans: Sequence[Span], *, step: int, reward: float) -> Span:
-    """The uses of the calls in a step of ``grpo``: the planner's trained, the last one of the writer's did not."""
+    """Return the span that says how a step of ``grpo`` used the calls: the last call was not trained on."""
     calls = [span.span_id for span in spans if span.call is not None]
     uses = [
         CallUse(span_id=name, row=row, credit=reward, advantage=reward - 0.5, tokens=token_numbers(row, reward))
@@ -156,7 +156,7 @@ async def record(
     trains: bool = False,
     mode: Mode = "train",
 ) -> None:
-    """Record a rollout from the queue to its end."""
+    """Record a rollout from its enqueueing to its end."""
     metadata = {"algorithm": "grpo", "step": step}
     task = {"question": text}
     about: dict[str, Any] = {"experiment": experiment, "group_id": group, "metadata": metadata, "mode": mode}
@@ -174,7 +174,7 @@ async def record(
 
 
 def numbers(experiment: str, *, steps: int, speed: float) -> list[Metric]:
-    """The numbers of a run that learns, with some noise, and of its validations."""
+    """Return the metrics of a run that learns, with some noise, and of the validations in that run."""
     noise = random.Random(experiment)
     found: list[Metric] = []
     for step in range(1, steps + 1):
@@ -195,12 +195,12 @@ def numbers(experiment: str, *, steps: int, speed: float) -> list[Metric]:
 
 
 def rollout_name(number: int) -> str:
-    """The id of a rollout, as trainers make them."""
+    """Return a rollout id in the form that trainers give."""
     return f"sums-1-grpo-train-{number % 3 + 1:05d}-{number:05d}-000"
 
 
 def version(name: str, version: str, resource: Any, *, parent: str = "", step: int = 0, **metadata: Any) -> Any:
-    """A version that the algorithm ``grpo`` made at a step, or without one the first of the experiment ``sums``."""
+    """Return a version that ``grpo`` made at ``step``; step 0 makes a first version, published by hand."""
     made = {"algorithm": "grpo", "step": step} if step else {}
     named = {"experiment": "sums", **metadata} if not step else metadata
     created = {"created_at": START_NS / 1e9 + step, "metadata": named}
@@ -208,7 +208,7 @@ def version(name: str, version: str, resource: Any, *, parent: str = "", step: i
 
 
 async def publish(store: Store) -> None:
-    """A prompt with two branches, a version that was only tried, labels and a score; weights; tools; a long text."""
+    """Publish a prompt with two branches, a tried version, labels and a score; also weights, tools and a long text."""
     texts = {"first": "Answer.\nBe brief.\n", "sums-1-grpo-1": "Answer.\nBe kind.\n"}
     texts["sums-1-grpo-2"] = f"Answer.\nBe kind.\n{HOSTILE}\n"
     lines = list(texts)
@@ -234,7 +234,7 @@ async def publish(store: Store) -> None:
 
 
 def fitted() -> bytes:
-    """The fit that ``agl metrics --rank`` keeps with a run: two parameters, one of a long name that is noise."""
+    """Return the ranking that ``agl metrics --rank`` stores: two parameters, one of them with a long name."""
     values = {"algorithm.grpo.params.lr": "0.05"}
     facts = {"run": 1, "turn": 40, "mean": 0.8, "low": 0.7, "high": 0.9, "tasks": 40, "values": values}
     runs = [{"experiment": name, **facts} for name in ("sums", "sums-slow", LONG_NAME)]
@@ -248,7 +248,7 @@ def fitted() -> bytes:
 
 
 def tried() -> bytes:
-    """The record that ``agl resources try`` keeps of a trial of two versions."""
+    """Return the record that ``agl resources try`` stores of a trial of two versions."""
     first = {"version": "first", "mean": 0.5, "low": 0.4, "high": 0.6, "tasks": 20}
     other = {"version": "sums-1-grpo-2", "mean": 0.62, "low": 0.5, "high": 0.74, "tasks": 20}
     paired = {"difference": 0.12, "difference_low": 0.02, "difference_high": 0.22, "paired": 20, "verdict": "better"}
@@ -257,7 +257,7 @@ def tried() -> bytes:
 
 
 def tallies(steps: int) -> list[StepTally]:
-    """The sums that a run kept with its steps: a planner that helps, and a writer that gets better."""
+    """Return the sums that a run stores per step: a planner that helps, and a writer that gets better."""
     found: list[StepTally] = []
     for step in range(1, steps + 1):
         credit = Moments(count=8, mean=step / steps, squares=0.5)
@@ -274,7 +274,7 @@ def tallies(steps: int) -> list[StepTally]:
 
 
 async def fill(store: Store) -> None:
-    """Two runs with numbers and versions, one of a long name, one that failed at its start, and rollouts."""
+    """Fill a store with runs and rollouts; one run has a long name, and one failed at its start."""
     await publish(store)
     runs = (("sums", "finished", 60, 0.05), ("sums-slow", "running", 40, 0.02), (LONG_NAME, "running", 3, 0.1))
     for name, status, steps, speed in runs:

@@ -37,7 +37,7 @@ ASKED = {
 
 
 class Desk:
-    """A signed-in browser over a store of its own, the clock of its sessions, and the lines of the log."""
+    """A signed-in browser over a separate store, with the clock of the sessions and the lines of the log."""
 
     def __init__(self, client: TestClient, store: Any, audit: list[str]) -> None:
         self.client = client
@@ -58,7 +58,7 @@ class Desk:
             return answer.status, html.unescape(await answer.text())
 
     async def form(self, kind: str, **fields: str) -> dict[str, str]:
-        """Ask, and return the fields of the form that confirms."""
+        """Ask for an action, and return the fields of the form that confirms the action."""
         status, page = await self.ask(kind, **fields)
         assert 200 == status, page
         found = dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', page))
@@ -71,7 +71,7 @@ class Desk:
 
 
 async def fill(store: Any) -> None:
-    """A rollout that is over and one that is queued of a running experiment, and two versions with labels."""
+    """Add a finished and a queued rollout of a running experiment, and two versions with labels."""
     await store.save_state({}, experiment=ExperimentRecord(name="lab"))
     pinned = {"experiment": "lab", "resources": {"style": "v1"}, "hidden": ("answer",)}
     await store.enqueue([Rollout(rollout_id="over", task={"n": 1, "answer": 2}, metadata={"step": 3}, **pinned)])
@@ -90,7 +90,7 @@ async def fill(store: Any) -> None:
 
 @pytest.fixture
 def desk(opened: Open, tmp_path: Path) -> Any:
-    """Opens a console with actions over a SQLite store of its own."""
+    """Return a function that opens a console with actions over a new SQLite store."""
 
     @asynccontextmanager
     async def use(**given: Any) -> AsyncIterator[Desk]:
@@ -106,7 +106,7 @@ def desk(opened: Open, tmp_path: Path) -> Any:
 
 
 async def state(store: Any) -> Any:
-    """Everything that the actions can change."""
+    """Return everything that the actions can change."""
     rollouts = await store.rollouts(RolloutQuery())
     spans = [await store.spans(rollout.rollout_id) for rollout in rollouts]
     return rollouts, spans, await store.labels("style")

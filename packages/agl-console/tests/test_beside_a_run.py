@@ -1,4 +1,4 @@
-"""``agl run --console``: the console beside a run, which ends with it however it ends."""
+"""``agl run --console``: the console beside a run, which ends when the run ends, however that happens."""
 
 import os
 import re
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """``agl run --console`` while the agent waits, with the address that it prints first."""
+    """Start ``agl run --console`` with an agent that waits; yield the process and the printed address."""
     command = [sys.executable, "-m", "agl", "run", "experiment.toml", "--console", "--quiet"]
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -67,7 +67,7 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def consoles(folder: Path) -> list[str]:
-    """The processes that serve or keep a console over the folder's store."""
+    """Return the processes that serve a console over the folder's store, or that restart one."""
     words = f"console\0sqlite:///{folder}/runs/waits.db".encode()
     found = []
     for entry in Path("/proc").iterdir():

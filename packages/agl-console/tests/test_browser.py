@@ -1,4 +1,4 @@
-"""The console in a real browser: nothing from elsewhere, no errors, accessible, live, and usable by keyboard alone."""
+"""The console in a real browser: no requests to other servers, no errors, accessible, live, usable by keyboard."""
 
 import os
 import re
@@ -23,7 +23,10 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is not installed")
 
 BROWSER = os.environ.get("AGL_TEST_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome") or ""
-pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium is installed: apt-get install chromium")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not BROWSER, reason="no Chromium is installed: apt-get install chromium"),
+]
 
 TOKEN = "an-admin-token-of-the-tests"
 FIRST = rollout_name(0)
@@ -33,7 +36,7 @@ SERIOUS = ("serious", "critical")
 
 @pytest.fixture(scope="module")
 def address(filled: Path) -> Iterator[str]:
-    """``agl console`` as a user starts it, over the filled store."""
+    """Start ``agl console`` over the filled store as a user would, and yield the address."""
     command = [sys.executable, "-m", "agl", "console", str(filled)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -46,7 +49,7 @@ def address(filled: Path) -> Iterator[str]:
 
 @pytest.fixture
 def acting(tmp_path: Path) -> Iterator[str]:
-    """``agl console --actions`` over a store with one rollout that is queued."""
+    """Start ``agl console --actions`` over a store with one queued rollout, and yield the address."""
 
     async def add() -> None:
         store = SQLiteStore(f"sqlite:///{tmp_path / 'runs.db'}")
@@ -73,7 +76,7 @@ def browser() -> Iterator[Any]:
 
 
 class Page:
-    """A page that keeps what went wrong in it."""
+    """A page in the browser that collects its requests and errors."""
 
     def __init__(self, browser: Any, *, width: int, scheme: str = "light", scripts: bool = True) -> None:
         size = {"width": width, "height": 900}
@@ -93,8 +96,7 @@ class Page:
         self.context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1600])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1600, "dark")])
 def test_views_are_accessible_fit_and_load_nothing_from_elsewhere(
     browser: Any, address: str, width: int, scheme: str
 ) -> None:

@@ -24,7 +24,7 @@ async def solve(task: dict[str, float]) -> float:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``runs/agl.db``, in which a real run was recorded."""
+    """Record a real run in a folder's ``runs/agl.db``, and return the folder."""
     folder = tmp_path_factory.mktemp("recorded")
     store = f"sqlite:///{folder}/runs/agl.db"
     trainer = agl.Trainer(name="halves", store=store, folder=folder, progress=Quiet())

@@ -1,4 +1,4 @@
-"""The console refuses strangers, restricts the browser with every answer, and tells pages of changes."""
+"""The console refuses strangers, restricts the browser in every answer, and notifies pages of changes."""
 
 import asyncio
 import base64
@@ -15,6 +15,8 @@ from agl.stores import MemoryStore
 from agl_console.guard import checked_password, host_of, is_loopback
 
 from .conftest import Open
+
+pytestmark = pytest.mark.alone
 
 STATIC_BYTES = 150_000
 

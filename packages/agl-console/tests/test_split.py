@@ -1,4 +1,4 @@
-"""The arms of a split of served traffic in the view of a resource, as the gateway records them."""
+"""The arms of a split of served traffic, as the gateway records them, in the view of a resource."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ async def store_with_versions() -> MemoryStore:
 
 
 async def place(store: MemoryStore, count: int, *, begin: str = "r") -> dict[str, list[str]]:
-    """Enqueue rollouts as a gateway with a split does; returns their ids by arm."""
+    """Enqueue rollouts as a gateway with a split does; return the rollout ids by arm."""
     pins = await pins_of(store, list(SPLIT.shares))
     arms: dict[str, list[str]] = {label: [] for label in SPLIT.shares}
     for number in range(count):
@@ -43,7 +43,7 @@ async def place(store: MemoryStore, count: int, *, begin: str = "r") -> dict[str
 
 
 async def finish(store: MemoryStore, rewards: dict[str, float | None], *, failed: str = "") -> None:
-    """End all rollouts in the queue, with their rewards if they have one."""
+    """End all queued rollouts, each with the reward in ``rewards`` if there is one."""
     while claims := await store.claim(worker="w"):
         (claim,) = claims
         rollout_id, attempt_id = claim.rollout.rollout_id, claim.attempt.attempt_id
@@ -71,14 +71,15 @@ async def test_arms_have_their_versions_shares_and_rewards(opened: Open) -> None
     part = await split_part(store, "style")
     assert part is not None
     first, second = part.arms
-    assert ("production", "v1", 0.75, len(baseline), 0, len(baseline)) == _start(first)
-    assert ("candidate", "v2", 0.25, len(candidates), 1, len(candidates) - 1) == _start(second)
+    assert ("production", "v1", len(baseline), 0, len(baseline)) == _start(first)
+    assert ("candidate", "v2", len(candidates), 1, len(candidates) - 1) == _start(second)
     rewarded = len(candidates) - 1
     assert (0.5, (rewarded - 1) / rewarded) == (first.mean, second.mean)
     assert first.low == first.high == 0.5
     assert second.low is not None
     assert second.high is not None
     assert second.low < (rewarded - 1) / rewarded < second.high
+    assert {"production": 0.75, "candidate": 0.25} == part.shares
     assert 43 == part.looked_through
     assert "<h2>Traffic</h2>" in page
     assert "<h2>Traffic</h2>" not in other  # both arms have its only version
@@ -92,7 +93,7 @@ async def test_traffic_between_other_versions_is_not_counted() -> None:
     await finish(store, dict.fromkeys((await place(store, 10, begin="new"))["production"], 1.0))
     view = await versions_view(store, "style", VersionsFilter())
     assert view.split is not None
-    assert ["v1", "v3"] == [arm.version for arm in view.split.arms]
+    assert ["v1", "v3"] == [arm.versions["style"] for arm in view.split.arms]
     assert 10 == sum(arm.rollouts for arm in view.split.arms)
     assert 1.0 == view.split.arms[0].mean
 
@@ -106,4 +107,4 @@ async def test_foreign_metadata_is_no_split() -> None:
 
 
 def _start(arm: Any) -> tuple[Any, ...]:
-    return arm.label, arm.version, arm.share, arm.rollouts, arm.failed, arm.rewarded
+    return arm.label, arm.versions["style"], arm.rollouts, arm.failed, arm.rewarded

@@ -156,7 +156,7 @@ async def test_compared_runs_share_a_figure_and_show_the_settings_that_differ(op
 
 
 def validated(experiment: str, rewards: Sequence[float], *, tasks: str = "t") -> dict[str, bytes]:
-    """The state that keeps a validation of a run."""
+    """Return the saved state of a run's validation."""
     kept = {"turn": 1, "versions": {}, "rewards": list(rewards), "tasks": tasks}
     return {f"experiment/{experiment}/1/validation/00000001": to_json(kept)}
 
@@ -408,7 +408,7 @@ async def test_rollout_shows_the_tree_with_calls_rewards_and_reasons(opened: Ope
     assert 0.5 == data["nodes"][-1]["reward"]["value"]
     assert ["row 0 at 30", "row 1 at 20", "row 1 at 60"] == [node["fate"] for node in data["nodes"] if node["fate"]]
     assert [2, 1] == [data["nodes"][-3]["repeated"], len(data["nodes"][-3]["texts"]) - 1]
-    assert any("3 calls recorded, 0 rejected; 2 rows, 70 tokens train" in line for line in data["why"])
+    assert any("3 calls recorded, 0 rejected; 2 rows with 70 sampled tokens" in line for line in data["why"])
 
 
 async def test_rollout_is_found_by_the_beginning_of_its_id(opened: Open) -> None:
@@ -695,7 +695,7 @@ async def test_rollout_says_what_steps_made_of_its_calls(opened: Open) -> None:
 
 
 Said = tuple[str, Sequence[int], Sequence[int], str]
-"""A call of a scripted rollout: who, the tokens of the prompt and of the answer, and the answer."""
+"""A call of a scripted rollout: agent, tokens of the prompt, tokens of the answer, and text of the answer."""
 
 PARTINGS: dict[str, tuple[list[Said], str | None]] = {
     "equal": ([("a", [1, 2], [3, 4], "yes"), ("b", [5], [6], "no")], None),
@@ -749,6 +749,24 @@ async def test_calls_that_differ_in_the_ids_of_tools_alone_are_equal(opened: Ope
     async with opened(store) as client:
         data = await data_of(client, "/group?experiment=parts&group=same")
     assert data["members"][1]["parting"] is None
+
+
+async def test_request_that_was_retried_is_no_difference_in_its_group(opened: Open) -> None:
+    def used(retries: int) -> Any:
+        def fill(recorder: Recorder, **_: Any) -> None:
+            asked = call(0, prompt=[1], answer=[2], version="v", messages=[{"role": "user", "content": "?"}], said="x")
+            for count in range(retries + 1):
+                failed = {} if count == retries else {"is_complete": False, "error": "reset"}
+                recorder.add("chat", call=replace(asked, request_id="one", retry_count=count, **failed))
+
+        return fill
+
+    store = MemoryStore()
+    for retries in (0, 1):
+        await record(store, f"r-{retries}", spans=used(retries), group="same", experiment="parts")
+    async with opened(store) as client:
+        data = await data_of(client, "/group?experiment=parts&group=same")
+    assert [None, None] == [member["parting"] for member in data["members"]]
 
 
 async def test_failed_call_has_no_answer_in_its_group(opened: Open) -> None:
@@ -823,8 +841,8 @@ async def test_steps_of_the_machinery_are_shown_in_pages(opened: Open) -> None:
 
 async def test_system_shows_workers_leases_the_queue_and_calls(opened: Open) -> None:
     store = MemoryStore()
-    await store.save_state({}, experiment=ExperimentRecord(name="busy", owner="host@place:1:a"))
-    await store.announce(Presence(experiment="busy", session="s"))
+    await store.save_state({}, experiment=ExperimentRecord(name="busy"))
+    await store.announce(Presence(experiment="busy", session="host@place:1:a"))
     await record(store, "done", experiment="busy")
     await store.enqueue([Rollout(rollout_id=f"r-{number}", task=number, experiment="busy") for number in range(3)])
     await store.claim(worker="host@place:1:a", experiment="busy", lease_s=60.0)
@@ -1052,7 +1070,7 @@ async def test_wrong_address_is_answered_with_what_to_do(opened: Open, address: 
 
 
 def judged(recorder: Recorder, *, text: str, reward: float | None, version: str) -> None:
-    """One call with a composite, a replaced reward, one of the call, and one with the agent's own token."""
+    """Record a call with a composite reward, a replaced reward, a reward of the call, and one sent by the agent."""
     root = recorder.add("rollout")
     asked = [{"role": "user", "content": text}]
     made = call(1, prompt=range(3), answer=range(3), version=version, messages=asked, said="yes")

@@ -1,4 +1,4 @@
-"""The texts of tokens, from the vocabularies that models come with."""
+"""Reading the texts of tokens from the vocabularies of models."""
 
 import json
 from pathlib import Path

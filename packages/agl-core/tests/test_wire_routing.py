@@ -5,7 +5,7 @@ import pytest
 from agl.contracts import Upstream
 from agl.dialects import Request, dialect_of
 from agl.tracing import ActiveAttempt, SpanRecorder
-from agl.tracing._wire.outgoing import Route, is_below, route_of
+from agl.tracing._wire.hook import Route, is_below, route_of
 
 GATEWAY = "http://127.0.0.1:4747"
 BACKEND = "http://gpu:8000/v1"

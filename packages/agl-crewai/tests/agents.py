@@ -82,7 +82,7 @@ def in_sequence(task: Any, llm: LLM) -> str:
 
 
 def at_once(task: Any, llm: LLM) -> str:
-    """Two tasks that CrewAI runs in threads, and one that waits for both."""
+    """Run two tasks in CrewAI's threads, and one that waits for both."""
     model = model_of(llm)
     agents = [agent_of(role, model) for role in ("red", "green", "last")]
     tasks = [
@@ -99,7 +99,7 @@ def at_once(task: Any, llm: LLM) -> str:
 
 
 async def alone(task: Any, llm: LLM) -> str:
-    """An agent without a crew."""
+    """Run an agent without a crew."""
     result = await agent_of("writer", model_of(llm)).kickoff_async(task["marker"])
     return result.raw
 
@@ -136,7 +136,7 @@ def model_call_in_a_tool(task: Any, llm: LLM) -> str:
 
 
 def between_foreign_spans(task: Any, llm: LLM) -> str:
-    """A crew inside a custom span, and a custom span inside the crew's tool."""
+    """Run a crew inside a custom span, with a custom span inside the crew's tool."""
     foreign = trace.get_tracer("foreign")
 
     @tool("ask")
@@ -151,7 +151,7 @@ def between_foreign_spans(task: Any, llm: LLM) -> str:
 
 
 class StoppedError(Exception):
-    """An exception that the agent itself raises."""
+    """Raised by the agent itself."""
 
 
 def raising(task: Any, llm: LLM) -> str:

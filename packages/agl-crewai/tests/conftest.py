@@ -1,4 +1,4 @@
-"""Runs the adapter's rollouts, with calls recorded in the process or by the gateway."""
+"""Runs rollouts for the adapter's tests, whose calls are recorded in the process or by the gateway."""
 
 import os
 import warnings
@@ -25,13 +25,13 @@ with warnings.catch_warnings():  # CrewAI, and the older OpenTelemetry that it m
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ignore that CrewAI leaves its HTTP clients unclosed to the garbage collector."""
+    """Ignore warnings about HTTP clients that CrewAI never closes."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
 
 
 def tracers() -> list[Any]:
-    """Install the tracers as a session does."""
+    """Return the tracers in the order in which a session installs them."""
     return [CrewAITracer(), OtelTracer(), WireTracer()]
 
 
@@ -44,7 +44,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(params=["wire", "gateway"])
 def run(request: pytest.FixtureRequest, model_server: ScriptedModelServer) -> Play:
-    """Return a function that runs an agent on several tasks at once, and returns the records."""
+    """Return a function that runs an agent on several tasks at once, and returns what was recorded."""
     gateway: Any = None
     if request.param == "gateway":
         gateway = pytest.importorskip("agl_gateway.embedded", reason="agl-gateway is not installed").EmbeddedGateway()

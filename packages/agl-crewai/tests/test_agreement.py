@@ -1,4 +1,4 @@
-"""A program's own model that bypasses the wire hook: the run reports it by its class, once for each call."""
+"""A program's own model that bypasses the wire hook: the run reports the model's class, once for each call."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ ONE = [{"marker": "task-0;"}]
 
 
 class Pigeon(BaseLLM):
-    """Answers without HTTP."""
+    """A model that answers without HTTP."""
 
     def call(self, *args: Any, **options: Any) -> str:
         return "Final Answer: coo"
@@ -31,7 +31,7 @@ class Pigeon(BaseLLM):
 
 
 class ReportingPigeon(Pigeon):
-    """Emits CrewAI's events for its call itself."""
+    """A model that emits CrewAI's events for the call itself."""
 
     def call(self, *args: Any, **options: Any) -> str:
         about: Any = {"messages": "coo?", "model": self.model, "call_id": "c1"}
@@ -43,7 +43,7 @@ class ReportingPigeon(Pigeon):
 
 
 class Relay(BaseLLM):
-    """Answers through a client over httpx."""
+    """A model that answers through a client that uses httpx."""
 
     def call(self, messages: Any, *args: Any, **options: Any) -> str:
         with openai.OpenAI(base_url=self.base_url, api_key=self.api_key) as client:

@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 @pytest.fixture
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Return the documentation's own block runner, in an empty folder."""
+    """Return the module that runs the documentation's code blocks, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("OPENAI_API_KEY", "none")

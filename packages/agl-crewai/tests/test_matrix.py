@@ -40,7 +40,7 @@ CREW = ["invoke_workflow office", "invoke_task letter", "invoke_agent writer"]
 
 
 def tools_then(*calls: ToolCall) -> Callable[[ModelRequest], Step]:
-    """Call the tools once, then answer."""
+    """Script a model that calls the tools once, and then answers."""
 
     def respond(request: ModelRequest) -> Step:
         is_first = not any(turn.role in ("assistant", "tool") for turn in request.turns)
@@ -50,7 +50,7 @@ def tools_then(*calls: ToolCall) -> Callable[[ModelRequest], Step]:
 
 
 def delegate(request: ModelRequest) -> Step:
-    """The writer asks the researcher for the data that its own task names."""
+    """Script a writer that asks the researcher for the data named in the writer's task."""
     marker = request.last_text.partition("task-")[2].partition(";")[0]
     arguments = {"task": f"task-{marker};", "context": "none", "coworker": "researcher"}
     return tools_then(ToolCall("delegate_work_to_coworker", arguments))(request)

@@ -1,4 +1,4 @@
-"""Models in a program's modules, used by eight rollouts at once and by one run after the other."""
+"""Models created in a program's modules, used by eight rollouts at once and by successive runs."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -156,7 +156,7 @@ def test_tool_that_reports_a_failure_is_an_error(recorder: SpanRecorder) -> None
 
 
 class Saying(BaseLLM):
-    """A model that returns the given texts, without tool calls in its API."""
+    """A model that returns the given texts, and whose API has no tool calls."""
 
     texts: list[str] = []
     wait_s: float = 0.0

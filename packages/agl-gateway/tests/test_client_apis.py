@@ -1,7 +1,7 @@
 """Calls of messages and responses reach a policy in training as chat completions, so their tokens are known."""
 
-import gzip
 import json
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -584,7 +584,7 @@ def chat_body(message: dict[str, Any], reason: str = "stop") -> bytes:
 
 
 @asynccontextmanager
-async def chat_only(seen: list[str], *, statuses: list[int] | None = None, packed: bool = False) -> AsyncIterator[str]:
+async def chat_only(seen: list[str], *, statuses: list[int] | None = None, encoding: str = "") -> AsyncIterator[str]:
     """A server that has chat completions and nothing else; it begins with the errors of ``statuses``."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -594,8 +594,10 @@ async def chat_only(seen: list[str], *, statuses: list[int] | None = None, packe
         if statuses:
             return web.json_response({"error": {"message": "not now"}}, status=statuses.pop(0))
         body = chat_body({"content": "42"})
-        headers = {"content-encoding": "gzip"} if packed else {}
-        return web.Response(body=gzip.compress(body) if packed else body, content_type=JSON_TYPE, headers=headers)
+        if encoding:
+            body = zlib.compress(body, wbits={"gzip": 31, "zlib": 15, "raw": -15}[encoding])
+        headers = {"content-encoding": "gzip" if encoding == "gzip" else "deflate"} if encoding else {}
+        return web.Response(body=body, content_type=JSON_TYPE, headers=headers)
 
     app = web.Application()
     app.router.add_post("/{path:.*}", handle)
@@ -652,11 +654,12 @@ async def test_error_does_not_show_that_a_server_lacks_an_api(stage, status: int
     assert ["/v1/messages", chat, "/v1/messages", chat, chat] == seen
 
 
-async def test_answer_of_a_server_that_compresses_unasked_is_translated(stage):
+@pytest.mark.parametrize("encoding", ["gzip", "zlib", "raw"])
+async def test_answer_of_a_server_that_compresses_unasked_is_translated(stage, encoding: str):
     seen: list[str] = []
     asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
     async with (
-        chat_only(seen, packed=True) as address,
+        chat_only(seen, encoding=encoding) as address,
         stage(upstreams=[Upstream(name="m", base_url=f"{address}/v1")]) as it,
     ):
         _, token = await it.open_attempt()

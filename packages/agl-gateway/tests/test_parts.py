@@ -10,12 +10,12 @@ from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import AglError, FencedError, NotFoundError, StoreError
 from agl.schemas import Outcome, Rollout, new_rollout_id
+from agl.served_calls import CallGate
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.processes.attempt_facts import RequestIds
 from agl_gateway.relay.callers import span_id_of, trace_of
-from agl_gateway.relay.routing import Gate
 from agl_gateway.status.api import render
 from agl_gateway.status.openapi import openapi_document
 from agl_gateway.store_api.contract import METHODS, Fault, error_of, fault_of
@@ -83,9 +83,10 @@ async def test_queue_length_follows_the_feed():
 
 
 async def test_gate_holds_again_when_it_is_paused_before_the_held_wake():
-    gate = Gate(model_version="1")
+    gate = CallGate(model_version="1")
     await gate.pause(drain_s=0)
-    held = asyncio.create_task(gate.enter())
+    call = gate.passed()
+    held = asyncio.create_task(call.__aenter__())
     await asyncio.sleep(0)
     gate.resume(model_version="2")
     await gate.pause(drain_s=0)
@@ -95,7 +96,8 @@ async def test_gate_holds_again_when_it_is_paused_before_the_held_wake():
     assert 1 == gate.held
     gate.resume(model_version="3")
     assert "3" == await held
-    gate.leave()
+    assert not await gate.pause(drain_s=0)
+    await call.__aexit__(None, None, None)
     assert await gate.pause(drain_s=0.1)
 
 

@@ -65,7 +65,7 @@ def test_a_server_that_failed_is_asked_last_for_a_while():
     now = [100.0]
     replicas = Replicas(["http://a/v1", "http://b/v1", "http://c/v1"], clock=lambda: now[0])
     first, *rest = replicas.ranked("ro-1")
-    replicas.failed(f"{first}/chat/completions")
+    replicas.load.failed(first)
     assert [*rest, first] == replicas.ranked("ro-1")
     now[0] += 5.0
     assert [first, *rest] == replicas.ranked("ro-1")
@@ -81,7 +81,7 @@ def test_rollouts_share_the_servers_evenly_and_keep_theirs(at_once):
     def begin(rollout_id, turns):
         url = replicas.ranked(rollout_id)[0]
         calls[url] += 1
-        replicas.begun(f"{url}/chat/completions")
+        replicas.load.in_flight[url] += 1
         running.append((now + draw.expovariate(1.0), rollout_id, turns, url))
 
     while tasks or running:
@@ -89,7 +89,7 @@ def test_rollouts_share_the_servers_evenly_and_keep_theirs(at_once):
             begin(*tasks.pop())
         running.sort(key=lambda call: -call[0])
         now, rollout_id, turns, url = running.pop()
-        replicas.ended(f"{url}/chat/completions")
+        replicas.load.in_flight[url] -= 1
         if turns > 1:
             begin(rollout_id, turns - 1)
             kept += running[-1][3] == url
@@ -102,12 +102,12 @@ def test_a_slow_servers_rollouts_go_to_their_next_server_until_it_has_caught_up(
     first, second, third = replicas.ranked("ro-1")
     for _ in range(4):
         assert first == replicas.ranked("ro-1")[0]
-        replicas.begun(f"{first}/chat/completions")
+        replicas.load.in_flight[first] += 1
     assert [second, third, first] == replicas.ranked("ro-1")
-    replicas.failed(f"{second}/chat/completions")
+    replicas.load.failed(second)
     assert [third, first, second] == replicas.ranked("ro-1")
     for _ in range(4):
-        replicas.ended(f"{first}/chat/completions")
+        replicas.load.in_flight[first] -= 1
     assert [first, third, second] == replicas.ranked("ro-1")
 
 

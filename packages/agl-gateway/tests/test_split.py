@@ -34,8 +34,9 @@ from agl.schemas import (
 from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService
 from agl_gateway.settings import Settings
-from agl_gateway.traffic.splits import parse_split, placement_of
+from agl_gateway.traffic.splits import parse_split
 from agl_inspect.records import labels as labels
+from agl_inspect.records.splits import placement_of
 from agl_inspect.statistics import student_quantile
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AttemptTokens

@@ -61,9 +61,9 @@ class FickleStore(MemoryStore):
         self._check()
         return await super().rollouts(query)
 
-    async def announce(self, presence) -> None:
+    async def announce(self, presence, **rest) -> None:
         self._check()
-        await super().announce(presence)
+        await super().announce(presence, **rest)
 
     def _check(self) -> None:
         if self.is_gone:
@@ -273,11 +273,15 @@ async def test_gateways_on_one_store_have_spools_of_their_own_and_drain_those_of
     assert [] == spools_in(tmp_path)
 
 
+async def _announced(store, count: int) -> bool:
+    return len(await store.presences(GATEWAYS)) == count
+
+
 async def test_attempt_that_ends_at_one_gateway_waits_for_the_calls_at_another(serving, tmp_path):
     store = FickleStore()
     sharing = {"store": store, "spool": tmp_path, "is_shared": True}
     async with serving(**sharing) as one, serving(**sharing) as two:
-        await eventually(lambda: bool(one._presence._beat and two._presence._beat))
+        await eventually(lambda: _announced(store, 2))
         attempt_id, token = await open_attempt(one)
         store.takes.clear()
         assert 200 == (await call(one, token, "one"))[0]
@@ -383,7 +387,7 @@ async def test_gateway_that_is_gone_with_calls_is_named_to_the_next(serving, tmp
     store = FickleStore()
     async with serving(store=store, spool=tmp_path / "a") as it:
         _, token = await open_attempt(it)
-        await eventually(lambda: bool(it._presence._beat))
+        await eventually(lambda: _announced(store, 1))
         store.is_gone = True
         assert 200 == (await call(it, token))[0]
         store.takes.clear()
@@ -478,3 +482,21 @@ async def test_store_keeps_its_identity_for_all_who_ask(tmp_path):
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway that ends does not try for long."""
     monkeypatch.setattr("agl_gateway.record.recorder._SPOOL_STOP_S", 0.3)
+
+
+async def test_age_of_the_queue_is_that_of_its_oldest_call(serving):
+    """Calls that were queued later and are stored already do not make the oldest one younger."""
+    store = FickleStore()
+    async with serving(store=store) as it:
+        stuck, token = await open_attempt(it)
+        stored, other_token = await open_attempt(it)
+        store.refused.add(stuck)
+        await call(it, token)
+        begun = time.monotonic()
+        while time.monotonic() - begun < 0.2:
+            await call(it, other_token)
+            await it.recorder.settle(stored)
+        assert time.monotonic() - begun <= it.recorder.pending_s
+        store.refused.clear()
+        await it.recorder.settle(stuck)
+        assert 0.0 == it.recorder.pending_s

@@ -1,4 +1,4 @@
-"""Harbor tasks: the files in the sandbox, the hidden tests and their reward, and the tasks that are refused."""
+"""Harbor tasks: the files in the sandbox, the hidden tests and the reward they give, and refused tasks."""
 
 import json
 import shutil
@@ -145,7 +145,7 @@ PLANTS = (
     "cd /tests; seq -f 'x%0150.0f' 20000 | xargs touch",
     "mkdir -p /tests/a/b; touch /tests/a/b/c; chmod 555 /tests/a/b /tests/a",
 )
-"""Shell commands with which a harness tries to keep a reward of its own."""
+"""Shell commands with which a harness tries to set the reward itself."""
 
 
 @pytest.mark.long

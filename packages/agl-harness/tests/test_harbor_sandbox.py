@@ -1,6 +1,6 @@
-"""Sandboxes in Harbor's environments, tested with Harbor itself: its factory, its base class and its templates.
+"""Sandboxes in Harbor's environments, tested with Harbor's own factory, base class and templates.
 
-``AGL_HARBOR_PYTHON`` names a Python that has the package ``harbor``; it needs 3.12.
+``AGL_HARBOR_PYTHON`` names a Python 3.12 that has the package ``harbor``.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Harnesses are installed into separate folders, found there or on the PATH, and named if they are missing."""
+"""Harnesses are installed into separate folders, and found there or on the PATH; an error names missing ones."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from agl_harness.installation import FOLDER_ENV, install, locate, place, require
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of installed harnesses, and a PATH with nothing on it."""
+    """Set an empty PATH and a new folder for installed harnesses."""
     monkeypatch.setenv(FOLDER_ENV, str(tmp_path / "harnesses"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     return tmp_path

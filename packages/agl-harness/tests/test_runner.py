@@ -16,6 +16,8 @@ from agl_testing.model_server import ScriptedModelServer
 
 from .conftest import FILE, asks, dev, workspaces
 
+pytestmark = pytest.mark.alone
+
 REPAIR = "sed -i 's/a - b/a + b/' calc.py"
 
 

@@ -219,6 +219,24 @@ def test_runs_json_carries_rollout_and_reward(store_of):
     assert "succeeded" == found[1]["rollout"]["status"]
 
 
+@pytest.mark.parametrize(("rating", "value"), [("up", 1.0), ("down", 0.0), ("0.4", 0.4)])
+def test_rating_of_a_person_is_recorded_beside_the_evaluators_reward(store_of, rating, value):
+    store_of(fill, 1)
+    rated = invoke("runs", "rate", "ro-calc-000", rating, "--feedback", "late")
+    assert f"rated ro-calc-000 with {value:g}\n" == rated.output
+    assert f"reward {value:g} by human" in invoke("show", "ro-calc-000").output
+    why = invoke("why", "ro-calc-000").output
+    assert "reward 0.75: the evaluator's reward" in why
+    assert f"recorded reward {value:g} by human" in why
+
+
+@pytest.mark.parametrize("rating", ["nan", "good"])
+def test_rating_that_is_no_number_is_refused(store_of, rating):
+    store_of(fill, 1)
+    assert f"a number, not '{rating}'" in invoke("runs", "rate", "ro-calc-000", rating).stderr
+    assert "is still queued" in invoke("runs", "rate", "ro-calc-waits", "up").stderr
+
+
 def test_rm_removes_finished_rollouts_only(store_of):
     store_of(fill, 3)
     assert "removed 2 rollouts\n" == invoke("runs", "rm", "ro-calc-000", "ro-calc-002").output
@@ -508,7 +526,7 @@ def test_tree_keeps_deep_and_circular_spans():
 def test_why_accounts_for_every_call(store_of):
     store_of(fill, 1)
     output = invoke("why", "ro-calc-000").output
-    assert "3 calls recorded, 1 rejected; 1 rows, 4 tokens train" in output
+    assert "3 calls recorded, 1 rejected; 1 row with 4 sampled tokens" in output
     assert "rejected, error" in output
     found = json.loads(invoke("why", "latest", "--json", "--store", "runs/agl.db").output)
     assert "ro-calc-waits" == found["rollout_id"]
@@ -531,7 +549,7 @@ def test_why_counts_rewards_by_the_settings_of_the_experiments_last_step(store_o
         await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded", spans=spans)])
 
     store_of(finish)
-    assert "1 rewards came with the agent's own token and do not count" in invoke("why", "latest").output
+    assert "1 reward came with the agent's own token and does not count" in invoke("why", "latest").output
     trusting = AlgorithmState(step=1, settings={"experiment.trust_agent_rewards": "true"})
     store_of(save_progress, ExperimentRecord(name="one"), {"grpo": trusting})
     output = invoke("why", "latest").output

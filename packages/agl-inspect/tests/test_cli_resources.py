@@ -120,6 +120,24 @@ def test_show_gives_lineage_and_text_and_takes_a_label(run: Callable[..., Result
     assert '"calc": "adds"' in run("show", "tools").output
 
 
+def test_publish_makes_the_text_of_a_file_the_next_version_of_a_prompt(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
+    (tmp_path / "text.md").write_text("Be kind.\nAnswer {q}\n")
+    (tmp_path / "wrong.md").write_text("Answer {question}")
+
+    published = run("publish", "prompt", str(tmp_path / "text.md"))
+
+    version = published.output.split()[-1]
+    assert f"published prompt {version}\n" == published.output
+    assert f"lineage: {version} <- v2 <- v1" in run("show", "prompt").output
+    assert run("show", "prompt").output.endswith("Be kind.\nAnswer {q}\n")
+    refused = run("publish", "prompt", str(tmp_path / "wrong.md")).stderr
+    assert "placeholders ['question'], which agents do not fill" in refused, refused
+    assert "'tools' is no prompt (JsonResource)" in run("publish", "tools", str(tmp_path / "text.md")).stderr
+    assert 0 == run("publish", "new", str(tmp_path / "text.md")).exit_code
+
+
 def test_diff_prints_what_changed_and_says_so_in_the_exit_status(run: Callable[..., Result]) -> None:
     changed = run("diff", "prompt", "v1", "v2")
     assert (1, True) == (changed.exit_code, "-Be brief.\n+Be exact.\n Answer {q}\n" in changed.output)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from agl.contracts import ExperimentRecord, Presence, Store
 from agl.schemas import Rollout
-from agl_inspect.records.workers import worker_name
+from agl_inspect.presence import worker_name
 from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
 
@@ -36,10 +36,10 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return run
 
 
-def announcing(name: str, member: str, *, owner: str = "") -> Callable[[Store], Awaitable[None]]:
+def announcing(name: str, member: str, *, session: str = "s") -> Callable[[Store], Awaitable[None]]:
     async def work(store: Store) -> None:
-        await store.save_state({}, experiment=ExperimentRecord(name=name, owner=owner))
-        await store.announce(Presence(experiment=name, member=member, session="s", since=12.0))
+        await store.save_state({}, experiment=ExperimentRecord(name=name))
+        await store.announce(Presence(experiment=name, member=member, session=session, since=12.0))
 
     return work
 
@@ -53,8 +53,8 @@ def test_workers_are_busy_idle_or_gone(use: Callable[..., None]) -> None:
     trainer, busy, gone = "boss@x:7:a", "node1@y:8:b", "node2@z:9:c"
     use(announcing("sql", gone), late_s=60)
     use(announcing("other", "node3@z:10:d"))
-    use(announcing("sql", "", owner=trainer))
-    use(announcing("sql", busy, owner=trainer))
+    use(announcing("sql", "", session=trainer))
+    use(announcing("sql", busy, session=trainer))
 
     async def claim(store: Store) -> None:
         await store.enqueue([Rollout(rollout_id=f"ro-{at}", task=at, experiment="sql") for at in range(3)])

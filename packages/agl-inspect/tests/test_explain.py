@@ -3,6 +3,8 @@
 import math
 import struct
 
+from msgspec.structs import replace
+
 from agl import semconv
 from agl.contracts import CallUse
 from agl.episodes._scores import ScoreOptions
@@ -24,14 +26,21 @@ def test_explain_says_what_became_of_every_call() -> None:
         reward_span(5, 0.5),
     ]
     text = "\n".join(explain(build_episode(ROLLOUT, ATTEMPT, spans), spans))
-    assert "rollout r is succeeded; attempt 1 succeeded" in text
+    assert "rollout r: succeeded; attempt 1 succeeded" in text
     assert "reward 0.5: the environment's reward" in text
-    assert "1 rewards came with the agent's own token and do not count" in text
-    assert "3 calls recorded, 1 rejected; 2 rows, 3 tokens train; 1 prompts drifted" in text
+    assert "1 reward came with the agent's own token and does not count" in text
+    assert "3 calls recorded, 1 rejected; 2 rows with 3 sampled tokens; 1 prompt drifted" in text
     assert "call c1 (agent 'writer', turn 0, p, 2 + 2 tokens): row 0 at 2" in text
     assert "call c3 (agent 'writer', turn 1, p, 4 + 1 tokens): row 1 at 4; drift: " in text
     assert "call c2 (no agent, turn 0, p, 0 + 1 tokens): rejected, missing_token_ids: the backend returned none" in text
     assert "missing_token_ids: Ask the backend for token ids" in text
+
+
+def test_explain_claims_no_training_for_a_validation_rollout() -> None:
+    spans = [call_span(1, prompt=(1, 2), response=(3, 4))]
+    rollout = replace(ROLLOUT, mode="val")
+    text = "\n".join(explain(build_episode(rollout, ATTEMPT, spans), spans))
+    assert "1 call recorded, 0 rejected; 1 row with 2 sampled tokens, which do not train" in text
 
 
 def test_explain_names_each_reward_with_its_parts_and_the_words_of_its_judge() -> None:
@@ -63,7 +72,7 @@ def test_explain_counts_late_rewards_and_trusts_where_told() -> None:
     text = "\n".join(explain(episode, spans, scores=scores))
     assert "reward 1: the agent's reward" in text
     assert "own token" not in text
-    assert "1 rewards were reported by the attempt after it was decided and do not count" in text
+    assert "1 reward was reported by the attempt after it was decided and does not count" in text
 
 
 def test_explain_of_no_calls_says_what_was_expected_and_what_to_check() -> None:

@@ -9,15 +9,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from agl.contracts import ExperimentRecord, RolloutQuery, Store, Trained
+from agl.contracts import ExperimentRecord, Presence, RolloutQuery, Store, Trained
 from agl.errors import ConfigError, FencedError, StoreError
 from agl.schemas import Outcome, Rollout
 from agl.stores import MemoryStore
-from agl_inspect.ownership import Owner, Ownership
-from agl_inspect.records.workers import host_id, worker_name
+from agl_inspect.ownership import Ownership
+from agl_inspect.presence import worker_name
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import eventually
 
@@ -47,11 +46,9 @@ def own(store: Store, folder: str, *, lease_s: float = 60.0, beat_s: float = 0.0
     return Ownership(store, "e", workdir=Path("/trainers") / folder, lease_s=lease_s, beat_s=beat_s)
 
 
-async def leave_owner(store: Store, **changes: Any) -> None:
-    """Write the token and beat that a killed trainer leaves; without ``changes``, the trainer of another machine."""
-    owner = Owner(worker="host@elsewhere:1:0", host="host", host_id="elsewhere", pid=1, workdir="/trainers/one")
-    token = msgspec.json.encode(msgspec.structs.replace(owner, **changes))
-    await store.save_state({"experiment/e/owner": token, "experiment/e/owner/beat": b"7"})
+async def leave_owner(store: Store, name: str = "host@elsewhere:1:0", workdir: str = "/trainers/one") -> None:
+    """Write the presence that a killed trainer leaves; without arguments, that of a trainer on another machine."""
+    await store.announce(Presence(experiment="e", session=name, details={"workdir": workdir}))
 
 
 def test_second_trainer_from_another_folder_is_refused_with_the_first_ones_place(opener: Opener) -> None:
@@ -66,7 +63,7 @@ def test_second_trainer_from_another_folder_is_refused_with_the_first_ones_place
                 pass
         async with own(second, "two"):
             pass
-        assert {} == await second.load_state("")
+        assert [] == await second.presences("e")
 
     run(opener, body)
 
@@ -98,12 +95,12 @@ def test_owner_that_was_killed_elsewhere_is_replaced_after_its_lease(
 def test_owner_that_was_killed_on_this_machine_is_replaced_at_once(opener: Opener) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
-    dead = {"worker": worker_name().replace(f":{os.getpid()}:", f":{ended.pid}:"), "host_id": host_id()}
-    same_folder = {"worker": worker_name(), "host_id": host_id(), "workdir": "/trainers/two"}  # its lock is held here
+    dead = (worker_name().replace(f":{os.getpid()}:", f":{ended.pid}:"), "/trainers/one")
+    same_folder = (worker_name(), "/trainers/two")  # its lock is held here
 
     async def body(first: Store, second: Store) -> None:
-        for changes in (dead, same_folder):
-            await leave_owner(first, **changes)
+        for name, workdir in (dead, same_folder):
+            await leave_owner(first, name, workdir)
             async with asyncio.timeout(30), own(second, "two", lease_s=600):
                 pass
 
@@ -179,10 +176,10 @@ def test_store_that_is_away_for_a_while_does_not_end_the_ownership(
     class Away(MemoryStore):
         is_away = False
 
-        async def save_state(self, *args: Any, **kwargs: Any) -> None:
+        async def announce(self, *args: Any, **kwargs: Any) -> None:
             if self.is_away:
                 raise StoreError("the store is away")
-            await super().save_state(*args, **kwargs)
+            await super().announce(*args, **kwargs)
 
     async def main() -> None:
         store = Away()

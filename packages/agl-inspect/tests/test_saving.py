@@ -8,8 +8,8 @@ import pytest
 from agl.contracts import RolloutQuery
 from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
+from agl_inspect.presence import worker_name
 from agl_inspect.records.state import AlgorithmState, deferral, saved_marks, unsaved
-from agl_inspect.records.workers import worker_name
 from agl_inspect.versions import list_versions, shown
 from agl_run.run.saving import remove_unreachable, to_end
 

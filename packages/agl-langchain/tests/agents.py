@@ -25,14 +25,14 @@ def asked(task: Any) -> dict[str, Any]:
 
 
 def chain(llm: Any) -> Runnable[Any, Any]:
-    """Plain LangChain: a prompt, a model, a parser, under a name."""
+    """A plain LangChain chain with a name: a prompt, a model and a parser."""
     return (ChatPromptTemplate.from_template("{question}") | model_of(llm) | StrOutputParser()).with_config(
         run_name="writer"
     )
 
 
 def graph(llm: Any) -> Any:
-    """Plain LangGraph: two nodes that call the model."""
+    """A plain LangGraph graph: two nodes that call the model."""
     model = model_of(llm)
 
     def plan(state: MessagesState) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def graph(llm: Any) -> Any:
 
 
 def flow(llm: Any) -> Any:
-    """LangGraph's functional API: an entry point with two tasks, of which the second calls the model in a chain."""
+    """LangGraph's functional API: an entry point with two tasks, the second of which calls the model in a chain."""
     model = model_of(llm)
 
     @task
@@ -73,7 +73,7 @@ def flow(llm: Any) -> Any:
 
 
 def flow_async(llm: Any) -> Any:
-    """The same flow with coroutines; a task calls another one, and both tasks are named like an agent's nodes."""
+    """The same flow with coroutines; one task calls another, and both have names of an agent's nodes."""
     model = model_of(llm)
 
     @task(name="model")
@@ -122,7 +122,7 @@ def broken(question: str) -> str:
 
 
 def in_graph(agent: Any, name: str) -> Any:
-    """An agent as a node of a larger graph."""
+    """Put an agent into a larger graph as a node."""
     builder = StateGraph(MessagesState)
     builder.add_node(name, agent)
     builder.add_edge(START, name)
@@ -135,7 +135,7 @@ def agent(llm: Any, tools: list[BaseTool], *, name: str | None = "helper") -> An
 
 
 def swarm(llm: Any) -> Any:
-    """Two agents in a graph; the first hands off to the second."""
+    """A graph of two agents, the first of which hands off to the second."""
 
     @tool
     def transfer_to_writer(tool_call_id: Annotated[str, InjectedToolCallId]) -> Any:
@@ -164,7 +164,7 @@ def supervisor(llm: Any) -> Any:
 
 
 def failing_graph(llm: Any) -> Any:
-    """A node that raises after its model call."""
+    """A graph whose node raises after the model call."""
     model = model_of(llm)
 
     def write(state: MessagesState) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def failing_graph(llm: Any) -> Any:
 
 
 def in_threads(work: Any, argument: Any) -> list[Any]:
-    """Run work in a thread and in an executor of the agent's own."""
+    """Run work in a new thread, and in an executor that the agent creates."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(work(argument)))
     thread.start()

@@ -13,11 +13,12 @@ from .rollouts import Script
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let two habits of LangChain pass.
+    """Ignore warnings that two habits of LangChain cause.
 
-    It leaves its HTTP clients to the garbage collector, so their sockets close unannounced. And it silences warnings
-    of pydantic about tools for a moment, for all threads at once, so that of two threads that make tools one may
-    still warn.
+    LangChain leaves its HTTP clients to the garbage collector, so their sockets are never closed explicitly. It also
+    silences pydantic's warnings about tools for a moment, for all threads at once; if two threads make tools at the
+    same
+    time, one of them may still warn.
     """
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
@@ -26,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def collected() -> Iterator[None]:
-    """Collect garbage after the last test too, so that its warnings are ignored here."""
+    """Collect garbage after the last test, so that the warnings about unclosed sockets are ignored here."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -35,7 +36,7 @@ def collected() -> Iterator[None]:
 
 @pytest.fixture
 def server() -> Iterator[ScriptedModelServer]:
-    """Start a scripted model that uses the tools it is offered."""
+    """Start a scripted model that calls the tools that requests offer."""
     with ScriptedModelServer(respond=Script()) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""A chat model that bypasses the wire hook: the run reports it by its class, and does not train on the other calls."""
+"""A chat model that bypasses the wire hook: the run reports its class, and does not train on the other calls."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from .rollouts import play
 
 
 class ChatPigeon(BaseChatModel):
-    """Answers without HTTP."""
+    """A chat model that answers without HTTP."""
 
     @property
     def _llm_type(self) -> str:

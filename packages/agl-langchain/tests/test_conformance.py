@@ -1,4 +1,4 @@
-"""The tracer passes the tests that every tracer passes, with a chain, a graph, a tool and a model."""
+"""The tracer passes the tests for all tracers, with a chain, a graph, a tool and a model."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,6 @@
-"""Queries written, checked and rewritten in the manner of Agent Lightning's example of SQL with LangGraph.
+"""Writing, checking and rewriting queries, like Agent Lightning's example of SQL with LangGraph.
 
-Only the import line is another.
+Only the import line differs.
 """
 
 import logging
@@ -111,7 +111,7 @@ class LitQuerist(agl.LitAgent[dict[str, Any]]):
 
 
 def run(database: Path, query: str) -> str:
-    """Return the rows of a query, or its error."""
+    """Return the rows that a query finds, or the error message."""
     connection = sqlite3.connect(database)
     try:
         return str(connection.execute(query).fetchall())

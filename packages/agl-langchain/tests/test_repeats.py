@@ -1,4 +1,4 @@
-"""Models in a program's modules, used by eight rollouts at once and by one run after the other."""
+"""Models created in a program's modules, used by eight rollouts at once and by successive runs."""
 
 import asyncio
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def blocking(model: ChatOpenAI) -> Callable[[Any], Any]:
 
 
 def own_loop(model: ChatOpenAI) -> Callable[[Any], Any]:
-    """Starts an event loop for each rollout, while LangChain's asynchronous clients are shared by the process."""
+    """Start an event loop for each rollout, while all rollouts share LangChain's asynchronous clients."""
 
     async def twice(question: str) -> None:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""LangGraph nodes as roles: their names in the graph's code select a policy, and an algorithm selects them."""
+"""LangGraph nodes as roles: a policy, or an algorithm's agents, are chosen by the names of nodes."""
 
 import asyncio
 from typing import Any
@@ -27,7 +27,7 @@ def server():
 
 
 async def team(task: Any) -> None:
-    """Nodes that call one model, and a node that is an agent with its own name."""
+    """Run nodes that call one model, and a node that is an agent with another name."""
     model = ChatOpenAI(model="gpt-5", base_url="http://127.0.0.1:9/v1", api_key="sk-own")
     editor = create_agent(model, tools=[], name="editor")
     builder = StateGraph(MessagesState)

@@ -54,7 +54,7 @@ def attempt_into(spans: list[agl.Span], tracer: LangChainTracer) -> ActiveAttemp
 
 
 def observe(work: Any, tracer: LangChainTracer) -> list[agl.Span]:
-    """Return the spans of ``work``, during which the tracer is installed."""
+    """Install the tracer, call ``work``, and return the spans."""
     spans: list[agl.Span] = []
     tracer.install()
     try:

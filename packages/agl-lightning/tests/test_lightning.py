@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import new_class
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import agl_lightning as lightning
 from agl.errors import ConfigError
 from agl.schemas import Outcome, RetryPolicy, Reward, Rollout, Span
 from agl_lightning import APO, LLM, VERL, AttemptedRollout, LitAgent, PromptTemplate, Trainer
-from agl_lightning.replaced import REPLACED as REMEDIES
+from agl_lightning.replaced import remedies
 from agl_run import AgentSpec, policy
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +27,7 @@ SAID = Span(**IDS, name="message", attributes={"agl.message": "hi", "agl.object"
 
 
 class Client:
-    """The two attributes of a client of ``openai`` that count."""
+    """A client like those of ``openai``, with the two attributes that matter here."""
 
     base_url, api_key = "http://127.0.0.1:1/v1/", None
 
@@ -36,7 +37,7 @@ def named(task: Any, llm: Any = None, prompt_template: Any = None) -> Any:
 
 
 def emitted(emit: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    """An emitter outside of a rollout does nothing."""
+    """Call an emitter outside of a rollout, where it does nothing."""
     return emit(*args, **settings)
 
 
@@ -85,7 +86,7 @@ WORKS: dict[str, Callable[[Any], bool]] = {
     "emit_exception": lambda name: emitted(name, ValueError("x"), {"a": 1}) is None,
     "emit_message": lambda name: emitted(name, "x", {"a": 1}) is None,
     "emit_object": lambda name: emitted(name, {"x": 1}, attributes={"a": 1}) is None,
-    "emit_reward": lambda name: emitted(name, {"a": 1.0}, primary_key="a") is None,
+    "emit_reward": lambda name: lightning.get_reward_value(name({"a": 1.0, "b": 0.5}, primary_key="a")) == 1.0,
     "find_final_reward": lambda name: name([SAID, REWARD, SAID]) == 0.5,
     "find_reward_spans": lambda name: name([SAID, REWARD]) == [REWARD],
     "get_message_value": lambda name: [name(REWARD), name(SAID)] == [None, "hi"],
@@ -168,7 +169,7 @@ REPLACED = [
 
 @pytest.fixture(autouse=True)
 def loggers() -> Any:
-    """Put the loggers back that a test sets up."""
+    """Restore the loggers that a test sets up."""
     kept = {name: logging.getLogger(name) for name in ("agl", "agl_run", "agl.toy", "mine")}
     before = {name: (log.level, log.propagate, log.handlers[:]) for name, log in kept.items()}
     yield
@@ -186,17 +187,39 @@ def test_name_of_agent_lightning_works(name: str) -> None:
 @pytest.mark.parametrize("name", REPLACED)
 def test_name_of_agent_lightning_says_what_replaced_it(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^Agent Lightning's {name} has no counterpart of its form here; ") as raised:
-        getattr(lightning, name)
+        getattr(lightning, name)()
     page = re.search(r"\(see (docs/\S+\.md)\)$", str(raised.value))
     assert page is not None
     assert (ROOT / page[1]).is_file()
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "call": lambda name: name(port=1),
+    "subclass": lambda name: new_class("Own", (name,)),
+    "attribute": lambda name: name.ADDRESS,
+    "type argument": lambda name: name[int],
+    "members": list,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_replaced_name_can_be_imported_and_is_refused_when_it_is_used(use: str) -> None:
+    from agl_lightning import Hook, make_tag_attributes  # pyright: ignore[reportAttributeAccessIssue]  # by __getattr__
+
+    def annotated(hook: Hook | None = None) -> Any:  # pyright: ignore[reportInvalidTypeForm]
+        return hook
+
+    assert annotated() is None
+    for name in (Hook, make_tag_attributes):
+        with pytest.raises(ConfigError, match="has no counterpart of its form here"):
+            USES[use](name)
 
 
 def test_hooks_that_messages_and_the_page_name_exist() -> None:
     with pytest.raises(ConfigError) as refused:
         Trainer(hooks=[1])
     page = (ROOT / "docs/how-to/agent-lightning.md").read_text(encoding="utf-8")
-    text = f"{refused.value} {REMEDIES} {page.partition('## Names that were replaced')[2]}"
+    text = f"{refused.value} {remedies()} {page.partition('## Names that were replaced')[2]}"
     named = set(re.findall(r"\bagl_(?!run\b)\w+", text))
     reference = (ROOT / "docs/reference/hooks.md").read_text(encoding="utf-8")
     assert {"agl_exporters"} == {name for name in named if f"### `{name}(" in reference} == named
@@ -234,6 +257,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "best prompt": (lambda: APO(Client()).get_best_prompt(), "call trainer.fit"),
     "class of VERL": (lambda: VERL({}, trainer_cls=int), r"VERL got \['trainer_cls'\]"),
     "model of VERL": (lambda: Trainer(algorithm=VERL({})), "set actor_rollout_ref.model.path"),
+    "address": (lambda: Trainer(strategy={"type": "cs", "server_port": 99}), r"got \{'server_port': 99\}"),
     "side": (lambda: lightning.ClientServerExecutionStrategy("runner"), "`agl worker` on the other machines"),
     "runner hooks": (
         lambda: lightning.LitAgentRunner().run_context(agent=named, store=Client, hooks=[1]).__enter__(),  # pyright: ignore[reportArgumentType]
@@ -258,6 +282,51 @@ def test_trainer_takes_the_arguments_of_both_projects() -> None:
     ).config
     assert (2, "mine", 3) == (config.runner.concurrency, config.experiment.name, config.experiment.seed)
     assert 4 == Trainer(strategy={"type": "cs", "n_runners": 4}).n_runners
+
+
+def test_role_that_the_environment_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGL_CURRENT_ROLE", "runner")
+    with pytest.raises(ConfigError, match=r"'AGL_CURRENT_ROLE': 'runner'.*`agl worker` on the other machines"):
+        Trainer()
+
+
+def test_classes_of_agent_lightning_are_found_by_their_paths() -> None:
+    trainer = Trainer(algorithm="agentlightning.algorithm.Baseline", tracer="agentlightning.tracer.OtelTracer")
+    assert isinstance(trainer.algorithm, lightning.Baseline)
+
+
+@lightning.rollout
+def marked(task: Any, prompt_template: PromptTemplate) -> float:
+    return float(prompt_template.format(x=task))
+
+
+def test_marked_function_has_the_methods_of_an_agent() -> None:
+    resources = {"main_prompt": PromptTemplate(template="{x}", engine="f-string")}
+    assert not marked.is_async()
+    assert 2.0 == marked.rollout(2, resources, RECORD)
+    assert ("task", "prompt_template") == AgentSpec.of(marked).load().parameters
+
+
+def test_reward_of_the_last_triplet_is_the_rollouts() -> None:
+    def answer(task: Any) -> Any:
+        return [lightning.Triplet(prompt={}, response={}, reward=value) for value in (0.25, 0.75, None)]
+
+    result = Trainer(store=lightning.InMemoryLightningStore()).dev(lightning.rollout(answer), [1])
+    assert [0.75] == [episode.reward for episode in result.episodes]
+
+
+def test_store_queues_rollouts_publishes_resources_and_is_queried() -> None:
+    async def main() -> None:
+        store = lightning.InMemoryLightningStore()
+        (version,) = await store.add_resources({"p": PromptTemplate(template="x", engine="plain")})
+        queued = [await store.enqueue_rollout(input=number, metadata={"n": number}) for number in range(3)]
+        assert queued == await store.query_rollouts()
+        assert queued[1] == await store.get_rollout_by_id(queued[1].rollout_id)
+        assert [] == await store.query_rollouts(status_in=["failed"])
+        assert await store.get_rollout_by_id("ro-none") is None
+        assert version.version == (await store.resource("p")).version
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("is_dev", [True, False])

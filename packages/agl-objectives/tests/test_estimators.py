@@ -10,7 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
-from agl_objectives.advantages import estimate
+from agl.schemas import CallCredit
+from agl_objectives.advantages import call_advantages
+from agl_objectives.comparison import Rule, Score, group_relative
 from agl_objectives.contract import Scores
 from agl_objectives.registry import estimators, find_estimator
 
@@ -22,17 +24,39 @@ DIVIDING = ["grpo", "grpo_passk", "reinforce++", "reinforce++-baseline"]
 rewards = st.lists(st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_size=6), min_size=1, max_size=5)
 
 
-def one_call_each(groups: list[list[float]], estimator: str) -> list[list[float]]:
+def advantages(
+    values: list[float],
+    estimator: str,
+    *,
+    rollouts: list[int],
+    places: list[int],
+    tokens: list[int] | None = None,
+) -> list[float]:
+    """Return the advantage of every call; `rollouts` has the rollout of each call, and `places` the rollout's group."""
+    credits: list[list[CallCredit]] = [[] for _ in range(max(rollouts, default=-1) + 1)]
+    groups = [0] * len(credits)
+    for number, (value, rollout, place) in enumerate(zip(values, rollouts, places, strict=True)):
+        credits[rollout].append(CallCredit(span_id=str(number), value=value, baseline=""))
+        groups[rollout] = place
+    counts = {str(number): count for number, count in enumerate(tokens or [1] * len(values))}
+    found = call_advantages(credits, groups=groups, tokens=counts, estimator=find_estimator(estimator).call)
+    return [found[rollout][str(number)] for number, rollout in enumerate(rollouts)]
+
+
+def one_call_each(groups: list[list[float]], estimator: str, *, tokens: list[int] | None = None) -> list[list[float]]:
     """Return the advantages of rollouts with one call each, by group."""
     values = [v for group in groups for v in group]
     places = [g for g, group in enumerate(groups) for _ in group]
-    result = estimate(
-        torch.tensor(values, dtype=torch.float64),
-        rollouts_N=torch.arange(len(values)),
-        groups_N=torch.tensor(places),
-        estimator=find_estimator(estimator).call,
-    ).tolist()
+    result = advantages(values, estimator, rollouts=list(range(len(values))), places=places, tokens=tokens)
     return [[result.pop(0) for _ in group] for group in groups]
+
+
+@given(rewards, st.sampled_from(["grpo", "dr_grpo", "rloo"]))
+def test_scores_are_grouped_alike_with_and_without_torch(groups: list[list[float]], estimator: Rule) -> None:
+    flat = [(g, v) for g, group in enumerate(groups) for v in group]
+    scores = [Score(value=v, group=g, rollout=n, calls=[]) for n, (g, v) in enumerate(flat)]
+    found, _ = group_relative(scores, rule=estimator)
+    assert found == pytest.approx([a for group in one_call_each(groups, estimator) for a in group], abs=1e-9)
 
 
 @given(rewards)
@@ -79,21 +103,18 @@ def test_reinforce_plus_plus_baseline_scales_by_the_batch_after_the_group_mean(g
 def test_statistics_count_rollouts_however_often_the_agent_calls(
     groups: list[list[float]], data: st.DataObject, estimator: str
 ) -> None:
-    values, rollouts, places, expected = [], [], [], []
+    values, rollouts, places, expected = list[float](), list[int](), list[int](), list[float]()
     plain = one_call_each(groups, estimator)
+    rollout = 0
     for g, group in enumerate(groups):
         for i, value in enumerate(group):
             for _ in range(data.draw(st.integers(1, 5), label="calls")):
                 values.append(value)
-                rollouts.append(100 * g + i)
+                rollouts.append(rollout)
                 places.append(7 * g)
                 expected.append(plain[g][i])
-    actual = estimate(
-        torch.tensor(values, dtype=torch.float64),
-        rollouts_N=torch.tensor(rollouts),
-        groups_N=torch.tensor(places),
-        estimator=find_estimator(estimator).call,
-    ).tolist()
+            rollout += 1
+    actual = advantages(values, estimator, rollouts=rollouts, places=places)
     assert expected == pytest.approx(actual, abs=1e-9)
 
 
@@ -124,25 +145,14 @@ def test_a_huge_reward_in_one_group_does_not_silence_another(estimator: str) -> 
 
 
 def test_turn_values_are_compared_with_the_mean_of_rollouts() -> None:
-    advantages = estimate(
-        torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64),
-        rollouts_N=torch.tensor([0, 0, 1]),
-        groups_N=torch.tensor([0, 0, 0]),
-        estimator=find_estimator("dr_grpo").call,
-    )
-    assert advantages.tolist() == [0.0, 2.0, -1.0]
+    assert [0.0, 2.0, -1.0] == advantages([1.0, 3.0, 0.0], "dr_grpo", rollouts=[0, 0, 1], places=[0, 0, 0])
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_turns_of_equal_rollouts_differ_only_where_nothing_is_divided(estimator: str) -> None:
-    advantages = estimate(
-        torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64),
-        rollouts_N=torch.tensor([0, 0, 1, 1]),
-        groups_N=torch.tensor([0, 0, 0, 0]),
-        estimator=find_estimator(estimator).call,
-    )
+    found = advantages([1.0, 0.0, 0.0, 1.0], estimator, rollouts=[0, 0, 1, 1], places=[0] * 4)
     expected = [0.0] * 4 if estimator in DIVIDING else [0.5, -0.5, -0.5, 0.5]
-    assert expected == advantages.tolist()
+    assert expected == found
 
 
 @given(rewards, st.data())
@@ -155,14 +165,8 @@ def test_opo_weighs_the_mean_of_a_group_by_tokens(groups: list[list[float]], dat
         baseline = sum(n * v for n, v in zip(own, group, strict=True)) / sum(own)
         is_silent = max(group) == min(group)
         expected += [0.0 if is_silent else v - baseline for v in group]
-    found = estimate(
-        torch.tensor(flat, dtype=torch.float64),
-        rollouts_N=torch.arange(len(flat)),
-        groups_N=torch.tensor([g for g, group in enumerate(groups) for _ in group]),
-        estimator=find_estimator("opo").call,
-        tokens_N=torch.tensor(tokens),
-    )
-    assert expected == pytest.approx(found.tolist(), abs=1e-9)
+    found = [a for group in one_call_each(groups, "opo", tokens=tokens) for a in group]
+    assert expected == pytest.approx(found, abs=1e-9)
 
 
 @given(rewards)
@@ -197,6 +201,4 @@ def test_remax_subtracts_the_greedy_rollout_or_says_that_it_is_missing() -> None
 
 
 def test_no_calls_give_no_advantages() -> None:
-    empty = torch.zeros(0, dtype=torch.float64)
-    index = torch.zeros(0, dtype=torch.int64)
-    assert len(estimate(empty, rollouts_N=index, groups_N=index, estimator=find_estimator("grpo").call)) == 0
+    assert [{}] == call_advantages([[]], groups=[0], tokens={}, estimator=find_estimator("grpo").call)

@@ -13,14 +13,14 @@ from .rollouts import Script
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ignore unclosed sockets: these programs leave their HTTP clients to the garbage collector."""
+    """Ignore warnings about unclosed sockets, since these programs never close their HTTP clients."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def collected() -> Iterator[None]:
-    """Collect garbage after the last test too, so that its warnings are ignored here."""
+    """Collect garbage after the last test, so that the warnings about unclosed sockets are ignored here."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -29,7 +29,7 @@ def collected() -> Iterator[None]:
 
 @pytest.fixture
 def server() -> Iterator[ScriptedModelServer]:
-    """Start a scripted model that uses the tools it is offered."""
+    """Start a scripted model that calls the tools that requests offer."""
     with ScriptedModelServer(respond=Script()) as running:
         yield running
 

@@ -71,7 +71,7 @@ def boss(client: AsyncOpenAI) -> Agent[Any]:
 
 
 async def traced(agent: Agent[Any], question: str) -> None:
-    """A run within a workflow that the program named."""
+    """Run an agent in a trace that the program named."""
     with trace("joke"):
         await Runner.run(agent, question)
 
@@ -83,7 +83,7 @@ async def stream(agent: Agent[Any], question: str) -> None:
 
 
 def in_threads(make_agent: Callable[[], Agent[Any]], question: str) -> None:
-    """Run the agent in a thread and in an executor of the program's own."""
+    """Run the agent in a new thread, and in an executor that the program creates."""
 
     def work() -> None:
         Runner.run_sync(make_agent(), question)

@@ -37,7 +37,7 @@ class Played:
 
     @property
     def who(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return agent and path of every training call, in order."""
+        """Return the agent and the path of every training call, in order."""
         return [(t.agent, t.path) for t in self.episode.transitions if not t.reject]
 
     def named(self, name: str) -> Span:
@@ -46,7 +46,7 @@ class Played:
 
 
 class Script:
-    """The model's answers: it calls each offered tool once, then answers; it fails where the prompt asks for it."""
+    """Scripts the model: it calls each offered tool once, then answers; a prompt can ask for failures."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ def mark_of(text: str) -> str:
 def play(
     agent: Any, server: ScriptedModelServer, *tracers: Tracer, count: int = 1, gateway: bool = False, task: str = ""
 ) -> list[Played]:
-    """Run ``count`` rollouts at once; each has a mark of its own in its question."""
+    """Run ``count`` rollouts at once; the question of each contains a different mark."""
     return asyncio.run(_play(agent, server, tracers, count=count, gateway=gateway, task=task))
 
 
@@ -139,7 +139,7 @@ async def _finished(store: MemoryStore, rollout_id: str) -> Played:
 
 
 def check(played: Sequence[Played], server: ScriptedModelServer, *, errors: int = 0) -> None:
-    """Check that no call is lost or misplaced, ids equal the server's, there is one tree, and all spans are closed."""
+    """Check that calls are complete and in place, ids are the server's, spans form one tree, and all are closed."""
     for run in played:
         sent = [call for call in server.calls if mark_of(call.body.decode()) == run.mark]
         assert len(sent) == len(run.calls)
@@ -157,7 +157,7 @@ def check(played: Sequence[Played], server: ScriptedModelServer, *, errors: int 
 
 
 def check_tree(run: Played) -> None:
-    """Check that there is one tree in which every model call is inside a span that the framework reported."""
+    """Check that all spans form one tree in which a span of the framework encloses every model call."""
     ids = {span.span_id: span for span in run.spans}
     assert len(ids) == len(run.spans)
     assert [] == [span.name for span in run.spans if "still open" in span.status_message]
@@ -170,7 +170,7 @@ def check_tree(run: Played) -> None:
 
 @dataclass(frozen=True)
 class SentIds:
-    """The tokens of one answer, as the server sent them."""
+    """The tokens of one prompt and answer, as the server sent them."""
 
     response_id: str
     prompt: list[int]

@@ -1,4 +1,4 @@
-"""A program's own model that bypasses the wire hook: the run reports it by its class, once for each call."""
+"""A program's own model that bypasses the wire hook: the run reports the model's class, once for each call."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,7 +21,7 @@ def message(text: str) -> ResponseOutputMessage:
 
 
 class Pigeon(Model):
-    """Answers without HTTP."""
+    """A model that answers without HTTP."""
 
     model = "dove"
 
@@ -43,7 +43,7 @@ class Pigeon(Model):
 
 
 class ReportingPigeon(Pigeon):
-    """Makes the SDK's span for its call itself."""
+    """A model that makes the SDK's span for the call itself."""
 
     async def get_response(self, *args: Any, **options: Any) -> ModelResponse:
         with generation_span(model="dove"):
@@ -51,7 +51,7 @@ class ReportingPigeon(Pigeon):
 
 
 class Relay(Model):
-    """Calls a model of the SDK, or a client over httpx."""
+    """A model that calls a model of the SDK, or a client that uses httpx."""
 
     def __init__(self, llm: Any, *, is_sdk: bool) -> None:
         self._llm = llm

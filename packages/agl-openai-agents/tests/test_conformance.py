@@ -13,7 +13,7 @@ from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScena
 
 
 class ProbeModel(Model):
-    """Answers at once, and does the work at the point where a model call would be sent."""
+    """A model that answers at once, and calls ``work`` where it would send a request."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -57,7 +57,7 @@ class TestOpenAIAgentsTracer(TracerConformance):
 
 @pytest.fixture(autouse=True)
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of rollouts the SDK would send traces to its vendor."""
+    """Remove the SDK's trace processors, which outside of rollouts would send traces to OpenAI."""
     from agents import set_trace_processors
 
     set_trace_processors([])

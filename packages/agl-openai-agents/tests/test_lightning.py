@@ -1,6 +1,6 @@
-"""Answers from found passages in the manner of Agent Lightning's example with the OpenAI Agents SDK.
+"""Answering from passages, like Agent Lightning's example with the OpenAI Agents SDK.
 
-Only the import line is another.
+Only the import line differs.
 """
 
 import re
@@ -25,7 +25,7 @@ def retrieve(query: str) -> str:
 
 
 class Librarian(agl.LitAgent[dict[str, Any]]):
-    """Answers from passages; validates with the training method, and with resources of its own."""
+    """Answers from passages; validation uses the training method with other resources."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Agents and clients in a program's modules, used by eight rollouts at once and by one run after the other."""
+"""Agents and clients created in a program's modules, used by eight rollouts at once and by successive runs."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def run_sync(_: AsyncOpenAI) -> Callable[[Any], Any]:
 
 
 def own_loop(client: AsyncOpenAI) -> Callable[[Any], Any]:
-    """Starts an event loop for each rollout, with a client of the program's own."""
+    """Start an event loop and a client for each rollout."""
 
     async def twice(question: str) -> None:
         for _ in range(2):

@@ -43,7 +43,7 @@ async def solve(task, config):
 
 
 class Watching(TracingProcessor):
-    """A program's own processor, which collects what it receives."""
+    """A program's own trace processor, which collects the traces and spans that it receives."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -69,7 +69,7 @@ class Watching(TracingProcessor):
 
 @pytest.fixture(autouse=True)
 def watching() -> Any:
-    """Install the program's processor in place of the SDK's exporter."""
+    """Install the program's processor instead of the SDK's exporter."""
     processor = Watching()
     set_trace_processors([processor])
     yield processor
@@ -82,7 +82,7 @@ def there() -> tuple[Any, ...]:
 
 
 def observe(work: Any, tracer: OpenAIAgentsTracer) -> list[agl.Span]:
-    """Return the spans of ``work`` in an attempt; the tracer must be installed."""
+    """Return the spans of ``work`` in an attempt; the tracer must already be installed."""
     spans: list[agl.Span] = []
     capture = ActiveAttempt(
         rollout_id="ro-1",
@@ -201,7 +201,7 @@ def test_agents_built_at_import_are_traced_whenever_that_was(
     server: ScriptedModelServer,
     tracer: OpenAIAgentsTracer,
 ):
-    """An agent without an explicit API uses the one that can be trained."""
+    """An agent for which no API was chosen uses the API that can be trained."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "early_agent", raising=False)
     (tmp_path / "early_agent.py").write_text(MODULE.format(is_disabled=is_disabled), encoding="utf-8")

@@ -178,7 +178,7 @@ class Experiment:
     """An experiment in a folder.
 
     Attributes:
-        file: Its file.
+        file: The experiment file.
         seen: A file with the process of every attempt, one a line.
     """
 
@@ -192,7 +192,7 @@ class Experiment:
 
 @pytest.fixture
 def experiment(model: ScriptedModelServer) -> Callable[..., Experiment]:
-    """Return a function that writes an experiment whose agent notes its process, asks the model once and waits."""
+    """Return a function that writes an experiment whose agent notes the process, asks the model once and waits."""
 
     def write(folder: Path, *, tasks: int = 6, seconds: float = 0.0, more: str = "", name: str = "") -> Experiment:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Algorithms that take their steps in other processes, on the shares that were reserved for them."""
+"""Algorithms that run their steps in other processes, on the reserved resources."""
 
 import json
 import os

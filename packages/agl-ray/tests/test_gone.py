@@ -1,4 +1,4 @@
-"""Runs whose Ray cluster ends, or loses the node on which they run."""
+"""Runs whose Ray cluster ends, or whose node is lost."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ STARTS = 4
 
 
 class Node:
-    """Ray's processes of a head on this machine, in a separate folder."""
+    """The processes of a Ray head node on this machine, in a separate folder."""
 
     def __init__(self, *words: str) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="agl-"))  # a socket's path must be short
@@ -36,7 +36,7 @@ class Node:
         self._process = self._begin()
 
     def start(self) -> None:
-        """Start the head; on a busy machine its processes may at first be too slow for Ray."""
+        """Start the head node; try again, since on a busy machine the processes may at first be too slow for Ray."""
         for _ in range(STARTS):
             wait_until(lambda: self._is_up() or self._process.poll() is not None, within_s=300)
             if self._is_up():
@@ -55,14 +55,14 @@ class Node:
 
     @property
     def pid(self) -> int:
-        """Return the id of ``ray start``, which watches the other processes."""
+        """The id of the process ``ray start``, which watches the other processes."""
         return self._process.pid
 
     def output(self) -> str:
         return self._log.read_text()
 
     def processes(self, name: str = "") -> list[int]:
-        """Return those processes of the head whose command contains ``name``."""
+        """Return the ids of those processes of the head node whose command contains ``name``."""
         words = ["ps", "-e", "-ww", "-o", "pid=,ppid=,args="]
         listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
         found = {self._process.pid: "ray start"}
@@ -73,7 +73,7 @@ class Node:
         return [pid for pid, command in list(found.items()) if name in command]
 
     def kill(self) -> None:
-        """Kill all processes with ``kill -9``; idempotent."""
+        """Kill all processes of the node with ``kill -9``; calling it again does nothing."""
         for pid in self.processes() if self._process.poll() is None else []:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ class Node:
 
 @pytest.fixture
 def start_head() -> Iterator[Callable[[int], Node]]:
-    """Return a function that starts the head of a cluster at a port."""
+    """Return a function that starts the head node of a cluster at a port."""
     started: list[Node] = []
 
     def start(port: int) -> Node:

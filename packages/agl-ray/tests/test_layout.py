@@ -1,4 +1,4 @@
-"""Adding up the shares of an experiment, without Ray."""
+"""Adding up the resources that an experiment needs, without Ray."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Long runs: actors that are killed repeatedly, and default times at their full length."""
+"""Long runs: actors are killed again and again, and default times pass in full."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ async def _read(url: str) -> list[Recording]:
 
 
 class _Run:
-    """An experiment in a thread, which continues after its algorithm's process was killed."""
+    """An experiment that runs in a thread, and is resumed when the algorithm's process was killed."""
 
     def __init__(self, given: Any) -> None:
         self._given = given

@@ -1,4 +1,4 @@
-"""``agl resources`` on the candidates that a search keeps in its state, whichever algorithm it is."""
+"""``agl resources`` on the candidates in the saved state of any search algorithm."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ STATE: Json = {
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A store with a search's state, and one of an algorithm that tries no candidates."""
+    """Fill a store with a search's state, and with the state of an algorithm that tries no candidates."""
     path = tmp_path / "runs.db"
 
     async def fill() -> None:

@@ -1,4 +1,4 @@
-"""``agl replay --fork``: recorded with a real client and server, then run anew from one call on."""
+"""``agl replay --fork``: a run recorded with a real client and server is continued differently from one call on."""
 
 import asyncio
 import json
@@ -107,7 +107,7 @@ def invoke(*args: str, code: int = 0) -> Any:
 
 @pytest.fixture
 def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
-    """The recorded run: its second call said ``wrong [bold]``, and the server says ``right`` from now on."""
+    """Record a run whose second call was answered ``wrong [bold]``; from now on the server says ``right``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
     monkeypatch.delitem(sys.modules, "fork_cli_agent", raising=False)

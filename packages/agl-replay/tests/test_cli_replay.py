@@ -1,4 +1,4 @@
-"""``agl replay``: recorded with real clients and a real server, then run again while that server is gone."""
+"""``agl replay``: runs recorded with real clients and a real server are repeated without the server."""
 
 import asyncio
 import json
@@ -100,7 +100,7 @@ KINDS = [f"{dialect}{stream}" for dialect in ("chat", "completions", "responses"
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Records one rollout of ``kind`` with the given answers; the server is gone afterwards."""
+    """Return a function that records one rollout of ``kind`` with the given answers, and then stops the server."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
     for module in ("replay_agent", "prompted"):

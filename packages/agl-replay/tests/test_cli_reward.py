@@ -91,7 +91,7 @@ use = "measure:length"
 """
 
 Recorded = Sequence[tuple[str, str, float]]
-"""Rollouts as group, answer of the agent, and recorded reward."""
+"""Rollouts, each as group, the agent's answer, and the recorded reward."""
 
 
 async def record(
@@ -130,7 +130,7 @@ async def record(
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Records rollouts in ``runs/spell.db`` of the current folder, beside ``experiment.toml`` and ``measure.py``."""
+    """Return a function that records rollouts in ``runs/spell.db``, next to ``experiment.toml`` and ``measure.py``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
     monkeypatch.delitem(sys.modules, "measure", raising=False)

@@ -86,7 +86,7 @@ def server() -> Iterator[ScriptedModelServer]:
 
 @pytest.fixture
 def folder(tmp_path: Path, server: ScriptedModelServer, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the experiment, in which the test runs."""
+    """Write the experiment into a folder, and make it the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
     monkeypatch.delitem(sys.modules, "try_agent", raising=False)
@@ -362,7 +362,7 @@ def test_tasks_are_chosen_and_named(words: list[str], source: str, count: int) -
 
 
 def editor(folder: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    """Make an editor that changes the text by a Python expression."""
+    """Set the user's editor to a script that changes the text by a Python expression."""
     script = folder / "editor.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\npath = Path(sys.argv[1])\ntext = path.read_text()\n"

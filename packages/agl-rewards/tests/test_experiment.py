@@ -12,6 +12,8 @@ from agl_testing.model_server import Reply, ScriptedModelServer
 
 from .cases import database
 
+pytestmark = pytest.mark.alone
+
 AGENT = """
 import agl
 

@@ -45,6 +45,12 @@ def test_defaults_are_left_alone() -> None:
     assert ({"question": "2+2"}, 3) == call(lambda task, retries=3: (task, retries))
 
 
+def test_resource_fills_the_parameter_of_its_name_even_if_it_has_a_default() -> None:
+    assert "Say {x}" == call(lambda task, prompt="Say nothing.": prompt)
+    assert RESOURCES["prompt"] == call(lambda task, *, prompt=None: prompt)
+    assert RESOURCES["main_llm"] == call(lambda task, llm=None: llm)
+
+
 def test_lit_agent_class_is_made_and_called_with_task_resources_rollout() -> None:
     class Agent(agl.LitAgent[Any]):
         def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:

@@ -15,7 +15,7 @@ import pytest
 from agl_run.runners.bound_process import BoundProcess
 from agl_testing.waiting import wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no keepers")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform == "win32", reason="Windows has no keepers")]
 
 PARENT = """
 import os, subprocess, sys, time
@@ -53,7 +53,6 @@ def test_a_start_that_is_cancelled_on_a_busy_machine_ends_with_its_descendants(t
     assert [] == running(file)
 
 
-@pytest.mark.long
 def test_a_kill_ends_though_a_stopped_keepers_descendant_holds_the_output(tmp_path: Path) -> None:
     file = tmp_path / "child"
 

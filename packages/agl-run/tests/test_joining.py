@@ -4,6 +4,8 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,15 @@ import pytest
 import agl
 from agl import PluginManager
 from agl._entries import RewardEntry
-from agl.contracts import Presence, RewardSetup, Upstream
+from agl.algorithms import ComponentConfig
+from agl.contracts import Presence, RewardSetup, Store, Upstream
 from agl.errors import ConfigError, NotFoundError, UnknownComponentError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout
 from agl.stores import MemoryStore, without_credentials
-from agl_inspect.records.workers import host_id, worker_is_dead, worker_name
+from agl_inspect.ownership import Ownership
+from agl_inspect.presence import host_id, worker_is_dead, worker_name
 from agl_run import parse_config
 from agl_run.access.tokens import AdminKey
-from agl_run.config.records import ComponentConfig
 from agl_run.parts.build import build_rewards
 from agl_run.plan import Plan
 from agl_run.runners.setup import RunContext
@@ -34,7 +37,7 @@ from agl_run.worker.admission import (
     unreachable_policies,
 )
 from agl_run.worker.current import PinnedResources
-from agl_run.worker.heartbeat import Heartbeat, RunningExperiment, UnclaimedReport, load_running, make_running
+from agl_run.worker.invitation import Invitation, RunningExperiment, UnclaimedReport, load_running, make_running
 from agl_run.worker.remote import RemoteWorker
 from agl_run.worker.remote_gateway import RemoteGateway
 from agl_testing.waiting import eventually
@@ -64,7 +67,18 @@ def a_serving(plan: Plan, **changes: Any) -> RunningExperiment:
     serving = make_running(
         plan, context, run=1, gateway_url="http://10.0.0.1:4748", endpoints={"main": llm}, live={"main": "v1"}
     )
-    return msgspec.structs.replace(serving, **changes)
+    return msgspec.structs.replace(serving, **{"session": worker_name(), **changes})
+
+
+@asynccontextmanager
+async def running_in(store: Store, plan: Plan, **changes: Any) -> AsyncGenerator[Invitation]:
+    """Own the experiment of ``plan`` in a store, and let workers join it."""
+    async with Ownership(store, plan.name, workdir=plan.workdir) as own:
+        async with Invitation(own, a_serving(plan, **changes)) as invitation:
+            yield invitation
+        assert await load_running(store, plan.name) is None
+        assert [""] == [each.member for each in await store.presences(plan.name)]
+    assert [] == await store.presences(plan.name)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +137,12 @@ def test_experiment_is_joined_while_it_runs_and_versions_follow(tmp_path: Path) 
     async def work() -> None:
         store = MemoryStore()
         plan = a_plan(tmp_path)
-        async with Heartbeat(store, "experiment", a_serving(plan)) as announcement:
-            await announcement.update({"main": "v2"})
-            found = await load_running(store, "experiment")
+        async with running_in(store, plan) as invitation:
+            await invitation.update({"main": "v2"})
+            found = await load_running(store, plan.name)
             assert found is not None
             assert {"main": "v2"} == found.live
             assert differences(found, plan) is None
-        assert await load_running(store, "experiment") is None
         await store.close()
 
     asyncio.run(work())
@@ -142,19 +155,20 @@ def test_worker_reports_while_it_takes_part(tmp_path: Path, monkeypatch: pytest.
     async def work() -> None:
         store = MemoryStore()
         plan = a_plan(tmp_path)
-        serving = a_serving(plan, gateway_url="", upstreams=(), endpoints={}, live={})
         worker = RemoteWorker(plan, store, tell=lambda *_, **__: None, concurrency=1)
+
+        reported = set[float]()
 
         async def has_reported() -> bool:
             reports = [each for each in await store.presences(plan.name) if each.member]
-            return any(each.beat >= 2 and each.seen_at > each.since > 0 for each in reports)
+            reported.update(each.seen_at for each in reports if each.seen_at > each.since > 0)
+            return len(reported) > 2
 
-        async with Heartbeat(store, plan.name, serving):
+        async with running_in(store, plan, gateway_url="", upstreams=(), endpoints={}, live={}):
             running = asyncio.create_task(worker.run())
             await eventually(has_reported)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-        assert [] == await store.presences(plan.name)
         await store.close()
 
     asyncio.run(work())
@@ -163,17 +177,18 @@ def test_worker_reports_while_it_takes_part(tmp_path: Path, monkeypatch: pytest.
 def test_end_waits_for_workers_to_take_leave(tmp_path: Path) -> None:
     async def work() -> None:
         store = MemoryStore()
+        plan = a_plan(tmp_path)
         async with asyncio.TaskGroup() as group:
-            async with Heartbeat(store, "experiment", a_serving(a_plan(tmp_path))):
-                await store.announce(Presence(experiment="experiment", member="somebody", session="s"))
+            async with running_in(store, plan):
+                await store.announce(Presence(experiment=plan.name, member="somebody", session="s"))
 
                 async def is_over() -> bool:
-                    return await load_running(store, "experiment") is None
+                    return await load_running(store, plan.name) is None
 
                 async def leave() -> None:
                     await eventually(is_over)
                     await asyncio.sleep(0.1)
-                    await store.withdraw("experiment", ["somebody"])
+                    await store.withdraw(plan.name, ["somebody"])
 
                 leaving = group.create_task(leave())
             assert leaving.done()
@@ -211,7 +226,7 @@ def test_missing_reward_of_the_experiment_is_an_error_at_once(tmp_path: Path) ->
 
 def test_loopback_of_another_machine_names_the_setting_and_is_never_asked(tmp_path: Path) -> None:
     plan = a_plan(tmp_path)
-    serving = a_serving(plan, host="trainer", place="elsewhere", gateway_url="http://127.0.0.1:9")
+    serving = a_serving(plan, session="trainer@elsewhere:1:0", gateway_url="http://127.0.0.1:9")
     gateway = RemoteGateway(serving.gateway_url, key=AdminKey(SECRET))
     found = asyncio.run(try_gateway(serving, gateway, is_given=False))
     assert found is not None
@@ -220,7 +235,7 @@ def test_loopback_of_another_machine_names_the_setting_and_is_never_asked(tmp_pa
     given = asyncio.run(try_gateway(serving, gateway, is_given=True))
     assert given is not None
     assert "ConnectionRefusedError" in given.text
-    here = asyncio.run(try_gateway(msgspec.structs.replace(serving, place=host_id()), gateway, is_given=False))
+    here = asyncio.run(try_gateway(msgspec.structs.replace(serving, session=worker_name()), gateway, is_given=False))
     assert here is not None
     assert "ConnectionRefusedError" in here.text
 
@@ -228,7 +243,7 @@ def test_loopback_of_another_machine_names_the_setting_and_is_never_asked(tmp_pa
 def test_policies_of_another_machine_are_refused_to_rewards_and_agents(tmp_path: Path) -> None:
     plan = a_plan(tmp_path)
     assert {} == unreachable_policies(a_serving(plan))
-    serving = a_serving(plan, host="trainer", place="elsewhere")
+    serving = a_serving(plan, session="trainer@elsewhere:1:0")
     lost = unreachable_policies(serving)
     assert "serves at http://127.0.0.1:8000/v1 on 'trainer'" in lost["main"]
     assert check_direct_calls(serving) is None

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -103,6 +104,32 @@ def test_spans_that_the_user_disabled_stay_off(model_server: ScriptedModelServer
     finally:
         tracer.uninstall()
         observability.enable_instrumentation(force=True)
+
+
+def smolagents(task: Any, llm: LLM) -> str:
+    from smolagents import OpenAIModel, ToolCallingAgent
+
+    model = OpenAIModel(model_id=llm.model, api_base=llm.base_url, api_key="none")
+    agent = ToolCallingAgent(tools=[], model=model, max_steps=1, verbosity_level=0, name="calc", description="Adds.")
+    return str(agent.run(task["marker"]))
+
+
+def test_agents_of_a_framework_without_spans_are_named_by_openinference(model_server: ScriptedModelServer) -> None:
+    pytest.importorskip("openinference.instrumentation.smolagents", reason="OpenInference is not installed")
+    tracers = [OwnSpans(), OtelTracer(), WireTracer()]
+    (played,) = play(smolagents, [{"marker": "task-0;"}], server=model_server, tracers=tracers)
+    assert ("succeeded", {"calc"}) == (played.outcome.status, set(played.agents)), played.outcome.error
+
+
+def test_framework_whose_agents_are_not_named_is_reported_with_the_package_that_names_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "openinference.instrumentation.dspy", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "dspy", ModuleType("dspy"))
+    tracer = OwnSpans()
+    tracer.install()
+    tracer.uninstall()
+    assert "dspy does not name the agents of its calls; to record them, pip install openinference-" in caplog.text
 
 
 def test_page_of_frameworks_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

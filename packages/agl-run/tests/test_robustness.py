@@ -126,7 +126,7 @@ def test_spans_that_the_store_refused_come_with_the_attempts_end(monkeypatch: py
 def test_child_that_died_while_it_waited_is_replaced() -> None:
     async def run() -> str:
         store = MemoryStore()
-        spec = AgentSpec(path="agl_testing.conformance.agents:behave")
+        spec = AgentSpec(path="agl_testing.agents:behave")
         setup = RunContext(agent=spec, store=store, secret=b"x" * 32, resources=no_resources)
         runner = ProcessRunner(setup)
         await runner.start()

@@ -25,6 +25,8 @@ from agl_run.deliver.sink_contents import shown_config
 from agl_sinks import webhook
 from agl_sinks.webhook import WebhookSink
 
+pytestmark = pytest.mark.alone
+
 PATH = "/services/T0/B0/the-secret-part"
 COLUMNS = ("kind", "rule", "algorithm", "step", "time", "evidence", "change")
 

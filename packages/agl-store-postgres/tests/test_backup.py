@@ -1,4 +1,4 @@
-"""A dump that is made while the store is open comes back as a store that goes on where it ended."""
+"""A dump made while the store is open becomes a store that continues from the state at that time."""
 
 import asyncio
 import subprocess
@@ -38,7 +38,7 @@ def test_dump_comes_back_and_goes_on(server, binaries: Path, tmp_path: Path) -> 
 
 
 def test_dumps_of_a_store_in_shards_come_back_control_server_first(server, binaries: Path, tmp_path: Path) -> None:
-    """Between the dumps the store goes on, so the shards are newer than the control server."""
+    """The store is written to between the dumps, so the shards' dumps are newer than the control server's."""
     names = ("control", "one", "two")
     with server.connect() as connection:
         for name in (*names, *(f"{name}_copy" for name in names)):

@@ -1,4 +1,4 @@
-"""Leases follow the server's clock, however the clocks of the machines are set."""
+"""Leases follow the server's clock, whatever the clocks of other machines show."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The space of removed rollouts is used again."""
+"""The space of removed rollouts is reused."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ def test_space_of_removed_rollouts_is_used_again(url: str) -> None:
 
 
 async def write_and_remove(store: PostgresStore, name: str) -> Compaction:
-    """Write and remove a megabyte."""
+    """Write and remove a megabyte, and return the result of the compaction."""
     noise = random.Random(name)
     tasks = [{"text": noise.randbytes(1000).hex()} for _ in range(400)]
     made = await store.enqueue([Rollout(rollout_id=f"{name}-{n}", task=task) for n, task in enumerate(tasks)])

@@ -1,4 +1,4 @@
-"""The PostgreSQL store runs the conformance class that every store runs."""
+"""The PostgreSQL store passes the conformance class of stores."""
 
 from collections.abc import Callable
 from typing import Any

@@ -20,7 +20,7 @@ IDS = ["calc-0", "calc-1", "calc-2"]
 
 
 async def fill(store: Store) -> None:
-    """Record a rollout that was tried twice and has a late reward, a queued one, and what belongs to an experiment."""
+    """Record a rollout with two attempts and a late reward, a queued rollout, and an experiment with its data."""
     await store.publish([ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="x"))])
     retry = RetryPolicy(max_attempts=2)
     await store.enqueue([Rollout(rollout_id=each, task=1, experiment="calc", retry=retry) for each in IDS])

@@ -1,4 +1,4 @@
-"""Whole experiments on a PostgreSQL store, with the ``agl`` command in processes of its own."""
+"""Whole experiments on a PostgreSQL store, run by ``agl`` commands in separate processes."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def store_url(server, url: str) -> str:
-    """A URL with a password, which no command may show."""
+    """Return a URL with a password that no command may show."""
     schema = url.rpartition("=")[2]
     with server.connect() as connection:
         connection.execute(f"CREATE ROLE trainer_{schema} LOGIN SUPERUSER PASSWORD '{SECRET}'")
@@ -119,7 +119,7 @@ def store_url(server, url: str) -> str:
 
 @pytest.fixture
 def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Start]:
-    """Starts the ``agl`` command; what still runs in the end is killed."""
+    """Return a function that starts the ``agl`` command; commands that still run after the test are killed."""
     agl_plugins.install(ALGORITHM, name="toy")
     started: list[subprocess.Popen[str]] = []
 
@@ -141,7 +141,7 @@ def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def experiment(tmp_path: Path, store_url: str) -> Iterator[Path]:
-    """An experiment file on the store, with a scripted model."""
+    """Write an experiment file with the store's URL and a scripted model."""
     (tmp_path / "toy_agent.py").write_text(AGENT)
     tasks = [{"question": f"what is {n}?", "answer": str(n)} for n in range(7)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
@@ -247,7 +247,7 @@ def test_trainer_that_stood_still_is_replaced_and_saves_nothing_more(
 
 
 def copy_of(experiment: Path) -> Path:
-    """The experiment in another folder."""
+    """Copy the experiment into another folder."""
     folder = experiment.parent / "another"
     folder.mkdir()
     for name in (experiment.name, "toy_agent.py", "train.jsonl"):
@@ -298,7 +298,7 @@ def read_with_every_command(agl: Start, store_url: str, trained: list[str]) -> N
 
 
 def wait_for_a_step(store_url: str, process: "subprocess.Popen[str]") -> None:
-    """Return once the experiment has finished a step since this was called."""
+    """Wait until the experiment finishes another step."""
 
     async def wait() -> None:
         store = PostgresStore(store_url)
@@ -315,7 +315,7 @@ def wait_for_a_step(store_url: str, process: "subprocess.Popen[str]") -> None:
 
 
 def test_served_store_is_reached_over_http_and_directly(agl: Start, store_url: str, tmp_path: Path) -> None:
-    """``agl serve`` on PostgreSQL, a command recorded through it, and the record read from the database."""
+    """Start ``agl serve``, record a command through it, and read the record directly from the database."""
     os.environ["AGL_TOKEN"] = "t" * 32
     try:
         serving = agl("serve", "--store", store_url, "--port", "0")

@@ -1,4 +1,4 @@
-"""The messages for a database that cannot be used."""
+"""The error messages for a database that cannot be used."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ SECRET = "hunter2-hunter2"
 
 
 def refusal(url: str) -> str:
-    """The message of the error that opening raises, after a look for the password in all of its traceback."""
+    """Return the error message of opening the store, after checking that the traceback does not show the password."""
     with pytest.raises(StoreError) as caught:
         PostgresStore(url)
     assert SECRET not in "".join(traceback.format_exception(caught.value))
@@ -104,7 +104,7 @@ def test_one_failure_in_a_shared_transaction_harms_no_other(url: str) -> None:
 
 
 def cancel_what_waits(person: psycopg.Connection) -> int:
-    """Cancel the store's statements that wait for a lock; returns how many there are."""
+    """Cancel the store's statements that wait for a lock, and return the number of them."""
     found = person.execute(
         "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE application_name = 'agl' "
         "AND wait_event_type = 'Lock'"

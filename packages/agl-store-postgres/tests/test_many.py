@@ -1,4 +1,4 @@
-"""Many store objects at once, as on many machines: one order of changes, no collision that anybody hears of."""
+"""Many store objects at once, as on many machines: changes have one order, and no caller notices a collision."""
 
 import asyncio
 import os
@@ -81,7 +81,7 @@ def test_objects_that_open_an_empty_database_at_once_make_one_schema(url: str) -
 
 
 def test_writes_that_collide_are_repeated_until_they_pass(url: str) -> None:
-    """Two writers add the same things in opposite order, which makes them collide or wait for each other."""
+    """Two writers add the same records in opposite order, so that they collide or wait for each other."""
 
     async def body() -> None:
         one, two = PostgresStore(url), PostgresStore(url)
@@ -164,7 +164,7 @@ def test_commit_wakes_whoever_waits_with_more_open_files_than_select_takes(
 
 @contextmanager
 def many_open_files(count: int) -> Iterator[None]:
-    """Hold so many files open that what is opened next has a greater number."""
+    """Hold ``count`` files open, so that the next file to be opened gets a greater number."""
     resource = pytest.importorskip("resource", reason="files are numbered")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2 * count:
@@ -180,7 +180,7 @@ def many_open_files(count: int) -> Iterator[None]:
 
 
 def test_rollout_that_was_locked_when_a_claim_looked_is_found_later(url: str) -> None:
-    """A claim skips what others hold; a machine that dies in mid-transaction wakes nobody."""
+    """A claim skips locked rollouts, and a machine that dies within a transaction wakes no waiting claim."""
 
     async def body() -> None:
         store = PostgresStore(url)

@@ -1,4 +1,4 @@
-"""A store with partitions runs the conformance class that every store runs, with a partition for every few rollouts."""
+"""A store with partitions passes the conformance class of stores; a new partition begins every few rollouts."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from agl_testing.conformance import StoreConformance, StoreLocation
 
 
 def locating(factory: str, url_of: Callable[[str], str]) -> Callable[[str], StoreLocation]:
-    """Return a function that makes stores, by name, in which every call that enqueues begins a period."""
+    """Return a function that makes stores by name; in these, every call that enqueues begins a new period."""
     made: dict[str, StoreLocation] = {}
 
     def located(name: str) -> StoreLocation:
@@ -25,7 +25,7 @@ def locating(factory: str, url_of: Callable[[str], str]) -> Callable[[str], Stor
 
 
 def execute(location: StoreLocation, statement: str) -> None:
-    """Run a statement on the store, or on its control server; ``{}`` stands for the schema."""
+    """Run a statement on the store, or on the control server of a sharded store; ``{}`` stands for the schema."""
     is_sharded = location.url.startswith(SHARDED)
     target = sharded_target_of(location.url).control if is_sharded else target_of(location.url)
     with psycopg.connect(target.conninfo, autocommit=True) as connection:

@@ -1,4 +1,4 @@
-"""Spans in partitions by time: what begins one, what drops one, and what keeps it."""
+"""Spans in partitions by time: what begins a partition, what drops one, and what keeps one."""
 
 import asyncio
 import subprocess
@@ -24,7 +24,7 @@ Execute = Callable[..., list[tuple[object, ...]]]
 
 
 def executing(target: DatabaseTarget) -> Execute:
-    """Return a function that runs one statement in a store's schema, on a connection of its own."""
+    """Return a function that runs a statement in the store's schema, on a new connection each time."""
 
     def execute(statement: str, *values: object) -> list[tuple[object, ...]]:
         with psycopg.connect(target.conninfo, autocommit=True) as connection:
@@ -36,18 +36,18 @@ def executing(target: DatabaseTarget) -> Execute:
 
 
 def tables_of(execute: Execute) -> list[str]:
-    """The partitions of the spans that have rows or may get some, in order."""
+    """Return the names of the partitions of the table ``spans``, in order."""
     rows = execute("SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'spans'::regclass")
     return sorted(str(name) for (name,) in rows)
 
 
 def end_period(execute: Execute) -> None:
-    """Let a day pass."""
+    """Make the current period one day older, so that it ends."""
     execute("UPDATE partitioning SET began_at = began_at - interval '1 day'")
 
 
 async def fill(store: PostgresStore | ShardedPostgresStore, execute: Execute, *, days: int, each: int = 2) -> list[str]:
-    """Finish rollouts with two spans on several days; returns their ids, the oldest first."""
+    """Finish ``each`` rollouts with two spans on each of several days; return the rollout ids, oldest first."""
     ids: list[str] = []
     for _ in range(days):
         ids += [(await finish_one(store, spans=2)).rollout_id for _ in range(each)]
@@ -227,7 +227,7 @@ def test_transaction_that_may_still_add_rollouts_to_a_day_keeps_its_table(url: s
 
 
 def test_dropped_table_comes_back_for_a_rollout_that_was_made_meanwhile(url: str) -> None:
-    """As for a number that was drawn on the day that was dropped."""
+    """This happens if a rollout gets its number on the day on which the table for that number is dropped."""
 
     async def body() -> None:
         store, execute = PostgresStore(f"{url}&partition=day"), executing(target_of(url))
@@ -453,7 +453,7 @@ def test_recordings_that_are_restored_lie_in_the_day_of_their_return(url: str) -
 
 
 def test_statements_on_spans_plan_over_the_partitions_that_they_need(url: str) -> None:
-    """Named bounds keep the planner from looking at every partition, which takes longer than the query."""
+    """Named bounds spare the planner a look at every partition, which takes longer than the query."""
 
     async def body() -> None:
         store, execute = PostgresStore(f"{url}&partition=day"), executing(target_of(url))

@@ -1,4 +1,4 @@
-"""The store behind PgBouncer, which gives every transaction another session of the server."""
+"""The store behind PgBouncer, where each transaction may run in another session of the server."""
 
 import asyncio
 import itertools
@@ -29,13 +29,13 @@ PROGRAM = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="pgbouncer is not installed: apt-get install pgbouncer")
 
 SESSIONS = 3
-"""Sessions of the server, fewer than the stores have connections."""
+"""The number of sessions with the server, which is lower than the stores' number of connections."""
 
 _numbers = itertools.count(1)
 
 
 class Pooler:
-    """PgBouncer before a server, with few sessions there."""
+    """PgBouncer in front of a server, with few sessions."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         with socket.socket() as probe:
@@ -56,7 +56,7 @@ class Pooler:
         wait_until(self._answers)
 
     def fresh_url(self) -> str:
-        """A URL with a schema that nobody has used."""
+        """Return a URL with a schema that no test has used."""
         schema = f"pooled_{next(_numbers)}"
         return f"postgresql://open@127.0.0.1:{self.port}/postgres?schema={schema}&pool=transaction"
 
@@ -95,7 +95,7 @@ def test_pool_is_checked() -> None:
 
 @pytest.mark.soak
 class TestPooledStore(test_conformance.TestPostgresStore):
-    """The contract holds behind a pooler as well; all of it is long."""
+    """The store passes the conformance class behind a pooler; all of these tests are long."""
 
     @pytest.fixture
     def locate(self, pooled_url: str) -> Callable[[str], StoreLocation]:

@@ -1,4 +1,4 @@
-"""PostgreSQL takes the index that is meant, whatever its statistics say."""
+"""PostgreSQL uses the intended index, whatever the table statistics are."""
 
 import asyncio
 import statistics

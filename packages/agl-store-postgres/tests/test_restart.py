@@ -1,4 +1,4 @@
-"""``kill -9`` of the server in mid-run: what was acknowledged stays, and who works goes on when it is back."""
+"""``kill -9`` of the server during a run: acknowledged writes remain, and workers continue after the restart."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ ONE_ATTEMPT = RetryPolicy(max_attempts=1)
 
 
 async def work(store: PostgresStore, name: str, until: asyncio.Event, done: list[str]) -> None:
-    """Run rollouts one after the other; a rollout that was lost on the way would fail, having one attempt only."""
+    """Run rollouts one after the other; each may have only one attempt, so a lost rollout would fail."""
     number = 0
     while not until.is_set():
         number += 1
@@ -66,7 +66,7 @@ def test_work_goes_on_after_the_server_was_killed(server, url: str, monkeypatch:
 
 
 async def check(store: PostgresStore, done: list[str]) -> None:
-    """Everything succeeded at the first attempt, each span is there once, and the feed tells it all in order."""
+    """Check that every rollout succeeded at once, each span exists once, and the feed reports all changes in order."""
     rollouts = await store.rollouts(RolloutQuery(ids=tuple(done)))
     assert {("succeeded", 1)} == {(rollout.status, rollout.attempts) for rollout in rollouts}
     assert [] == await store.rollouts(RolloutQuery(status=("failed", "queued")))
@@ -117,7 +117,7 @@ def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(server, url:
 def test_answer_that_was_lost_with_the_connection_is_found_again(
     url: str, monkeypatch: pytest.MonkeyPatch, is_lost_before: bool
 ) -> None:
-    """The connection breaks right before or right after the commit: the same rollouts, each attempt once."""
+    """The connection breaks just before or after the commit; the result is the same, with one attempt per rollout."""
     from agl_store_postgres import writer
 
     commit = writer.commit
@@ -162,7 +162,7 @@ def test_answer_that_was_lost_with_the_connection_is_found_again(
 def test_transaction_that_a_crash_undid_is_not_mistaken_for_one_that_got_its_id(
     server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server dies before the commit, and gives the ids of what it forgot to others before the writer is back."""
+    """The server dies before the commit, and reuses the lost transaction ids before the writer reconnects."""
     from agl_store_postgres import writer
 
     commit = writer.commit

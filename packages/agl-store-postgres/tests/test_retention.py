@@ -1,4 +1,4 @@
-"""Retention by itself on PostgreSQL: what a run removes, and servers that take turns."""
+"""Automatic retention on PostgreSQL: what a run removes, and how several servers take turns."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ from agl_testing.waiting import eventually
 
 
 async def fill(store: PostgresStore, count: int) -> None:
-    """Record finished rollouts, the last one of which ended last."""
+    """Record finished rollouts in the order of their numbers."""
     for number in range(count):
         await store.enqueue([Rollout(rollout_id=f"e-{number}", task={}, experiment="e")])
         (claim,) = await store.claim(worker="w")

@@ -1,4 +1,4 @@
-"""A shard that goes away: its own spans wait, everything else goes on, and nothing that was acknowledged is lost."""
+"""A shard goes away: its spans wait, everything else continues, and no acknowledged write is lost."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ ONE_ATTEMPT = RetryPolicy(max_attempts=1, max_losses=0)
 
 
 async def claims_by_shard(store: ShardedPostgresStore, count: int = 12) -> dict[int, list[Claim]]:
-    """Claims of new rollouts by the number of their shard."""
+    """Enqueue and claim rollouts; return the claims by the number of the shard."""
     await store.enqueue([Rollout(rollout_id=f"r{number}", task=1) for number in range(count)])
     found: defaultdict[int, list[Claim]] = defaultdict(list)
     for claim in await store.claim(worker="w", limit=count, lease_s=600):
@@ -96,7 +96,7 @@ def _spans_of(shard_server, url: str) -> int:
 
 
 async def work(store: ShardedPostgresStore, name: str, until: asyncio.Event, done: list[str]) -> None:
-    """Run rollouts one after the other; one whose attempt was lost would fail."""
+    """Run rollouts one after the other; a rollout whose attempt was lost would fail."""
     number = 0
     while not until.is_set():
         number += 1

@@ -1,4 +1,4 @@
-"""A store in shards runs the conformance class that every store runs, with one shard, two and three."""
+"""A sharded store passes the conformance class of stores, with one shard, two and three."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A store in shards: where spans lie, which databases belong together, and what a write that broke off leaves."""
+"""A sharded store: where spans are, which databases belong together, and what an interrupted write leaves."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,18 +27,18 @@ def rows(target: DatabaseTarget, query: str, *values: object) -> list[Any]:
 
 
 def spans_on(url: str) -> list[int]:
-    """The number of spans on each shard, in the URL's order."""
+    """Return the number of spans on each shard, in the order of the URL."""
     return [rows(shard, "SELECT count(*) FROM SCHEMA.spans")[0][0] for shard in sharded_target_of(url).shards]
 
 
 def turned(url: str) -> str:
-    """The URL with the shards in another order."""
+    """Return the URL with the shards in reverse order."""
     base, _, shards = url.partition("shards=")
     return f"{base}shards={','.join(reversed(shards.split(',')))}"
 
 
 async def record(store: ShardedPostgresStore, ids: list[str]) -> None:
-    """Run rollouts with three spans each, of which the last comes with the outcome."""
+    """Run rollouts with three spans each, the last of which is sent with the outcome."""
     await store.enqueue([Rollout(rollout_id=rollout_id, task=1) for rollout_id in ids])
     claims = await store.claim(worker="w", limit=len(ids))
     assert ids == [claim.rollout.rollout_id for claim in claims]
@@ -154,7 +154,7 @@ def test_shard_whose_address_leads_elsewhere_is_refused_in_mid_run(sharded_url: 
 
 
 class BrokenOffError(Exception):
-    """In place of the end of a machine."""
+    """Raised to interrupt a write, as if the machine stopped."""
 
 
 @pytest.mark.parametrize("is_finish", [False, True])
@@ -198,7 +198,7 @@ def test_write_that_breaks_off_between_the_servers_leaves_nothing_to_see(
 def test_writer_that_was_frozen_between_the_servers_removes_nothing_of_others(
     sharded_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It wakes after the control server gave its locks to another writer, which has written meanwhile."""
+    """The frozen writer continues after the control server gave the locks to another writer, which has written."""
     url = sharded_url(1)
     load = shard_writer.ShardWriter._load
     rival: list[Callable[[], None]] = []
@@ -266,7 +266,7 @@ def test_shard_that_is_older_than_the_control_server_is_named(sharded_url: Calla
 
 
 def test_control_server_that_is_older_than_its_shards_goes_on(sharded_url: Callable[..., str]) -> None:
-    """After the restoration of a backup it gives numbers again that have spans on a shard."""
+    """After a backup is restored, the control server gives out numbers that already have spans on a shard."""
     url = sharded_url(1)
     control = sharded_target_of(url).control
 

@@ -1,4 +1,4 @@
-"""A gateway before a PostgreSQL server that goes away, and that is killed itself: no call fails, none is lost."""
+"""A gateway whose PostgreSQL server goes away, and which is itself killed: no call fails, and none is lost."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ async def open_attempt(store: Store) -> tuple[str, str]:
 
 
 async def open_attempts(store: Store) -> list[tuple[str, str]]:
-    """Four attempts; of a store in shards the second and the last are on the shard that goes away."""
+    """Open four attempts; in a sharded store, the second and the last are on the shard that goes away."""
     if isinstance(store, PostgresStore):
         return [await open_attempt(store) for _ in range(4)]
     assert isinstance(store, ShardedPostgresStore)
@@ -51,7 +51,7 @@ async def open_attempts(store: Store) -> list[tuple[str, str]]:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, token: str, text: str, *, is_streamed: bool = False) -> int:
-    """Make one call and read the answer to its last event; returns the status."""
+    """Make one call, read the whole answer, and return the status."""
     body = {"model": "main_llm", "messages": [{"role": "user", "content": text}], "stream": is_streamed}
     headers = {"authorization": f"Bearer {token}"}
     async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as reply:
@@ -67,7 +67,7 @@ async def ask(session: aiohttp.ClientSession, url: str, token: str, text: str, *
 
 
 async def stored(store: Store, attempt_ids: list[str]) -> Counter[str]:
-    """The number of times that each text was asked, by the store."""
+    """Return how often the store has a call with each text."""
     found: Counter[str] = Counter()
     for attempt_id in attempt_ids:
         spans = await all_spans(store, attempt_id.rpartition(".")[0], attempt_id)
@@ -139,7 +139,7 @@ def no_call_fails(server, store: Store, tmp_path: Path, *, away_s: float) -> Non
 
 
 class Serve:
-    """``agl serve`` on one port with one spool."""
+    """Starts ``agl serve`` on one port with one spool."""
 
     def __init__(self, folder: Path, store: str, backend: str) -> None:
         self.folder, self.store, self.backend = folder, store, backend

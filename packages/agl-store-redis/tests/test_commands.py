@@ -1,4 +1,4 @@
-"""The commands of ``agl`` and the server of ``agl-gateway`` work on the store as on every other one."""
+"""The commands of ``agl`` and the server of ``agl-gateway`` work with this store as with others."""
 
 import asyncio
 import re
@@ -31,7 +31,7 @@ train = "tasks.jsonl"
 
 
 def agl(folder: Path, *words: str) -> str:
-    """The output of a command that succeeds."""
+    """Return the output of a command, after checking that the command succeeded."""
     command = [sys.executable, "-m", "agl", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert 0 == done.returncode, done.stderr + done.stdout
@@ -75,7 +75,7 @@ def test_server_of_the_gateway_serves_the_store(url: str, tmp_path: Path, monkey
 
 
 async def use(store: HttpStore) -> None:
-    """Finish a rollout whose claim waits at the server until another request queues it."""
+    """Claim a rollout by a request that waits until another request enqueues it, then finish the rollout."""
     waiting = asyncio.create_task(store.claim(worker="w", wait_s=60))
     await store.enqueue([make_rollout()])
     (claim,) = await waiting

@@ -1,4 +1,4 @@
-"""The Redis store runs the conformance class that every store runs."""
+"""The Redis store passes the conformance class of stores."""
 
 from collections.abc import Callable
 from urllib.parse import parse_qs, urlsplit

@@ -1,4 +1,4 @@
-"""Many claim, write and remove at once: no rollout is given twice, none is forgotten, and no read sees a half."""
+"""Concurrent claims, writes and removals: no rollout is given twice or forgotten, and no read sees half a change."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ from .conftest import Server
 
 
 def test_objects_that_claim_at_once_get_each_rollout_once(url: str) -> None:
-    """Each object has a thread and a connection of its own, so their scripts meet as those of processes do."""
+    """Each object has a separate thread and connection, so the scripts interleave as with separate processes."""
 
     async def drain(store: RedisStore, name: str) -> list[str]:
         taken: list[str] = []
@@ -69,7 +69,7 @@ def test_queued_rollout_that_a_dead_claimer_took_is_given_to_who_waits(url: str)
 def test_transaction_that_met_another_one_is_repeated_on_what_is_there_by_then(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another program appends a span, and then finishes the attempt, in between."""
+    """Another program appends a span and finishes the attempt during the transaction."""
 
     async def body() -> None:
         store, other = RedisStore(url), RedisStore(url)

@@ -1,4 +1,4 @@
-"""A server that would lose or evict what the store acknowledges is refused, with what to change."""
+"""A server that would lose or evict acknowledged data is refused, with the settings to change."""
 
 import asyncio
 import socket
@@ -13,6 +13,8 @@ from agl.schemas import Rollout
 from agl_store_redis.store import RedisStore
 
 from .conftest import PASSWORD, Server
+
+pytestmark = pytest.mark.alone
 
 
 def use(url: str) -> None:
@@ -30,7 +32,7 @@ def use(url: str) -> None:
 
 @pytest.fixture
 def own() -> Iterator[Server]:
-    """A server whose settings a test may change."""
+    """Start a server whose settings a test may change."""
     server = Server()
     yield server
     server.remove()
@@ -121,7 +123,7 @@ def test_full_memory_refuses_writes_and_takes_deletions(own: Server) -> None:
 
 @contextmanager
 def scripted(info: str) -> Iterator[int]:
-    """A program on a port of its own that answers INFO with a text, and everything else with OK."""
+    """Start a server that answers INFO with the text ``info``, and every other command with OK; yield its port."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:

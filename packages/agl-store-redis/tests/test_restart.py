@@ -1,4 +1,4 @@
-"""``kill -9`` of the server in mid-run: what was acknowledged stays, and who works goes on when it is back."""
+"""``kill -9`` of the server during a run: acknowledged writes remain, and workers continue after the restart."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ ONE_ATTEMPT = RetryPolicy(max_attempts=1)
 
 
 async def work(store: RedisStore, name: str, until: asyncio.Event, done: list[str]) -> None:
-    """Run rollouts one after the other; a rollout that was lost on the way would fail, having one attempt only."""
+    """Run rollouts one after the other; each may have only one attempt, so a lost rollout would fail."""
     number = 0
     while not until.is_set():
         number += 1
@@ -36,7 +36,7 @@ async def work(store: RedisStore, name: str, until: asyncio.Event, done: list[st
 
 
 async def check(store: RedisStore, done: list[str]) -> None:
-    """Everything succeeded at the first attempt, each span is there once, and the feed tells it all in order."""
+    """Check that every rollout succeeded at once, each span exists once, and the feed reports all changes in order."""
     rollouts = await store.rollouts(RolloutQuery(ids=tuple(done)))
     assert {("succeeded", 1)} == {(rollout.status, rollout.attempts) for rollout in rollouts}
     assert [] == await store.rollouts(RolloutQuery(status=("failed", "queued")))
@@ -52,7 +52,7 @@ async def check(store: RedisStore, done: list[str]) -> None:
 
 
 async def disturbed(server: Server, url: str, disturb, *, rounds: int) -> None:
-    """Two store objects with two workers each, while ``disturb`` happens some times; nothing is lost or repeated."""
+    """Run four workers on two stores, call ``disturb`` several times, and check that nothing is lost or repeated."""
     stores = [RedisStore(url) for _ in range(2)]
     until, done = asyncio.Event(), list[str]()
     workers = [
@@ -102,7 +102,7 @@ def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(
 def test_answer_that_was_lost_with_the_connection_is_found_again(
     url: str, monkeypatch: pytest.MonkeyPatch, is_lost_before: bool
 ) -> None:
-    """The connection breaks right before or right after the commit: the same rollouts, each attempt once."""
+    """The connection breaks just before or after the commit; the result is the same, with one attempt per rollout."""
     breaks = iter([True])
 
     def breaking(server: connections.Server, name: str, base: str, *args: bytes | str | int | float) -> object:
@@ -138,7 +138,7 @@ def test_answer_that_was_lost_with_the_connection_is_found_again(
 
 
 class Service:
-    """A port that stands for one server at a time, as a name does; connections stay with the server that they have."""
+    """A port that forwards new connections to one server at a time, like a host name; open connections stay."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -163,14 +163,14 @@ class Service:
             await writer.wait_closed()
 
     async def stop(self) -> None:
-        """Stop once everybody has closed their connections."""
+        """Stop listening, and wait until all connections are closed."""
         self._listener.close()
         await eventually(lambda: not self._joined)
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Server, Server]]:
-    """A primary and its replica."""
+    """Start a primary and a replica."""
     with ExitStack() as started:
         primary, replica = (Server(repl_diskless_sync_delay="0") for _ in range(2))
         for each in (primary, replica):

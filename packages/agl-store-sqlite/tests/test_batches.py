@@ -1,4 +1,4 @@
-"""Answers of batches reach their callers, or are reverted if a caller is gone."""
+"""The answer for each call in a batch reaches its caller, or the work is reverted if the caller is gone."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from agl_store_sqlite.sql.batches import Batches
 
 
 class Book:
-    """Does work that is a name, and notes it, each time that it is allowed to."""
+    """Does a batch of work each time the test allows that, and notes the names of the work."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -26,11 +26,11 @@ class Book:
         return list(names)
 
     def wait(self) -> None:
-        """Wait until a batch has come."""
+        """Wait until a batch has arrived."""
         assert self._came.acquire(timeout=10)
 
     def allow(self, batches: int = 1) -> None:
-        """Let the batch that has come be done, and perhaps further ones."""
+        """Let the batch that has arrived be done, and ``batches - 1`` more."""
         self._may.release(batches)
 
 
@@ -40,7 +40,7 @@ def undo(name: str) -> str:
 
 @pytest.mark.parametrize(("turns", "is_reverted"), [(0, True), (1, True), (2, False)])
 def test_work_is_reverted_if_its_caller_is_cancelled(turns: int, is_reverted: bool) -> None:
-    """The caller is cancelled before its answer is delivered, before it takes the answer, and too late."""
+    """Cancelling comes before the answer is delivered, before the caller takes the answer, or too late."""
     book = Book()
     batches = Batches(book.act, shown_url="book://")
 
@@ -68,7 +68,7 @@ def test_work_is_reverted_if_its_caller_is_cancelled(turns: int, is_reverted: bo
 
 
 class BusyError(Exception):
-    """Raised by a book that somebody else is reading."""
+    """Raised by a book that is in use."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Spans as the bytes that a store keeps: whole when they are read, and small when calls share their prompts."""
+"""Packing spans into a store's bytes: spans are complete when read, and small when calls share prompts."""
 
 import random
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def called(
 
 
 class Kept:
-    """The records that a store keeps of one attempt, by sequence from 1."""
+    """The packed spans of one attempt, by sequence number from 1."""
 
     def __init__(self, spans: Sequence[Span], *, attempt: object = "r.1") -> None:
         self.spans = list(spans)
@@ -53,7 +53,7 @@ class Kept:
         return self.data[sequence]
 
     def read(self, *sequences: int) -> list[Span]:
-        """Those spans, by one reader."""
+        """Return the spans with these sequence numbers, all unpacked by one reader."""
         self.fetched.clear()
         reader = Unpacker(self.fetch)
         return [reader.unpack(self.data[n], sequence=n) for n in sequences]
@@ -62,7 +62,7 @@ class Kept:
         return len(self.data[sequence])
 
     def check(self) -> None:
-        """All spans come back as they were, read in order, backwards, and each by a reader of its own."""
+        """Check that all spans come back unchanged when read in order, backwards, and each by a separate reader."""
         expected = [msgspec.structs.replace(each, sequence=n) for n, each in enumerate(self.spans, start=1)]
         assert expected == self.read(*self.data)
         assert [] == self.fetched
@@ -71,7 +71,7 @@ class Kept:
 
 
 def conversation(turns: int, *, tokens: int = 100) -> list[Span]:
-    """Turns of one agent: every prompt is the one before with its answer and a new question."""
+    """Return the turns of one agent: each prompt is the previous prompt and answer, with a new question."""
     draw = random.Random(turns)
     ids: list[int] = []
     messages: list[Json] = []
@@ -118,13 +118,13 @@ def test_ids_that_are_no_whole_numbers_come_back(prompt: bytes, response: bytes)
 
 
 def drawn(count: int, *, seed: int = 0) -> list[int]:
-    """Ids that do not compress."""
+    """Return random ids, which do not compress."""
     draw = random.Random(seed)
     return [draw.randrange(65_536) for _ in range(count)]
 
 
 def prose(length: int, *, seed: int = 0) -> str:
-    """Text that hardly compresses."""
+    """Return random text, which hardly compresses."""
     draw = random.Random(seed)
     return "".join(draw.choice("0123456789abcdefghijklmnopqrstuvwxyz") for _ in range(length))
 
@@ -188,7 +188,7 @@ def test_beginnings_of_64_bytes_are_shared_and_shorter_ones_are_not(count: int, 
 
 def test_text_of_64_bytes_is_shared_with_its_ids() -> None:
     def size(length: int) -> int:
-        """Bytes of a second call when the first one's text has so many."""
+        """Return the size of a second call whose first call has a text of ``length`` bytes."""
         frame = len('{"messages":[""]}')
         text = prose(length - frame)
         kept = Kept(
@@ -216,7 +216,7 @@ def test_newest_sixteen_calls_of_an_attempt_are_remembered() -> None:
 
 def test_newest_1024_attempts_are_remembered() -> None:
     def sizes(attempts: int) -> tuple[int, int]:
-        """Bytes of a second call of the first attempt, and of the last."""
+        """Return the size of a second call in the first attempt, and in the last attempt."""
         packer = Packer()
         first, second = called(1, prompt=drawn(200)), called(2, prompt=[*drawn(200), 7])
         for number in range(attempts):

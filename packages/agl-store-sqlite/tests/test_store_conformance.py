@@ -1,4 +1,4 @@
-"""The SQLite store runs the conformance class that other stores run."""
+"""The SQLite store passes the conformance class of stores."""
 
 import sqlite3
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Stores of plugins that were written for an older contract are refused where they are opened."""
+"""A plugin's store that was written for an older contract is refused when it is opened."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def agl_stores():
 """
 LACKS = (
     "the store OldStore of agl-old 0.9 was written for another version of agl-core: it has no count_rollouts(), no "
-    "save_state(expected=...), no announce(). Upgrade it, or use another store; its author adds what is missing, or "
+    "save_state(leases=...), no announce(). Upgrade it, or use another store; its author adds what is missing, or "
     "gets it from agl.stores.TableStore as a base class, and checks all with agl_testing.StoreConformance"
 )
 

@@ -1,4 +1,4 @@
-"""Behaviour of the SQLite store alone: a file that survives, is shared, migrated, refused, and stays small."""
+"""What only the SQLite store does: a file that survives crashes, is shared, migrated, refused, and stays small."""
 
 import asyncio
 import logging
@@ -127,7 +127,7 @@ def test_claim_wakes_for_another_process(tmp_path: Path) -> None:
 
 
 async def write(path: Path, rollouts: int) -> SQLiteStore:
-    """Write to a store and return it open, so that nothing has left the log for the file yet."""
+    """Write to a store and return the open store, so that all data is still in the log beside the file."""
     store = SQLiteStore(url_of(path))
     for number in range(rollouts):
         await store.enqueue([Rollout(rollout_id=f"ro-{number:03}", task=number)])
@@ -135,7 +135,7 @@ async def write(path: Path, rollouts: int) -> SQLiteStore:
 
 
 async def reopen(path: Path) -> tuple[int, str]:
-    """Open a store, and return the number of its rollouts and what was logged meanwhile."""
+    """Open a store; return the number of rollouts, and the messages logged while opening."""
     handler, logger = ListHandler(), logging.getLogger("agl_store_sqlite")
     logger.addHandler(handler)
     store = SQLiteStore(url_of(path))
@@ -146,7 +146,7 @@ async def reopen(path: Path) -> tuple[int, str]:
 
 
 class ListHandler(logging.Handler):
-    """Collects messages."""
+    """Collects the text of messages."""
 
     text = ""
 
@@ -155,7 +155,7 @@ class ListHandler(logging.Handler):
 
 
 def copy_store(path: Path, folder: Path) -> Path:
-    """Copy a store that is open, with the files beside it."""
+    """Copy an open store with the files beside it."""
     folder.mkdir()
     for file in path.parent.glob("runs.db*"):
         if not file.name.endswith("-shm"):  # as after a crash of the machine
@@ -164,7 +164,7 @@ def copy_store(path: Path, folder: Path) -> Path:
 
 
 def damage(wal: Path, at: float) -> None:
-    """Flip one byte of a log."""
+    """Flip one bit of a log, at the fraction ``at`` of the log's length."""
     data = bytearray(wal.read_bytes())
     data[int(len(data) * at)] ^= 1
     wal.write_bytes(data)
@@ -428,7 +428,7 @@ def test_call_and_conversation_stay_small(tmp_path: Path) -> None:
 
 
 async def size_of(path: Path, attempts: list[list[ModelCall]]) -> int:
-    """Bytes on disk of a store with these calls."""
+    """Return the size on disk of a store with these calls."""
     store = SQLiteStore(url_of(path))
     await store.enqueue([Rollout(rollout_id=f"r{at}", task=at) for at in range(len(attempts))])
     claims = await store.claim(worker="w", limit=100)
@@ -441,7 +441,7 @@ async def size_of(path: Path, attempts: list[list[ModelCall]]) -> int:
 
 
 def _words(source: random.Random, tokens: int) -> str:
-    """Text of about ``tokens`` tokens, at 4.5 characters each, from a vocabulary of 3,000 words."""
+    """Return text of about ``tokens`` tokens, 4.5 characters each, from a vocabulary of 3,000 words."""
     text = " ".join(f"{source.randrange(3000) * 7919:x}" for _ in range(tokens))
     return text[: int(4.5 * tokens)]
 
@@ -462,7 +462,7 @@ def _call(prompt: int, response: int, seed: int) -> ModelCall:
 
 
 def _conversation(turns: int) -> tuple[list[ModelCall], int]:
-    """Calls of one conversation of about 200 new tokens a turn, and the bytes of its unique tokens and text."""
+    """Return a conversation's calls with about 200 new tokens per turn, and the size of all new tokens and text."""
     ids, messages, calls, unique = b"", [], [], 0
     for turn in range(turns):
         fresh = _call(100, 100, turn)

@@ -1,4 +1,4 @@
-"""The memory store and the SQLite store do the same, whatever is done to them in whatever order."""
+"""The memory store and the SQLite store behave alike under any sequence of operations."""
 
 import asyncio
 import tempfile
@@ -60,7 +60,7 @@ class Stores(RuleBasedStateMachine):
         self.folder.cleanup()
 
     def same(self, act: Callable[[Store], Awaitable[Any]]) -> Any:
-        """Do it to both; both must answer or refuse alike."""
+        """Do the same to both stores; check that both answers or errors are equal."""
         memory, sqlite = (self.loop.run(outcome_of(act, store)) for store in self.stores)
         assert memory == sqlite
         return memory

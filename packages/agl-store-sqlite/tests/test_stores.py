@@ -1,4 +1,4 @@
-"""Behaviour of both stores beyond the conformance suite: sharing of prompts, cancellation, threads, odd input."""
+"""What both stores do beyond the conformance suite: sharing of prompts, cancellation, threads, unusual input."""
 
 import asyncio
 import threading

@@ -394,7 +394,7 @@ def test_naive_runner_fails_the_runners_tests(test: str) -> None:
 
 
 def test_sample_agents_need_no_setup(tmp_path: Path) -> None:
-    from agl_testing.conformance.agents import behave
+    from agl_testing.agents import behave
 
     assert 0.5 == behave({"do": "return", "value": 0.5})
     assert ["a", "do"] == behave({"do": "keys", "a": 1})

@@ -1,9 +1,9 @@
-"""The conformance class of stores passes the core's memory store, and detects stores that break an invariant."""
+"""The conformance class of stores detects stores that break an invariant."""
 
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,16 +14,6 @@ from agl.errors import FencedError, NotFoundError
 from agl.schemas import Claim, Outcome, ResourceVersion, Rollout, Span
 from agl.stores import MemoryStore
 from agl_testing.conformance import StoreConformance, StoreLocation
-
-
-class TestMemoryStore(StoreConformance):
-    is_durable = False
-    is_shared = False
-    has_schema_version = False
-
-    @pytest.fixture
-    def locate(self) -> Callable[[str], StoreLocation]:
-        return lambda _: StoreLocation(factory="agl.stores:MemoryStore", url="memory://")
 
 
 class ForgivesLateFinish(MemoryStore):

@@ -1,4 +1,4 @@
-"""A tiny model that is created here, and servers of it in this process."""
+"""A tiny random model, and servers of the model in this process."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ TEMPLATE = """\
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignore peft's own call of a deprecated method, and the connection that the published client leaves open."""
+    """Ignore warnings about a deprecated call in peft, and about a connection that the published client leaves open."""
     for one in (
         "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
         "ignore:unclosed:ResourceWarning",
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Use one thread: the model is so small that a second thread would only wait for the first."""
+    """Use one thread, since with so small a model a second thread would only wait for the first."""
     torch.set_num_threads(1)
 
 

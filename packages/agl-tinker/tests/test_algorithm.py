@@ -1,4 +1,4 @@
-"""The algorithm and the policy with our own server, through the published client."""
+"""The algorithm and the policy with our own server, which they reach through the published client."""
 
 import asyncio
 import random
@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agl import AlgorithmEntry, PluginManager, PolicyEntry
 from agl.contracts import POLICY_KEY_ENV
 from agl.errors import ConfigError
-from agl.schemas import CallCredit, Episode, ResourceVersion, Row, Segment, Transition, Weights, pack_floats, pack_ids
-from agl_objectives.advantages import call_advantages as theirs
-from agl_objectives.registry import find_estimator
+from agl.schemas import Episode, ResourceVersion, Row, Segment, Transition, Weights, pack_floats, pack_ids
 from agl_testing.conformance import FinishedCredit
 from agl_testing.conformance.algorithm import AlgorithmConformance
 from agl_testing.conformance.bench import AlgorithmBench, AlgorithmScenario, RolloutOrder
-from agl_tinker.algorithm import Tinker, TrainedRow, call_advantages, token_weights
+from agl_tinker.algorithm import Tinker, TrainedRow, token_weights
 from agl_tinker.policy import TinkerPolicy
 
 from .world import KEY, Served, complete
@@ -91,7 +87,7 @@ class TestTinker(AlgorithmConformance):
 
 
 class TestTinkerWithChosenTasks(AlgorithmConformance):
-    """A run with refilled rounds and a curriculum must resume just as exactly."""
+    """A run with refilled rounds and a curriculum resumes exactly, too."""
 
     @pytest.fixture
     def scenario(self, served: Served) -> AlgorithmScenario:
@@ -273,27 +269,6 @@ def test_policy_loads_weights_of_its_server_alone(served: Served) -> None:
 
     with pytest.raises(ConfigError, match="can load weights that are on its server"):
         asyncio.run(body())
-
-
-@given(
-    rewards=st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=4), min_size=1, max_size=8),
-    tasks=st.integers(1, 3),
-    name=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
-)
-@settings(max_examples=60)
-def test_advantages_are_those_of_agl_objectives(rewards: list[list[float]], tasks: int, name: str) -> None:
-    credits = [
-        [
-            CallCredit(span_id=f"{place}/{call}", value=value, baseline=f"b{call % 2}", is_advantage=call == 3)
-            for call, value in enumerate(values)
-        ]
-        for place, values in enumerate(rewards)
-    ]
-    groups = [place % tasks for place in range(len(rewards))]
-    expected = theirs(credits, groups=groups, tokens={}, estimator=find_estimator(name, None).call)
-    found = call_advantages(credits, groups=groups, estimator=name)
-    for one, other in zip(expected, found, strict=True):
-        assert one == pytest.approx(other, rel=1e-6, abs=1e-9)
 
 
 def test_weights_add_up_over_tokens_or_rollouts() -> None:

@@ -1,4 +1,4 @@
-"""The command: its key, and its messages about missing parts."""
+"""The command ``agl tinker``: the API key, and the messages about missing dependencies."""
 
 import asyncio
 from pathlib import Path

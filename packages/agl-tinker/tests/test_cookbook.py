@@ -1,7 +1,8 @@
-"""The loops of tinker-cookbook, as they are, against a server. They need some hundred megabytes, and are not installed
-for the everyday tests: ``pip install tinker-cookbook sympy pylatexenc math-verify`` lets this file run.
+"""The unchanged training loops of tinker-cookbook with a server.
 
-Their datasets would be downloaded, so small ones take their place; so do the renderer and the reward.
+The loops need some hundred megabytes, and are not installed for the everyday tests; ``pip install tinker-cookbook
+sympy pylatexenc math-verify`` lets this file run. Small datasets replace those that the loops would download; the
+renderer and the reward are replaced too.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A whole experiment with the programs: ``agl tinker serve`` and ``agl run``, both killed with ``kill -9``."""
+"""A whole experiment with the programs ``agl tinker serve`` and ``agl run``, both killed with ``kill -9``."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The server, as the published client sees it: losses, gradients, weights, refusals, and two clients at once."""
+"""The server as the published client sees it: losses, gradients, weights, refusals, and two clients at once."""
 
 import asyncio
 import json

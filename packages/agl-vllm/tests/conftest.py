@@ -1,4 +1,4 @@
-"""Policies over a stand-in for vLLM that runs as a program, as the real one does."""
+"""Fixtures for a policy over a stand-in for vLLM, which runs as a program like real vLLM."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ TOKENS = (3, 11, 4, 26, 5)
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Put the stand-in where servers find vLLM; the function makes servers that start later fail in one way."""
+    """Put the stand-in where servers find vLLM; return a function that sets a fault of servers that start later."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     return lambda how: monkeypatch.setenv("FAKE", how)
@@ -27,7 +27,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Non
 
 @pytest.fixture
 def make_weights(tmp_path: Path) -> Callable[..., Weights]:
-    """`make_weights("v1", shift=...)`: weights of the stand-in, with their probe unless `has_probe` is false."""
+    """Return `make("v1", shift=...)`, which writes the stand-in's weights, with a probe if `has_probe` is true."""
 
     def make(name: str, *, shift: float, base: Weights | None = None, has_probe: bool = True, rank: int = 4) -> Weights:
         folder = tmp_path / name
@@ -47,7 +47,7 @@ def make_weights(tmp_path: Path) -> Callable[..., Weights]:
 
 @pytest.fixture
 def base(make_weights: Callable[..., Weights], fake: object) -> Weights:
-    """The weights that servers start with."""
+    """Write the weights that servers start with."""
     return make_weights("base", shift=0.0, has_probe=False)
 
 
@@ -60,6 +60,6 @@ def started(base: Weights, **settings: Any) -> VLLMPolicy:
 
 
 def noted(base_url: str) -> dict[str, Any]:
-    """The requests to the stand-in, and the arguments of its start."""
+    """Return what the stand-in noted: the requests to it, and the arguments of its start."""
     with urllib.request.urlopen(f"{base_url.removesuffix('/v1')}/noted") as answer:
         return json.load(answer)

@@ -1,4 +1,4 @@
-"""The policy over servers that run already, and a run's calls over them."""
+"""The policy with servers that already run, and the calls of a run that uses them."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ def attached(base, urls, **settings):
 
 @asynccontextmanager
 async def serving(base, **settings):
-    """Base URLs of running servers."""
+    """Start servers, and yield their base URLs."""
     owner = started(base, **settings)
     try:
         yield list((await owner.start()).base_urls)

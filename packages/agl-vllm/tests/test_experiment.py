@@ -1,4 +1,4 @@
-"""Whole experiments over the stand-in: an algorithm publishes, the servers follow, the calls say so."""
+"""Whole experiments on the stand-in: an algorithm publishes weights, servers load them, calls record the version."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ from agl_run import Quiet, policy
 
 
 async def write(task: Any, llm: agl.LLM) -> float:
-    """Asks twice."""
+    """Ask the model twice."""
     del task
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
         for text in ("hi", "again"):
@@ -27,7 +27,7 @@ async def write(task: Any, llm: agl.LLM) -> float:
 
 
 class Publisher:
-    """Collects once per step and publishes the next of the given weights."""
+    """An algorithm that collects once per step, and then publishes the next of the given weights."""
 
     def __init__(self, weights: list[Weights]) -> None:
         self.weights, self.done = weights, 0

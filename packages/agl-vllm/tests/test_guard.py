@@ -1,4 +1,4 @@
-"""Servers end with the run, however it ends."""
+"""The guard ends the servers when the run ends, however the run ends."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ time.sleep(600)
 
 
 def is_alive(pid):
-    """Return true if a process runs; a zombie that nobody has waited for does not."""
+    """Return true if a process runs; one that has ended but was not waited for does not run."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,9 +1,10 @@
-"""The policy over servers that it starts: how, with what, and how new weights get in."""
+"""The policy with servers that it starts: the command, the checks at the start, and loading new weights."""
 
 import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -15,11 +16,15 @@ from agl.errors import ConfigError, PolicyError
 from agl.schemas import PromptTemplate, Weights
 from agl_testing.conformance import PluginConformance
 from agl_vllm.policy import VLLMPolicy
+from agl_vllm.server import LaunchSettings, LocalServer
+from agl_vllm.settings import VllmSettings
 
 from .conftest import noted, published, started
 
+pytestmark = pytest.mark.alone
+
 ASKED_AT_START = 10
-"""Requests of the checks at the start: token ids, two of the log-probabilities' temperature, seven of sampling."""
+"""Requests of the checks at the start: one for ids, two for the log-probabilities' temperature, seven for sampling."""
 
 
 def run(policy, act):
@@ -302,6 +307,24 @@ def test_what_servers_print_is_removed_after_a_run_that_ended_well_and_kept_afte
     with pytest.raises(PolicyError) as refused:
         run(started(base), act)
     assert str(logs()[0]) in str(refused.value)
+
+
+def test_a_port_that_another_program_took_is_changed_before_the_first_start(base, fake, tmp_path):
+    settings = VllmSettings(model=base.uri, dtype="float32")
+    server = LocalServer(LaunchSettings(name="main_llm", chosen=settings), log=tmp_path / "log", device="")
+    chosen = server.client.base_url
+
+    async def act():
+        await server.start(model=base.uri)
+        found = noted(server.client.base_url)["argv"]
+        await server.stop()
+        return found
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(chosen.removesuffix("/v1").rpartition(":")[2])))
+        found = asyncio.run(act())
+    assert server.client.base_url != chosen
+    assert server.client.base_url == f"http://127.0.0.1:{found[found.index('--port') + 1]}/v1"
 
 
 def test_a_server_that_takes_too_long_is_ended(base, fake):

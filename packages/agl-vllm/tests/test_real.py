@@ -54,7 +54,7 @@ TEMPLATE = """\
 
 
 def make_model(folder):
-    """A random Qwen2 of two layers with a byte-level tokenizer, saved."""
+    """Save a random Qwen2 model of two layers with a byte-level tokenizer."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -92,7 +92,7 @@ def make_model(folder):
 
 
 def publish(loaded, folder, version):
-    """Change the weights in training and export them, as an algorithm does."""
+    """Change the weights as training would, and export them as an algorithm does."""
     import torch
 
     from agl_algo_torch.learner.checkpoint import save_served
@@ -106,7 +106,7 @@ def publish(loaded, folder, version):
 
 
 def opened(weights):
-    """The model that a fresh reader of the files finds."""
+    """Load the exported weights from the files."""
     from agl_algo_torch.learner.model import load_model
 
     if weights.format == "hf":
@@ -117,7 +117,7 @@ def opened(weights):
 
 
 def check_exact(call, model, *, tolerance=1e-5):
-    """The recorded log-probabilities are those of a direct forward pass."""
+    """Check that the recorded log-probabilities equal those of a direct forward pass."""
     import torch
 
     assert "" == call.ids_missing
@@ -131,7 +131,7 @@ def check_exact(call, model, *, tolerance=1e-5):
 
 
 class Stage:
-    """A gateway over a policy's servers, and one attempt that calls through it."""
+    """A gateway in front of a policy's servers, and attempts that make calls through the gateway."""
 
     def __init__(self, gateway, store, policy, url):
         self.gateway, self.store, self.policy, self.url = gateway, store, policy, url
@@ -147,7 +147,7 @@ class Stage:
         return [span.call for span in await self.store.spans(rollout_id) if span.call is not None]
 
     async def load(self, version):
-        """As an experiment does it."""
+        """Load a version as an experiment does."""
         await self.gateway.pause("main_llm")
         served = await self.policy.load(version)
         await self.gateway.resume("main_llm", model_version=served.version, model=served.model)
@@ -175,7 +175,7 @@ async def ask(client, text="hi", *, stream=False, **settings):
 
 
 async def ask_every_way(client):
-    """Plain and streamed, with and without tools, below temperature 1 and at it, and as completions."""
+    """Ask with and without streaming and tools, at two temperatures, and at both endpoints."""
     for stream in (False, True):
         await ask(client, stream=stream, temperature=0.7)
         await ask(client, stream=stream, tools=[TOOL])
@@ -258,15 +258,15 @@ CHOSEN = {"type": "object", "properties": {"expression": {"enum": ["7*8", "8*7"]
 FORCED = {"tools": [{"type": "function", "function": {**TOOL["function"], "parameters": CHOSEN}}]}
 PLAIN = {**FORCED, "tool_choice": "none", "max_tokens": 12}
 WORDS = {**PLAIN, "extra_body": {"structured_outputs": {"regex": "[a-z]{3,9}"}}}
-"""Without the pattern a random model writes bytes that are no text, and such answers are not remembered."""
+"""Settings that make the model write letters; a random model's bytes are often no text."""
 FORCED |= {"tool_choice": "required", "max_tokens": 100}
 COMPACT = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
 
 
 async def converse(it, turns):
-    """A conversation whose client writes arguments back with other white space; each second turn is forced to call.
+    """Run a conversation whose client changes white space in arguments; the model must call a tool every second turn.
 
-    The answer to the last turn is free.
+    The last answer has no restrictions.
     """
     client = await it.begin("ro-1")
     messages = [{"role": "user", "content": "hi"}]
@@ -285,7 +285,7 @@ async def converse(it, turns):
 
 
 def check_continued(calls, model, **tolerance):
-    """Every prompt begins with the tokens of the turn before, and the free answer is what the model says to them."""
+    """Check that each prompt begins with the tokens of the turn before, and that the last answer is exact."""
     for before, after in itertools.pairwise(calls):
         known = [*unpack_ids(before.prompt_ids), *unpack_ids(before.response_ids)]
         assert known == list(unpack_ids(after.prompt_ids))[: len(known)]
@@ -307,7 +307,7 @@ def test_turns_of_a_conversation_continue_the_recorded_tokens(model):
 
 @pytest.mark.parametrize("own", [{"temperature": 0.7}, {"top_p": 0.95}, {"top_k": 20}, {"repetition_penalty": 1.3}])
 def test_a_models_own_sampling_parameters_are_noticed(model, tmp_path, monkeypatch, own):
-    """As on a server that somebody started without ``--generation-config vllm``."""
+    """A server that was started without ``--generation-config vllm`` uses such parameters."""
     folder = tmp_path / "own"
     shutil.copytree(model, folder)
     (folder / "generation_config.json").write_text(json.dumps(own))
@@ -379,6 +379,6 @@ def test_turns_on_a_gpu_continue_the_recorded_tokens(model):
 
 
 def program_below(pid):
-    """The process that a guard runs."""
+    """Return the id of the process that a guard runs."""
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)

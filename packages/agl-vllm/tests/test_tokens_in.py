@@ -1,4 +1,4 @@
-"""Prompts as the tokens that were recorded: one row per conversation, and answers as the chat endpoint gives them."""
+"""Prompts sent as the recorded tokens: one row per conversation, and answers like those of the chat endpoint."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type"
 
 @asynccontextmanager
 async def serving(base, servers, **settings):
-    """Yield a policy that is attached to running stand-ins, and what it serves."""
+    """Yield a policy attached to running stand-ins, and the model that the policy serves."""
     async with running(servers[0]) as first, running(servers[-1]) as second:
         urls = [first] if len(servers) == 1 else [first, second]
         policy = VLLMPolicy(name="main_llm", model=base.uri, base_url=urls, **settings)
@@ -43,7 +43,7 @@ async def serving(base, servers, **settings):
 
 
 class Talk:
-    """A conversation whose client writes arguments back in another order, with other white space."""
+    """A conversation whose client changes the order and the white space of arguments when it sends them back."""
 
     def __init__(self, client):
         self.client = client
@@ -98,7 +98,7 @@ def test_fifty_turns_with_calls_written_back_in_another_notation_are_one_row(bas
 
 
 def talked(base, act, **settings):
-    """Return what `act` returns for a conversation over the relay, its counts, and the stand-in."""
+    """Hold a conversation through the relay; return the result of `act`, the relay's counts, and the stand-in."""
     server = Server()
 
     async def run():
@@ -144,7 +144,7 @@ def test_spliced_answer_is_what_the_chat_endpoint_answers(base, last, options):
 
 
 def written_by_the_model(messages):
-    """The conversation with the model's words as text, from which a template makes the same prompt."""
+    """Return the messages with the model's words as text, for which the template makes the same prompt."""
     text = '<tool_call>{"name":"calc","arguments":{"b":0,"a":"x"}}</tool_call>'
     return [{"role": "assistant", "content": text} if m["role"] == "assistant" else m for m in messages]
 

@@ -1,4 +1,4 @@
-"""An update of one server: its requests are held for no longer than it, however it ends."""
+"""Updating one server: requests to the server are held only during the update, however the update ends."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -15,7 +15,7 @@ WEIGHTS = Weights(uri="/weights")
 
 
 class Server:
-    """Holds requests from `/pause` to `/resume`; the former answers once `drained` is set."""
+    """A server that holds requests between `/pause` and `/resume`; `/pause` returns once `drained` is set."""
 
     def __init__(self, *, status=200):
         self.status, self.is_held = status, False

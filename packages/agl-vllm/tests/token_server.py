@@ -122,7 +122,7 @@ class RefusedError(Exception):
 
 
 class Server:
-    """The server; `paths` are those that were called, and `prompts` the token ids that the model read."""
+    """The server; `paths` lists the paths of requests, and `prompts` the token ids that the model read."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -158,7 +158,7 @@ class Server:
         return web.json_response({"data": [{"id": "main_llm"}]})
 
     async def completions(self, request: web.Request) -> web.Response:
-        """As far as a policy's start needs it."""
+        """Answer a request for a completion, as far as a policy needs that at its start."""
         body = await request.json()
         scale = body.get("temperature", 1.0) or 1.0
         scored = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
@@ -248,7 +248,7 @@ class Server:
         return {"role": "assistant", "content": None, "tool_calls": [call]}
 
     async def chat(self, request: web.Request) -> web.Response:
-        """The three parts in one; it gives the prompt's ids and the reason `tool_calls` besides."""
+        """Render, generate and derender at once; the answer also has the prompt's ids and the reason `tool_calls`."""
         body = await request.json()
         output = self.generated(self.rendered(body))
         length = len(self.prompts[-1])
@@ -265,7 +265,7 @@ class Server:
 
 @asynccontextmanager
 async def running(server: Server) -> Any:
-    """Serve; yields the base URL."""
+    """Run the server, and yield its base URL."""
     runner = web.AppRunner(server.app())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -53,6 +53,7 @@ class RandomSearch(PromptSearch):
             "random",
             optimizer=optimizer,
             budget=budget,
+            # One proposal per step: there is no evidence that several could share.
             branch_factor=1,
             beam_rounds=beam_rounds,
             val_batch_size=val_batch_size,
@@ -67,18 +68,26 @@ class RandomSearch(PromptSearch):
     async def improve(self, step: int) -> None:
         """Rewrite one text and race the result against the best candidate."""
         best, names = self.best, list(self.best.texts)
+        # One text at a time: of two changes that arrive together, a race could not say which one helped.
         name = names[step % len(names)]  # the texts take turns
+        # The request holds the text alone, without a run, a reward or a critique: the only difference from `apo`.
         request = self.request("rewrite", name=name, text=best.texts[name])
+        # The seed of the question follows from the step, so a repeated step finds the answer that is already paid for.
         written = (await self.ask_editor([(request, self.question_seed(step, "rewrite"))]))[0]
         child: PromptCandidate | None = None
         if written.text is not None:  # the answer held a text; the static gate may still refuse it
             texts = {**best.texts, name: written.text}
             proposal = self.proposal([best], texts, step=step, operator="rewrite", critique=written.critique)
             child = await self.screen(proposal, best, origin=Origin(spent=written.spent))
+        # An unusable or refused rewrite has cost a call but no rollout. After many in a row the model has run out of
+        # ideas.
         if child is None:
             self.progress.idle += 1
             if self.progress.idle >= MAX_IDLE:
                 self.progress.stop("no_proposals")
             return
         self.progress.idle = 0
+        # The race that all optimisers here use: growing slices of validation tasks, on which the child is compared with
+        # the best candidate in pairs. Races and budgets are equal, so the gains of two optimisers differ by their
+        # proposals.
         await contest(self, [child], best, step=step, purpose="race")

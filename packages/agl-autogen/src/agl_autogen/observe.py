@@ -80,7 +80,7 @@ def _as_workflow(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide an agent's span from the reader of its stream, in whose context AutoGen leaves it open between messages."""
+    """Keep an agent's span out of the context of its stream's reader, where AutoGen leaves it between messages."""
 
     @wraps(original)
     def run_stream(self: Any, *args: Any, **options: Any) -> Any:
@@ -125,7 +125,7 @@ def _as_streamed_turn(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_within(agent: Any) -> bool:
-    """Return true outside of a rollout, and if this agent is the innermost one."""
+    """Return true if the agent's turn needs no span: outside of a rollout, or if the agent is the innermost already."""
     return current() is None or who().agent == str(agent.name)
 
 

@@ -5,7 +5,7 @@ the arguments and results of tools, hand-offs, teams, and agents for which AutoG
 ask a model for the next speaker, and agents written with only ``autogen_core``.
 
 Model calls are recorded on the wire, because AutoGen reports them only when they are over; a call that bypasses the
-wire gets a span of its own. The spans of AutoGen's runtime, one per message, are left out.
+wire gets a separate span. The spans of AutoGen's runtime, one per message, are left out.
 """
 
 from collections.abc import Iterable, Mapping

@@ -23,17 +23,17 @@ TOKEN_ENV = "AGL_TOKEN"
 TOKEN_FILE_ENV = "AGL_TOKEN_FILE"
 
 TRIES = 10
-"""The number of wrong tokens within ``TRIES_S`` seconds after which nobody can sign in until that time has passed."""
+"""After this many wrong tokens within ``TRIES_S`` seconds, nobody can sign in until the oldest is past that time."""
 
 TRIES_S = 60.0
 
 SESSIONS = 32
-"""The most sessions at a time; one more ends the oldest."""
+"""Largest number of open sessions; a sign-in beyond it ends the oldest session."""
 
 SESSION_S = 12 * 3600.0
 
 _LEAST = 16
-"""The least number of characters in a token."""
+"""Smallest number of characters of an admin token."""
 
 
 def admin_token_of(path: Path | None) -> tuple[str | Keys, str]:
@@ -106,7 +106,7 @@ class Session:
         self._key = secrets.token_bytes(32)
 
     def proof(self, action: str, fields: Mapping[str, str]) -> str:
-        """Return the proof for an action with exactly these fields; only forms of this session carry it."""
+        """Return the proof that a page of this session offered ``action`` with exactly these fields."""
         return hmac.digest(self._key, to_json([action, sorted(fields.items())]), hashlib.sha256).hex()
 
     def is_proven(self, action: str, fields: Mapping[str, str], proof: str) -> bool:
@@ -115,10 +115,10 @@ class Session:
 
 
 class Access:
-    """The sessions of one process.
+    """Signs browsers in with an admin token, and holds their sessions.
 
     Args:
-        token: The admin token, or a function that returns the currently valid ones, one per line.
+        token: The admin token, or a function that returns the valid admin tokens, one per line.
         clock: A monotonic clock, in seconds.
     """
 

@@ -20,7 +20,7 @@ from agl_console.views import parsed
 from agl_inspect.text import visible
 
 Audit = Callable[[str], None]
-"""Takes one log line for each action and each sign-in attempt."""
+"""A function that takes one log line for each action and each sign-in attempt."""
 
 REMEMBERED = 1000
 """The number of forms whose outcome is remembered; a form that is sent again does not act again."""
@@ -30,7 +30,7 @@ _LOGGED = 600
 
 _KEY = re.compile("[0-9a-f]{16}")
 _LOCAL = re.compile(r"/(?:[!-.0-\[\]-~][!-\[\]-~]*)?")
-"""A path on this console: without spaces and backslashes, and never ``//``, which would name another host."""
+"""Matches a path on this console: without spaces and backslashes, and never ``//``, which would name another host."""
 
 
 class Actions:
@@ -51,7 +51,7 @@ class Actions:
         self._made: dict[str, asyncio.Task[Done]] = {}
 
     def add_to(self, app: web.Application) -> None:
-        """Add the routes; without ``access`` there is only the one that refuses."""
+        """Add the routes of sign-in and of the actions; without ``access``, only the route that refuses every POST."""
         if self._access is not None:
             app.router.add_get("/sign-in", self.ask_token)
             app.router.add_post("/sign-in", self.sign_in)
@@ -108,7 +108,7 @@ class Actions:
         return answer
 
     async def ask(self, request: web.Request) -> web.Response:
-        """Ask for missing fields or, if there are none, describe the action and ask for confirmation."""
+        """Show the action's form if fields are missing; otherwise describe the action and ask for confirmation."""
         session = self._known().session(request)
         if session is None:
             return _moved(link("sign-in", next=request.raw_path))
@@ -137,7 +137,7 @@ class Actions:
         return page_response(page)
 
     async def act(self, request: web.Request) -> web.Response:
-        """Perform the action of the form, once, however often the form is sent."""
+        """Perform the action of the form; the same form never acts twice."""
         access, form = self._known(), await _form(request)
         name, kind = self._kind(request)
         session = access.session(request)
@@ -154,7 +154,7 @@ class Actions:
             action: Action = parsed({field: [value] for field, value in form.items()}, kind.form)
             if not is_again:
                 self._remember(key, self._perform(session, name, action, seen=seen, key=key))
-            done = await asyncio.shield(self._made[key])  # a client that leaves stops nothing
+            done = await asyncio.shield(self._made[key])  # goes on if the client disconnects
         except AglError as error:
             return self._error(request, error)
         page = self._pages.render(
@@ -184,7 +184,7 @@ class Actions:
 
         def forget(ended: asyncio.Task[Done]) -> None:
             if ended.cancelled() or ended.exception() is not None:
-                self._made.pop(key, None)  # sent again, it is tried again
+                self._made.pop(key, None)  # so that the form can be sent again
 
         task.add_done_callback(forget)
 
@@ -227,13 +227,13 @@ class Actions:
 
 
 async def _form(request: web.Request) -> dict[str, str]:
-    """Read a form that a page of this console sent; answers 403 to all others."""
+    """Return the fields of a form that a page of this console sent; answer 403 to any other."""
     if not is_own(request):
         text = "only a page of this console may send this; nothing was changed\n"
         raise web.HTTPForbidden(text=text)
     try:
         found = await request.post()
-    except ValueError as error:
+    except (ValueError, LookupError) as error:  # a body that is no form, or text in an unknown charset
         raise web.HTTPBadRequest(text="this is not a form\n") from error
     return {key: _lines(value) for key, value in found.items() if isinstance(value, str) and value}
 

@@ -26,7 +26,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Field(NamedTuple):
-    """An input of an action's form; ``lines`` above 1 make it a text area."""
+    """An input of an action's form; it is a text area if ``lines`` is above 1."""
 
     name: str
     label: str
@@ -46,7 +46,7 @@ class Action(Protocol):
     """An action that the console offers. The fields of the class become the inputs of its HTML form."""
 
     def back(self) -> tuple[str, ...]:
-        """Return the address, in parts, of the page that offers the action."""
+        """Return the parts of the address of the page that offers the action."""
         ...
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
@@ -60,7 +60,7 @@ class Action(Protocol):
         ...
 
     async def perform(self, store: Store, *, seen: str, key: str) -> Done:
-        """Act once; raises as :meth:`describe` does.
+        """Perform the action once; raises as :meth:`describe` does.
 
         ``key``, 16 hex digits, is the same if a form is sent again; ``seen`` is from :meth:`describe`.
         """
@@ -76,7 +76,7 @@ class Promote(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reason: Text = ""
 
     def back(self) -> tuple[str, ...]:
-        """Return the page of the resource."""
+        """Return the address of the resource's page."""
         return ("versions", self.name)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
@@ -92,7 +92,7 @@ class Promote(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
         return lines, {"seen": present}
 
-    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a label moves once anyway
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # moving it twice changes nothing
         """Move the label, unless somebody has moved it since the confirmation page."""
         present = await self._present(store)
         if present != self.version:
@@ -122,7 +122,7 @@ class Rollback(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     label: Name
 
     def back(self) -> tuple[str, ...]:
-        """Return the page of the resource."""
+        """Return the address of the resource's page."""
         return ("versions", self.name)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
@@ -135,7 +135,7 @@ class Rollback(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
         return lines, {"seen": present}
 
-    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # ``seen`` stops a repetition
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # ``seen`` prevents a second move
         """Move the label back, unless somebody has moved it since the confirmation page."""
         present, _ = await self._path(store)
         _check_unmoved(self.name, self.label, present, seen)
@@ -160,7 +160,7 @@ class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout: Name
 
     def back(self) -> tuple[str, ...]:
-        """Return the page of the rollout."""
+        """Return the address of the rollout's page."""
         return ("rollouts", self.rollout)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
@@ -175,7 +175,7 @@ class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
         return lines, {"seen": rollout.status}
 
-    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # the store cancels once
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # cancelling twice changes nothing
         """Cancel the rollout, unless it has finished in the meantime."""
         (rollout,) = await store.cancel([self.rollout])
         if rollout.status != "cancelled":
@@ -189,7 +189,7 @@ class Retry(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout: Name
 
     def back(self) -> tuple[str, ...]:
-        """Return the page of the rollout."""
+        """Return the address of the rollout's page."""
         return ("rollouts", self.rollout)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
@@ -204,11 +204,11 @@ class Retry(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
         return lines, {"seen": rollout.status}
 
-    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a finished one stays so
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a finished rollout never changes
         """Queue a rollout with an id derived from ``key``, so a repeated form queues no second one."""
         old = await self._checked(store)
         again = Rollout(
-            rollout_id=f"retry-{key}",  # not the old id's beginning, by which steps find their rollouts
+            rollout_id=f"retry-{key}",  # must not begin like the old id: steps find rollouts by prefix
             task=old.task,
             experiment=old.experiment,
             mode="test",
@@ -247,7 +247,7 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     comment: Text = ""
 
     def back(self) -> tuple[str, ...]:
-        """Return the page of the rollout."""
+        """Return the address of the rollout's page."""
         return ("rollouts", self.rollout)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
@@ -291,7 +291,7 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Kind(NamedTuple):
-    """A kind of action: its title, the text of its button, its class, and the inputs that a person fills in."""
+    """A kind of action: the title, the button's text, the class, and the inputs that a person fills in."""
 
     title: str
     button: str
@@ -320,7 +320,7 @@ KINDS: dict[str, Kind] = {
         ),
     ),
 }
-"""The kinds of actions, by their names in addresses."""
+"""The kinds of actions, by the last part of their addresses."""
 
 
 def _check_unmoved(name: str, label: str, present: str, seen: str) -> None:

@@ -35,7 +35,7 @@ LISTED = 100
 
 
 class AgentsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address; ``newest`` is the number of rollouts to read."""
+    """Query parameters of the page; ``newest`` is the number of rollouts to read."""
 
     newest: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = LOOKED
     mode: Mode | Literal[""] = ""
@@ -75,7 +75,7 @@ class AgentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Pair(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Two names, and how often the first led to the second."""
+    """Two names, and the number of calls or hand-offs from the first to the second."""
 
     first: str
     second: str
@@ -96,7 +96,7 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         agents: The agents in these rollouts.
         names: The agents of the matrix.
         follows: The matrix: how often a call of the row's agent was followed by a call of the column's agent.
-        inside: How many calls the second name made inside the first.
+        inside: Calls that the second name made inside an operation of the first.
         handoffs: The hand-offs that a framework reported.
     """
 
@@ -260,7 +260,7 @@ class _Sums:
 
 
 def _share_of(span: Span, agent: str, use: CallUse | None, *, is_first: bool) -> AgentTally:
-    """Return the tally of one call; an agent's first call also counts its rollout."""
+    """Return the tally of a single call; the rollout is counted with the agent's first call."""
     tokens = span.call.response_len if span.call else 0
     return AgentTally(
         agent=agent,

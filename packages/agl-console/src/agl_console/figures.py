@@ -15,7 +15,7 @@ from agl_inspect.rollouts.step_tallies import StepTally
 T = TypeVar("T")
 
 REWARD, SPEED, USED, LENGTH = "reward", "tokens_per_s", "tokens_used", "tokens_per_rollout"
-"""The metric ``reward``, and three numbers derived from it and the tallies that a run stores with its steps."""
+"""Names of metrics: the logged ``reward``, and three that :func:`derived` computes from it and the tallies."""
 
 POINTS = 1000
 """The most points of a line; of a longer line, evenly spread points are drawn, with the first and the last."""
@@ -29,7 +29,7 @@ class Line(Record, frozen=True, kw_only=True, omit_defaults=False):
         steps: The algorithm's own steps.
         places: The steps of all algorithms together, a common axis for the lines of several algorithms.
         low: Lower ends of the intervals; ``None`` for a point without an interval.
-        high: Upper ends of the intervals, likewise.
+        high: Upper ends of the intervals; ``None`` for a point without an interval.
     """
 
     run: str
@@ -109,7 +109,7 @@ def thinned(found: Sequence[T]) -> Sequence[T]:
 
 
 SHARE = 0.9
-"""The share of the best reward that is the default goal."""
+"""The default goal as a share of the best reward."""
 
 
 class Reached(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -129,7 +129,7 @@ class Reached(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Goal(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A goal for the reward, and the steps that reached it; ``is_given`` is true if the address names the goal."""
+    """A goal for the reward, and the first steps that reached it; ``is_given`` is true if the address names it."""
 
     reward: float
     is_given: bool

@@ -8,14 +8,14 @@ from msgspec.structs import replace
 
 from agl.contracts import CallUse, Recording, RolloutQuery, Store
 from agl.dialects import call_messages
-from agl.episodes import Enclosing, chronological, episode_reward
+from agl.episodes import Enclosing, build_episode, chronological, episode_reward
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import ModelCall, Record, Rollout, Span
 from agl_console.reading import newest_recordings, uses_of
 from agl_inspect.rollouts.conversations import labelled_texts
 
 LOOKED = 200
-"""The number of the task's newest rollouts among which those of a step are looked for."""
+"""Number of the task's newest rollouts that are searched for those of a step."""
 
 COMPARED = 16
 """The most rollouts that are shown side by side."""
@@ -31,7 +31,7 @@ _BEFORE = 120
 
 
 class GroupFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address.
+    """Query parameters of the page.
 
     Attributes:
         experiment: The run.
@@ -67,7 +67,10 @@ class Parting(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class CallCell(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A call of a rollout. Its answer begins with ``same``, which the compared call also has; ``other`` is the rest."""
+    """A call of a rollout.
+
+    ``same`` is the start that its answer shares with the compared call's answer; ``other`` is the rest of its answer.
+    """
 
     sequence: int
     agent: str
@@ -85,7 +88,7 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         baseline: Mean reward of the group's rollouts that are shown; ``None`` without a reward.
         credit: Mean credit of the rollout's calls, as the last step reported it.
-        advantage: Mean advantage of the trained calls, likewise.
+        advantage: Mean advantage of the rollout's trained calls, as the last step reported it.
         parting: The first difference; ``None`` for the rollout that the others are compared with, and for equal ones.
         calls: The first calls of the rollout.
         total: The number of all calls of the rollout.
@@ -180,7 +183,7 @@ async def group_view(store: Store, chosen: GroupFilter) -> GroupView:
 
 
 class _Call:
-    """The parts of a call that are compared: its agent, its prompt, and its answer."""
+    """The parts of a call that are compared: agent, prompt and answer."""
 
     def __init__(self, span: Span, call: ModelCall, agent: str) -> None:
         messages, asked = call_messages(call), call_messages(replace(call, response=None))
@@ -214,7 +217,15 @@ class _Run:
         own = [span for span in recording.spans if span.attempt_id == self.rollout.attempt_id]
         enclosing = Enclosing(own)
         spans = chronological(own).spans
-        self.calls = [_Call(span, span.call, enclosing.who(span).agent) for span in spans if span.call is not None]
+        attempt = next((one for one in recording.attempts if one.attempt_id == self.rollout.attempt_id), None)
+        made = build_episode(self.rollout, attempt, own).transitions
+        # An exchange that the client repeated is not a decision of the agent.
+        repeated = {call.span_id for call in made if call.reject == "superseded"}
+        self.calls = [
+            _Call(span, span.call, enclosing.who(span).agent)
+            for span in spans
+            if span.call is not None and span.span_id not in repeated
+        ]
         self.reward = episode_reward(own)
         self.uses = uses_of(recording.spans)
 

@@ -47,7 +47,7 @@ def checked_password(host: str, password: str) -> str:
 
 
 def is_address(host: str) -> bool:
-    """Return true for an IP address: a page whose domain points here cannot send requests that name an address."""
+    """Return true for an IP address; a request that names one cannot come from a domain that was pointed here."""
     try:
         return bool(ip_address(host))
     except ValueError:

@@ -50,7 +50,7 @@ MEANINGS = {name: meaning for name, meaning in METRICS.items() if meaning}
 
 
 class LearningFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address.
+    """Query parameters of the page.
 
     Attributes:
         before: The tables show steps below this one; ``None`` for the newest.
@@ -145,7 +145,7 @@ def _figures(run: str, metrics: Sequence[Metric]) -> list[Figure]:
 
 
 def _is_end(name: str, names: Collection[str]) -> bool:
-    """Return true if the name is that of an interval's end, of another metric in ``names``."""
+    """Return true for ``NAME_low`` and ``NAME_high``, the ends of an interval, if ``NAME`` is in ``names``."""
     middle, _, end = name.rpartition("_")
     return end in ("low", "high") and middle in names
 

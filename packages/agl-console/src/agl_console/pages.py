@@ -16,7 +16,7 @@ from agl_console.views import View
 from agl_inspect.text import visible
 
 _NONE = "\N{EN DASH}"
-"""Shown in place of an unknown number or time."""
+"""The text that is shown for an unknown number or time."""
 
 
 class Pages:
@@ -86,7 +86,7 @@ def _static(*names: str) -> Markup:
 
 
 def link(*parts: Any, **query: Any) -> str:
-    """Return the address of a view: its path from parts, and its parameters, without empty ones.
+    """Return the address of a view: the path made of ``parts``, and the parameters that are not empty.
 
     The parameter ``query`` is a mapping with more parameters.
     """
@@ -111,7 +111,7 @@ def probability(logprob: float) -> str:
 def clock(unix_s: float, apart: float = 1.0) -> str:
     """Format a time in UTC; a dash for 0, which is an unknown time.
 
-    If ``apart``, the time between neighbours in seconds, is less than 1, milliseconds are shown. A time outside the
+    Milliseconds are shown if ``apart``, the seconds between neighbouring times, is less than 1. A time outside the
     calendar, such as one recorded in milliseconds, is shown in seconds.
     """
     if not unix_s:

@@ -17,7 +17,7 @@ _PAGES = 4
 
 
 async def run_of(store: Store, name: str) -> ExperimentRecord:
-    """Read the record of a run, which is an experiment; raises :class:`NotFoundError`."""
+    """Read the record of a run, which is an experiment; raises :class:`NotFoundError` if there is no such run."""
     records = await store.experiments(name)
     if not records:
         raise NotFoundError("run", name, "agl console --json / lists those of the store")
@@ -39,7 +39,7 @@ async def newest_recordings(
 
 
 def uses_of(spans: Iterable[Span]) -> dict[str, CallUse]:
-    """Return the steps' use of a rollout's calls, by span id; a step that trained on a call has precedence."""
+    """Return how steps used a rollout's calls, by span id; a step that trained on a call takes precedence."""
     found: dict[str, CallUse] = {}
     for use in (use for record in training_of(spans) for use in record.calls):
         if use.row >= 0 or use.span_id not in found or found[use.span_id].row < 0:
@@ -48,7 +48,7 @@ def uses_of(spans: Iterable[Span]) -> dict[str, CallUse]:
 
 
 async def rollout_of(store: Store, rollout_id: str) -> tuple[Rollout, list[Attempt]]:
-    """Read a rollout and its attempts; raises :class:`NotFoundError`."""
+    """Read a rollout and its attempts; raises :class:`NotFoundError` if there is no such rollout."""
     (rollout,) = await store.rollouts(RolloutQuery(ids=(rollout_id,)))
     return rollout, await store.attempts(rollout_id)
 

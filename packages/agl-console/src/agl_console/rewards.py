@@ -25,7 +25,7 @@ FIGURES = 24
 """The most distributions on a page."""
 
 _SPANS = 100
-"""The most rewards that are read of another rollout."""
+"""The most rewards that are read of each other rollout."""
 
 _FEEDBACK = 600
 """The most characters of feedback in the table; the span's page shows all of it."""
@@ -200,7 +200,7 @@ def _fate(span: Span, reward: Reward, rollout: Rollout) -> str:
 
 
 async def _of_run(store: Store, rollout: Rollout) -> tuple[dict[_Key, list[float | None]], int]:
-    """Read the values of a run's newest rollouts, and their number; nothing for a rollout without a run."""
+    """Return the rewards of the run's newest rollouts, and the number of these rollouts; nothing without a run."""
     found: dict[_Key, list[float | None]] = {}
     if not rollout.experiment:
         return found, 0

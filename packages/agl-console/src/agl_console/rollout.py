@@ -1,4 +1,4 @@
-"""The views of one rollout: its spans as a tree, the tokens of its rows, and one span in full."""
+"""The views of one rollout: the spans as a tree, the tokens of the rows, and one span in full."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ _PAGE_BYTES = 4 << 20
 
 
 class RolloutFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address.
+    """Query parameters of the page.
 
     Attributes:
         attempt: The attempt's number, or 0 for the rollout's own spans; by default the deciding attempt.
@@ -61,7 +61,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         reward: The reward that trains.
         attempt: The number of the attempt whose spans are shown; 0 for the rollout's own spans.
         seconds: The length of the time axis.
-        rows: The rows that train.
+        rows: The rows of its calls.
         why: The text of ``agl why``: the outcome of every call, and its use by steps.
         scoring: Every recorded reward, and its place among the run's rewards.
         late: True if spans belong to the rollout but to no attempt.
@@ -93,7 +93,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class SpanView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One span in full: its attributes, all its texts, and the tokens of a call."""
+    """One span in full: the attributes, all texts, and the tokens of a call."""
 
     rollout_id: str
     attempt: int
@@ -115,7 +115,7 @@ class SpanView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> RolloutView:
-    """Read a rollout, given its id, a prefix of its id, or ``latest`` for the newest one.
+    """Read a rollout, given the id, a prefix of the id, or ``latest`` for the newest rollout.
 
     Raises:
         NotFoundError: The rollout or the attempt does not exist.

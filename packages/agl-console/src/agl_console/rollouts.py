@@ -33,7 +33,7 @@ _PAGES_WITH_SPANS, _CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 4, 50, 2 << 20
 """If calls must be read: the most pages of recordings, and the most rollouts and bytes in each."""
 
 _MODES: tuple[Mode, ...] = ("test", "train", "val")
-"""In the sort order of the rollout ids of a step."""
+"""The modes of rollouts, in the order in which the rollout ids of a step sort."""
 
 _BINS = 12
 _TASK = 160
@@ -58,7 +58,7 @@ Reject = Literal[
 
 
 class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address.
+    """Query parameters of the page.
 
     Attributes:
         text: A part of the rollout's id, or of its task as JSON.
@@ -222,7 +222,7 @@ async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
 
 
 async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
-    """Look up a step's rollouts by their id prefix; ``None`` if the filters name no step, or it has no rollouts."""
+    """Find a step's rollouts by their id prefix; ``None`` if the filters name no step, or the step has no rollouts."""
     records = await store.experiments(chosen.experiment) if chosen.experiment and chosen.algorithm else []
     if not records or chosen.step is None:
         return None
@@ -245,7 +245,7 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
 
 
 async def _page(store: Store, query: RolloutQuery, chosen: RolloutsFilter) -> list[Recording]:
-    """Read the next rollouts, with their spans if the filters need calls."""
+    """Read the next page of rollouts; with their spans if the filter on reject reasons needs the calls."""
     if not chosen.reject:
         return await store.recordings(query, spans="none")
     return await store.recordings(replace(query, limit=_CHUNK_WITH_SPANS), spans="all", max_bytes=_BYTES_WITH_SPANS)
@@ -264,7 +264,7 @@ def _has_reject(recording: Recording, reason: Reject) -> bool:
 
 
 async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: RolloutsFilter) -> _Seen:
-    """Add a page of rollouts to those checked."""
+    """Return ``seen`` extended by a page of rollouts; those that match the filters are added."""
     found = [one for one in page if _is_of_step(one, chosen)]
     if chosen.reject:
         found = [replace(one, spans=[]) for one in found if _has_reject(one, chosen.reject)]
@@ -297,7 +297,7 @@ def _is_of_step(recording: Recording, chosen: RolloutsFilter) -> bool:
 
 
 async def _with_agent(store: Store, found: Sequence[Recording], agent: str) -> Sequence[Recording]:
-    """Keep the rollouts in which the agent has a span."""
+    """Return the rollouts in which the agent has a span."""
     if not agent or not found:
         return found
     query = RolloutQuery(ids=tuple(recording.rollout.rollout_id for recording in found), limit=len(found))

@@ -10,8 +10,8 @@ from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, Goal, derived, figure_of, goal_of
 from agl_inspect.advice.ranking import DatedFit, read_fits
 from agl_inspect.advice.run_differences import RunDifference, compare_runs
+from agl_inspect.presence import is_gone
 from agl_inspect.records.state import load_settings
-from agl_inspect.records.workers import GONE_S
 from agl_inspect.rollouts.step_tallies import read_tallies
 
 PAGE = 50
@@ -22,7 +22,7 @@ COMPARED = 8
 
 
 class RunsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address.
+    """Query parameters of the page.
 
     Attributes:
         compare: Names of the runs to compare; empty to list all.
@@ -70,7 +70,7 @@ class LastReward(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Difference(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A setting that differs between runs: its name, and its value in each run, ``""`` where a run does not set it."""
+    """A setting that differs between runs: the name, and the value in each run, ``""`` where a run does not set one."""
 
     name: str
     values: list[str]
@@ -125,12 +125,12 @@ async def status_of(store: Store, record: ExperimentRecord) -> str:
     if record.status == "finished":
         return "finished"
     signs = await store.presences(record.name, member="")
-    return "running" if any(time.time() - sign.seen_at < GONE_S for sign in signs) else "stopped"
+    return "running" if any(not is_gone(sign, now=time.time()) for sign in signs) else "stopped"
 
 
 async def best_version(store: Store, record: ExperimentRecord) -> VersionScore | None:
     """Return the version of a run's resources with the highest score; ``None`` if no version was measured."""
-    made = re.compile(rf"{re.escape(record.name)}-[0-9]+-(?![0-9]+-)")  # those of an experiment NAME-1 are not its own
+    made = re.compile(rf"{re.escape(record.name)}-[0-9]+-(?![0-9]+-)")  # excludes an experiment NAME-1
     own = [
         score
         for name in sorted(record.live)
@@ -173,7 +173,7 @@ async def _compared(
 
 
 async def _metrics(store: Store, record: ExperimentRecord, *names: str) -> list[Metric]:
-    """Return metrics of an experiment's newest run, by name."""
+    """Return the metrics with the given names from an experiment's newest run."""
     return [metric for name in names for metric in await store.metrics(record.name, name=name, run=record.run)]
 
 

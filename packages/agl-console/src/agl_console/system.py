@@ -15,8 +15,8 @@ from agl.schemas import Record, RolloutStatus
 from agl_console.reading import newest_recordings, run_of
 from agl_console.runs import Cost, cost_of
 from agl_inspect.advice.suggestions import Alert, read_alerts
+from agl_inspect.presence import ListedWorker, list_workers
 from agl_inspect.records.metrics import experiment_step
-from agl_inspect.records.workers import ListedWorker, list_workers
 
 STEPS = 25
 """The most steps on a page."""
@@ -47,11 +47,11 @@ PARTS = {
 """Metrics in seconds that are shown as the parts of a step, in the order of their execution."""
 
 _TRAIN = "train_s"
-"""The metric of a training phase, whose seconds include some of the others."""
+"""The metric with the seconds of the training phase, which include those of some metrics in ``PARTS``."""
 
 
 class SystemFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address: steps below this one, counted over all algorithms; ``None`` for the newest."""
+    """Query parameters of the page; it shows steps below ``before``, counted over all algorithms."""
 
     before: int | None = None
 
@@ -109,7 +109,7 @@ class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
         longest: The length of the time axis in seconds: that of the longest step, whose rest counts up to three times
             its parts.
         queued: The number of queued rollouts; ``COUNTED`` means this many or more.
-        running: The number of running rollouts, likewise.
+        running: The number of running rollouts; ``COUNTED`` means this many or more.
         looked_through: The number of finished rollouts whose calls ``rates`` counts.
         next: The query of the page with older steps; empty on the last.
     """
@@ -179,7 +179,7 @@ def steps_of(metrics: Sequence[Metric]) -> list[StepTimes]:
 
 
 def _parts(seconds: Mapping[str, float]) -> list[Part]:
-    """Return the parts of a step in order, including the training time that none of the other metrics covers."""
+    """Return the parts of a step in order; training time that no other metric covers is a separate part."""
     named = [(words, seconds[name]) for name, words in PARTS.items() if name in seconds]
     inside = sum(seconds.get(name, 0.0) for name in PARTS if name != "collect_s")
     if seconds.get(_TRAIN, 0.0) > inside:

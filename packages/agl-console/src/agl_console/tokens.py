@@ -23,7 +23,7 @@ _SPREADS = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0)
 
 
 class TokensFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address: a row by its branch, and the position of the first token to show."""
+    """Query parameters of the page: a row by its branch, and the position of the first token to show."""
 
     row: int = 0
     start: int = 0
@@ -77,11 +77,11 @@ class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class RowSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A row: its branch, its number of tokens, its number of trained tokens, and its sampled parts."""
+    """A row: its branch, its number of tokens, its number of sampled tokens, and its sampled parts."""
 
     branch: int
     tokens: int
-    trained: int
+    sampled: int
     segments: list[SegmentRow]
 
 
@@ -180,7 +180,7 @@ def summary_of(row: Row, uses: Mapping[str, CallUse]) -> RowSummary:
         )
         for segment in row.segments
     ]
-    return RowSummary(branch=row.branch, tokens=len(row.mask), trained=row.mask.count(1), segments=segments)
+    return RowSummary(branch=row.branch, tokens=len(row.mask), sampled=row.mask.count(1), segments=segments)
 
 
 def cells_of(
@@ -214,7 +214,7 @@ def tone_of(advantage: float, largest: float) -> int:
 
 
 def _with_uses(cells: Sequence[TokenCell], parts: Sequence[tuple[int, CallUse | None, int]]) -> list[TokenCell]:
-    """Return the cells with the steps' reports on their calls; ``parts`` has each call's start, report and stop."""
+    """Add the steps' reports on calls to cells; ``parts`` has each call's start, the report on it, and its stop."""
     known = [number for _, use, _ in parts for number in (*_numbers(use, "advantage"), use.advantage if use else None)]
     largest = max((abs(number) for number in known if number is not None and math.isfinite(number)), default=0.0)
     found = list(cells)

@@ -55,7 +55,7 @@ class Contents:
         self._shown = ShownMessages()
 
     def of(self, span: Span) -> tuple[int, list[Text]]:
-        """Return the number of messages that were shown before, and the other texts."""
+        """Return the number of a span's messages that an earlier span has shown, and the span's other texts."""
         repeated, texts = contents_of(span, self._shown)
         return repeated, [self.text(label, value, role=role) for role, label, value in texts]
 
@@ -100,7 +100,7 @@ class Node(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def tree_of(spans: Sequence[Span], transitions: Mapping[str, Transition]) -> list[Node]:
-    """Return the spans as rows in display order: children below their parent, in the order of their starts."""
+    """Return the spans as rows in display order: children below the parent, in the order of start times."""
     enclosing, contents = Enclosing(spans), Contents()
     first = min((span.start_ns for span in spans if span.start_ns), default=0)
     last = max((max(span.start_ns, span.end_ns) for span in spans), default=0)

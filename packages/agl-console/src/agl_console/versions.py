@@ -6,18 +6,15 @@ up to ``DIFFED`` characters.
 
 import re
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Literal
 
-import msgspec
-
-from agl.contracts import ExperimentRecord, LabelMove, Recording, RolloutQuery, Store, VersionScore
+from agl.contracts import ExperimentRecord, LabelMove, RolloutQuery, Store, VersionScore
 from agl.errors import NotFoundError
 from agl.hints import did_you_mean
-from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Rollout, Weights
+from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
 from agl_console.tree import LONGEST, Text
+from agl_inspect.records.splits import ArmReport, Placement, Sample, placement_of
 from agl_inspect.rollouts.span_reader import reward_of
-from agl_inspect.statistics import interval
 from agl_inspect.stores import command
 from agl_inspect.terminal.query import COUNTED, is_counted
 from agl_inspect.versions import (
@@ -53,104 +50,53 @@ LOOKED_THROUGH = 400
 """The number of newest rollouts among which the view looks for rollouts in a split."""
 
 
-class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An arm of a split, measured by its finished rollouts and the conversations that have begun.
-
-    Attributes:
-        share: The share of the traffic that the arm is meant to get.
-        mean: Mean reward; ``None`` without any. A failed rollout counts 0, and one without a reward is left out.
-        low: Lower end of the mean's 95 % interval; ``None`` for fewer than two rewards.
-        high: Upper end of that interval, likewise.
-    """
-
-    label: str
-    version: str
-    share: float
-    rollouts: int
-    failed: int
-    rewarded: int
-    mean: float | None
-    low: float | None
-    high: float | None
-
-
 class SplitPart(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The arms of the newest split in which versions of a resource differ, the baseline first.
 
+    Finished rollouts count, and conversations that have begun.
+
     Attributes:
+        shares: The share of the traffic that each arm is meant to get, by label.
         looked_through: The number of rollouts that were read to find it.
     """
 
-    arms: list[Arm]
-    looked_through: int
-
-
-class _Placement(Record, frozen=True, kw_only=True):
-    """The gateway's record of a rollout in a split; ``versions`` has the differing resources, by label and name."""
-
-    arm: str
+    arms: list[ArmReport]
     shares: dict[str, float]
-    versions: dict[str, dict[str, str]]
-
-    def is_about(self, name: str) -> bool:
-        """Return true if the split compares versions of the resource."""
-        return self.arm in self.shares and all(name in self.versions.get(label, {}) for label in self.shares)
-
-    def is_like(self, other: "_Placement") -> bool:
-        """Return true if both belong to the same split, between the same versions."""
-        return (self.shares, self.versions) == (other.shares, other.versions)
+    looked_through: int
 
 
 async def split_part(store: Store, name: str) -> SplitPart | None:
     """Read the arms of the newest split of a resource; ``None`` if none of the newest rollouts is in one."""
     query = RolloutQuery(sort="created_at", is_newest_first=True, limit=LOOKED_THROUGH)
     looked = await store.recordings(query, spans="none")
-    placed = [(one, where) for one in looked if (where := _placement(one.rollout)) and where.is_about(name)]
+    placed = [(one, where) for one in looked if (where := placement_of(one.rollout)) and _is_about(where, name)]
     if not placed:
         return None
     newest = placed[0][1]
-    own = [(one, where.arm) for one, where in placed if where.is_like(newest) and _counts(one.rollout)]
-    arms = [_arm(newest, name, label, [one for one, arm in own if arm == label]) for label in newest.shares]
-    return SplitPart(arms=arms, looked_through=len(looked))
+    samples = {label: Sample() for label in newest.shares}
+    for one, where in placed:
+        is_like = (where.shares, where.versions) == (newest.shares, newest.versions)
+        if is_like and one.rollout.status in COUNTED and is_counted(one.rollout):
+            samples[where.arm].add(one.rollout, reward_of(one))
+    arms = [sample.report(label, newest.versions[label]) for label, sample in samples.items()]
+    return SplitPart(arms=arms, shares=newest.shares, looked_through=len(looked))
 
 
-def _counts(rollout: Rollout) -> bool:
-    return rollout.status in COUNTED and is_counted(rollout)
-
-
-def _placement(rollout: Rollout) -> _Placement | None:
-    found = rollout.metadata.get("split")
-    try:
-        return None if found is None else msgspec.convert(found, _Placement)
-    except msgspec.ValidationError:
-        return None  # somebody else's metadata under the same key
-
-
-def _arm(placement: _Placement, name: str, label: str, found: Sequence[Recording]) -> Arm:
-    known = [0.0 if one.rollout.status == "failed" else reward_of(one) for one in found]
-    rewards = [reward for reward in known if reward is not None]
-    low, high = interval(rewards) if len(rewards) > 1 else (None, None)
-    return Arm(
-        label=label,
-        version=placement.versions[label][name],
-        share=placement.shares[label],
-        rollouts=len(found),
-        failed=sum(one.rollout.status == "failed" for one in found),
-        rewarded=len(rewards),
-        mean=fmean(rewards) if rewards else None,
-        low=low,
-        high=high,
+def _is_about(placement: Placement, name: str) -> bool:
+    """Return true if the split compares versions of the resource."""
+    return placement.arm in placement.shares and all(
+        name in placement.versions.get(label, {}) for label in placement.shares
     )
 
 
 class ResourcesFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address: the last name on the previous page."""
+    """Query parameters of the page: the last name on the previous page."""
 
     after: str = ""
 
 
 class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query of the page's address.
+    """Query parameters of the page.
 
     Attributes:
         version: The version or label to show; by default the newest version.
@@ -166,7 +112,7 @@ class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ResourceRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A resource, with its newest version and its best measured version."""
+    """A resource, with the newest version and the best measured version."""
 
     name: str
     kind: str
@@ -341,7 +287,7 @@ def kind_of(resource: Resource) -> str:
 
 
 def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]]:
-    """Return versions with their depths, children below their parents, the line to the newest version last.
+    """Return versions with depths: children below parents, the line to the newest version last.
 
     On that line a version has the depth of its parent; every other child begins a branch.
     """
@@ -361,7 +307,7 @@ def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]
         ordered.append((min(depth, DEEPEST), item))
         below = sorted(children.pop(item.version.version, []), key=lambda child: -newest[child.version.version])
         waiting += [(depth + (number > 0), child) for number, child in enumerate(below)]
-    return ordered + [(0, item) for left in children.values() for item in left]  # their parents form a circle
+    return ordered + [(0, item) for left in children.values() for item in left]  # versions whose parents form a circle
 
 
 class _Origins:
@@ -398,7 +344,7 @@ class _Origins:
         )
 
     def _experiment(self, version: ResourceVersion) -> str:
-        """Return the experiment that published a version, by its metadata or by the prefix of its name."""
+        """Return the experiment that published a version, by the metadata or by the prefix of the version's name."""
         named = version.metadata.get("experiment")
         if isinstance(named, str) or not version.algorithm:
             return named if isinstance(named, str) else ""
@@ -443,7 +389,7 @@ def _found(name: str, wanted: str, labels: Mapping[str, str], known: Mapping[str
 
 
 def _page(listed: Sequence[ListedVersion], before: str) -> Sequence[ListedVersion]:
-    """Return the newest versions, or the versions before ``before``."""
+    """Return one page of versions: the newest, or those that precede the version ``before``."""
     places = [place for place, item in enumerate(listed) if item.version.version == before]
     end = places[0] if places else len(listed)
     return listed[max(0, end - VERSIONS) : end] or listed[:1]

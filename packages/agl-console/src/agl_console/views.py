@@ -29,7 +29,7 @@ Query = Mapping[str, Sequence[str]]
 
 
 class View(NamedTuple):
-    """A view: the name of its template, and its data."""
+    """A view: the name of the template, and the data."""
 
     template: str
     data: Record
@@ -78,7 +78,7 @@ _VIEWS: tuple[tuple[str, str, Callable[..., Awaitable[Record]], type[Record]], .
     ("/versions", "resources.html", resources_view, ResourcesFilter),
     ("/versions/([^/]+)", "versions.html", versions_view, VersionsFilter),
 )
-"""For each address: its pattern, its template, the view's function, and the type of the function's last argument."""
+"""For each address: the pattern, the template, the view's function, and the type of the function's last argument."""
 
 
 def parsed(query: Query, kind: type[F]) -> F:

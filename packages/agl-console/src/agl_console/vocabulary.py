@@ -29,7 +29,7 @@ class _Added(Record, frozen=True, kw_only=True):
 
 
 class _Tokenizer(Record, frozen=True, kw_only=True):
-    """The parts of the file that are read here."""
+    """The fields of ``tokenizer.json`` that are read here."""
 
     model: _Model
     added_tokens: tuple[_Added, ...] = ()

@@ -74,6 +74,7 @@ def agent(function: F) -> F:
 
     The function may have the parameters ``task``, ``resources``, ``rollout``, ``llm`` (the only LLM among the
     resources), ``prompt_template`` (the only prompt template) and the name of any resource. The first parameter with
-    another name gets the task.
+    another name gets the task. A resource replaces the default of the parameter with its name; where the default is a
+    string, the parameter gets the text of a prompt template.
     """
     return function

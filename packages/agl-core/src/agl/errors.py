@@ -13,6 +13,7 @@
     │   ├── ConflictError        the same id with other content, or a state that forbids the change
     │   ├── FencedError          the attempt is no longer the caller's
     │   ├── InvalidIdError       an id or a name is empty, too long, or holds what none may hold
+    │   ├── InvalidRecordError   a record has a value of a wrong type, or one that no store can hold
     │   ├── InvalidQueryError    a query asks for a page that no store can find
     │   └── SchemaVersionError   the data was written by a newer release
     ├── CaptureError             model calls were not, or could not be, recorded
@@ -43,6 +44,7 @@ __all__ = [
     "GatewayLostError",
     "InvalidIdError",
     "InvalidQueryError",
+    "InvalidRecordError",
     "MissingExtraError",
     "MissingTokenIdsError",
     "NoModelCallsError",
@@ -125,6 +127,10 @@ class FencedError(StoreError):
 
 class InvalidIdError(StoreError):
     """An id or a name is empty, longer than 256 characters, or holds a slash or a control character."""
+
+
+class InvalidRecordError(StoreError):
+    """A record that is written has a value of a wrong type, or one that no store can hold."""
 
 
 class InvalidQueryError(StoreError):

@@ -36,7 +36,7 @@ def is_pair(start: Any, end: Any) -> bool:
 
 
 def _identity(event: Any) -> dict[str, Any]:
-    """Return the event's fields, with a tool's name in its form for models: a start and an end may use either form."""
+    """Return the event's fields with a normalised tool name, which start and end may spell differently."""
     found = _fields(event)
     name = found.get("tool_name")
     return found if name is None else {**found, "tool_name": sanitize_tool_name(str(name))}
@@ -51,8 +51,8 @@ def about_start(source: Any, event: Any) -> dict[str, Any]:
     """Return the attributes of the scope that ``event`` starts; the ``source`` of a model call is its client."""
     describe = _STARTS.get(event.type)
     found: dict[str, Any] = {"operation": event.type.removesuffix("_started"), **(describe(event) if describe else {})}
-    if event.type == "flow_started" and type(source).__module__.startswith("crewai."):
-        return {"operation": found["operation"], "name": f"{found['operation']} {event.flow_name}"}  # its own
+    if event.type == "flow_started" and type(source).__module__.startswith("crewai."):  # a flow of CrewAI itself
+        return {"operation": found["operation"], "name": f"{found['operation']} {event.flow_name}"}
     if not is_model_call(event):
         return found
     return {**found, "client": class_name(source), "server": str(getattr(source, "base_url", None) or "")}

@@ -55,7 +55,7 @@ _UNENDED = "CrewAI did not end it"
 
 @dataclass(frozen=True)
 class _OpenScope:
-    """An open scope: its attempt, its start event and its span."""
+    """An open scope: the attempt, the start event and the span."""
 
     attempt: ActiveAttempt
     event: BaseEvent
@@ -132,7 +132,7 @@ class Listener:
             opened.span.close(**_convert.about_end(event))
 
     def _started_id(self, event: BaseEvent) -> str:
-        """Return the id of the start event of ``event``'s scope: CrewAI's own, or an outer one if it does not match."""
+        """Return the id of the start event that ``event`` ends; if CrewAI's own is wrong, that of an outer scope."""
         started_id = event.started_event_id or ""
         opened = self._open.get(started_id)
         while opened is not None and not _convert.is_pair(opened.event, event):
@@ -215,7 +215,7 @@ def _open_call(model: BaseLLM) -> OpenSpan:
 
 
 def _defining(kind: type[Any], name: str) -> type[Any]:
-    """Return the class that defines a method; that of flows is in a module that CrewAI does not export."""
+    """Return the class that defines a method, because CrewAI does not export the class that defines those of flows."""
     return next(each for each in kind.__mro__ if name in vars(each))
 
 

@@ -57,7 +57,7 @@ class CrewAITracer(SharedTracer):
 
 @contextmanager
 def _observe(attempt: ActiveAttempt) -> Generator[None]:
-    """Start an attempt outside of scopes that CrewAI left open after a failure; at its end, close its own scopes."""
+    """Start an attempt outside of scopes that CrewAI left open; when it ends, close the scopes that it left open."""
     from agl_crewai.listener import within_scope
 
     listener = CrewAITracer._listener  # pyright: ignore[reportPrivateUsage]  # this module's own

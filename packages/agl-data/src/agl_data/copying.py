@@ -23,12 +23,8 @@ from agl_inspect.terminal.query import pages
 _ROLLOUTS, _SPANS, _ROWS = 200, 5_000, 1_000
 """Largest numbers of rollouts, of spans and of other records in one write."""
 
-_OF_THE_STORE = ("exporter", "owner")
-"""States that belong to the store rather than the experiment, and are not copied: how far exporters have read the
-change feed, and which process runs the experiment."""
-
 Tell = Callable[[int], None]
-"""Takes the number of rollouts handled since the previous call."""
+"""A function that takes the number of rollouts handled since its previous call."""
 
 
 class Copied(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -80,7 +76,7 @@ def copy(manager: PluginManager, source: str, target: str, names: tuple[str, ...
 
 
 async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Copied:
-    """Check that the copy is possible, and make it while a progress bar shows on a terminal."""
+    """Check that the experiments can be copied, and copy them; a terminal shows a progress bar."""
     records = [record for record in await source.experiments() if not names or record.name in names]
     resources = await _survey(source, names)
     unknown = sorted(set(names).difference(resources, (record.name for record in records)))
@@ -104,7 +100,7 @@ async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Co
 
 
 async def _survey(source: Store, names: Sequence[str]) -> dict[str, tuple[int, set[str]]]:
-    """Count each experiment's rollouts and find the resources they used; raises ConflictError if one is running."""
+    """Count each experiment's rollouts and find the resources they used; raises ConflictError for a running rollout."""
     counts: defaultdict[str, int] = defaultdict(int)
     used: defaultdict[str, set[str]] = defaultdict(set)
     for query in [RolloutQuery(experiment=name) for name in names] or [RolloutQuery()]:
@@ -187,7 +183,8 @@ async def _copy_other_states(source: Store, target: Store, names: Sequence[str])
 async def _copy_experiment(source: Store, target: Store, record: ExperimentRecord) -> None:
     """Copy the ledgers, then the states with the experiment's record, which makes the target list the experiment."""
     found = await source.load_state(f"experiment/{record.name}/")
-    states = {key: value for key, value in found.items() if key.split("/")[2] not in _OF_THE_STORE}
+    # Exporters note there how far they have read the change feed, and the target has another one.
+    states = {key: value for key, value in found.items() if key.split("/")[2] != "exporter"}
     for key in states:
         _, _, run, kind, algorithm = [*key.split("/", 4), "", ""][:5]
         if kind == "algorithm" and run.isdecimal():

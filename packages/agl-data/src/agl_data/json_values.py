@@ -10,7 +10,7 @@ from agl.schemas import Json, to_json
 from agl_inspect.exports import ExportSetup
 
 CHANGED = "rollouts with halves of characters, which were replaced, or integers beyond 64 bits, now texts"
-"""The loss that an export counts when it replaces values by :func:`storable`."""
+"""Description of the loss that an export counts when :func:`storable` had to replace values."""
 
 NO_NUMBERS = "calls with log-probabilities that JSON has no numbers for (NaN, infinities): without any"
 

@@ -13,6 +13,8 @@ from agl.schemas import Episode, ModelCall, pack_floats, pack_ids, unpack_floats
 from .conftest import episode_of, export, imported
 from .worlds import call_span, recording_of, recordings, replaced
 
+pytestmark = pytest.mark.alone
+
 LEFT_OUT = {"error", "incomplete", "not_final", "late"}
 FEW = settings(max_examples=25, deadline=None)
 

@@ -231,3 +231,38 @@ def test_same_file_may_be_imported_into_two_experiments(tmp_path: Path, imports:
     imports(path, experiment="other")
 
     assert {"old", "other"} == {recording.rollout.experiment for recording in imports.recordings()}
+
+
+def test_events_of_agent_lightning_become_calls_with_their_tokens_and_a_reward(
+    tmp_path: Path, imports: Imports
+) -> None:
+    def event(rollout: str, kind: str, data: object) -> dict[str, object]:
+        return {"event_type": kind, "rollout_id": rollout, "attempt_id": "0", "timestamp": 1.7e9, "data": data}
+
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "4"},
+        "finish_reason": "stop",
+        "token_ids": [7, 8],
+        "logprobs": {"content": [{"token": "4", "logprob": -0.25}, {"token": "", "logprob": -0.5}]},
+    }
+    call = {
+        "model": "m",
+        "model_version": 3,
+        "request": {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]},
+        "response": {"model": "m", "choices": [choice], "prompt_token_ids": [1, 2, 3]},
+        "latency_ms": 250.0,
+        "http_status": 200,
+    }
+    path = tmp_path / "events.json"
+    events = [event("a", "model_request", call), event("a", "reward", {"value": 0.5}), event("a", "log", {})]
+    path.write_text(json.dumps([*events, event("b", "model_request", call), event("b", "reward", {"value": 0})]))
+
+    done = imports(path)
+
+    assert (2, 2, 1) == (done.rollouts, done.calls, done.lost["events that are neither model calls nor rewards"])
+    assert [0.5, 0.0] == [episode.reward for episode in imports.episodes()]
+    (row, *_) = imports.episodes()[0].transitions
+    assert ([1, 2, 3], [7, 8]) == (list(unpack_ids(row.prompt_ids)), list(unpack_ids(row.response_ids)))
+    assert [-0.25, -0.5] == list(unpack_floats(row.logprobs))
+    assert {"prompt": "2 + 2?"} == imports.recordings()[0].rollout.task

@@ -156,7 +156,7 @@ def model(needs: Needs, under: str, *, label: str, gpus: int) -> Made:
 
 
 def _on_kubernetes(needs: Needs, under: str, files: dict[str, str], images: str, install: str) -> Made:
-    """Return the files plus those of the images and an example of ``.env``, and steps that end with ``install``."""
+    """Return ``files`` with the images' files and ``env.example``, and the steps; ``install`` is the last step."""
     secret = f"kubectl create secret generic {needs.name} --from-env-file {under}/.env"
     steps = [*_wheels(needs, under), f"build and push {images}", _secrets(needs, under), secret, install]
     return files | image_files(needs, under) | {"env.example": env_example(needs, under)}, steps

@@ -85,7 +85,7 @@ def image_files(needs: Needs, folder: str) -> dict[str, str]:
 
 
 def requirement_files(needs: Needs, *, parts: Iterable[str]) -> dict[str, str]:
-    """Return the requirements files of parts, a folder for wheels, and a ``.gitignore`` for wheels and ``.env``."""
+    """Return by path the requirements file of each part, a folder for wheels, and a ``.gitignore``."""
     return {
         **{f"requirements/{part}.txt": _requirements(needs, part) for part in parts},
         "wheels/.gitkeep": "",
@@ -262,7 +262,7 @@ def _database_ports(store: str) -> list[int]:
 
 
 def _entrypoint(needs: Needs) -> str:
-    """Return the shell command that the head runs; it changes to the experiment's folder itself."""
+    """Return the shell command that the head runs, including the change to the experiment's folder."""
     words = ["agl", "run", needs.file.name, "--resume", "--quiet"]
     settings = {
         "experiment.store": needs.store or f"postgresql://agl@{needs.name}-postgres/agl",
@@ -371,7 +371,7 @@ def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[s
 
 
 def _fetch(model: str, gateway: str) -> list[str]:
-    """Return the command that copies the weights of the version to which the label points when it runs."""
+    """Return the command that copies a labelled version's weights; the label is read when the command runs."""
     store = f"http://{gateway}:{GATEWAY_PORT}"
     export = f"agl data export {shlex.quote(model)} --store {store} --format model --output {_WEIGHTS}"
     return ["sh", "-c", f"rm -rf {_WEIGHTS} && {export}"]

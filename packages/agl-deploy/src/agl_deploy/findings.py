@@ -24,7 +24,7 @@ _SYSTEM = ("/bin/", "/usr/bin/")
 """Folders of programs that exist in every image."""
 
 _KIND = re.compile(r"[a-z][a-z0-9_-]+:(?!//)")
-"""The prefix of tasks and workspaces that a package reads, such as ``harbor:`` in ``harbor:FOLDER``."""
+"""Matches the prefix of tasks and workspaces that a plugin reads, such as ``harbor:`` in ``harbor:FOLDER``."""
 
 _OWN_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 
@@ -182,7 +182,7 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _has_password(text: str) -> bool:
-    """Return true for a URL with a password before its host or in its query."""
+    """Return true for a URL with a password before the host or in the query."""
     if _PASSWORD.search(text):
         return True
     try:

@@ -31,7 +31,7 @@ _OF_A_CODER = ("pip", "setuptools", "wheel", "agl-deploy", "agl-testing")
 
 _RAY_WITH_JOBS = "ray[default]"
 _HARNESS = "harness"
-"""The runner of coding harnesses."""
+"""Name of the runner of coding harnesses."""
 
 _KEYS = {"openai": "OPENAI_API_KEY", "tinker": "TINKER_API_KEY"}
 """The environment variable with the API key, by kind of policy, used if the policy's settings name no variable."""
@@ -152,7 +152,7 @@ def _runners(config: ExperimentConfig, manager: PluginManager) -> list[str]:
 
 
 def _with_extra(distribution: str, component: str) -> str:
-    """Return a component's distribution, with the extra that is named like the component, if it exists."""
+    """Return a component's distribution; if it has an extra with the component's name, with that extra."""
     extras = metadata.metadata(distribution).get_all("Provides-Extra") if distribution else None
     return f"{distribution}[{component}]" if component in (extras or ()) else distribution
 
@@ -199,7 +199,7 @@ def _on_ray(config: ExperimentConfig, trainer: list[Pin]) -> OnRay | None:
 
 
 def _variables(config: ExperimentConfig) -> dict[str, list[str]]:
-    """Return the variables that worker and trainer need; rewards run where the agent does."""
+    """Return the environment variables with keys, by part; workers need those of the rewards, which they compute."""
     rewards = {*variables([reward.params for reward in config.reward])}
     policies = {name for policy in config.policy.values() for name in variables(_with_key(policy))}
     rest = variables([*(each.params for each in config.algorithm), *(each.params for each in config.exporter)])

@@ -1,4 +1,4 @@
-"""The parts of a deployment, each with its command, its environment variables and its health check.
+"""The parts of a deployment, each with a command, environment variables and a health check.
 
 The images and the compose file run these commands. The chart runs the same commands with other host names.
 """

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from agl.schemas import Record
 
 _OF_THE_DEVICE = re.compile(r"(nvidia|cuda|triton|pytorch-triton)(-|$)")
-"""Distributions that torch requires for one kind of device. They are not pinned; each image's index selects them."""
+"""Matches distributions that torch needs for one kind of device; each image's package index chooses their releases."""
 
 
 class Pin(Record, frozen=True, kw_only=True):

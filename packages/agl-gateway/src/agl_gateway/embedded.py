@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields, replace
 
 from agl.contracts import Store, Upstream
 from agl.errors import CaptureError, ConfigError
+from agl.served_calls import CallGate
 from agl_gateway.access.certificate import certificate_of
 from agl_gateway.processes.gateway_process import GatewayProcess, refusal
 from agl_gateway.processes.loop_thread import LoopThread
 from agl_gateway.record.spool_file import default_folder, left_text, spools_for
-from agl_gateway.relay.routing import Gate, Router
+from agl_gateway.relay.routing import Router
 from agl_gateway.service import GatewayService
 from agl_gateway.settings import EmbeddedSettings, Settings
 from agl_gateway.traffic.arms import with_distinct_names
@@ -114,7 +115,7 @@ class EmbeddedGateway(EmbeddedSettings):
             raise CaptureError("the gateway is not running; start it first")
         return self._service
 
-    def _gate(self, policy: str) -> Gate:
+    def _gate(self, policy: str) -> CallGate:
         gates = self._running().router.gates
         if policy not in gates:
             raise ConfigError(f"the gateway serves no policy {policy!r}; it serves {sorted(gates)}")

@@ -53,7 +53,7 @@ def examine(harness: Harness, *, given: str) -> Finding:
 
 
 def _turn(given: str) -> str:
-    """Run the harness on a task with a scripted model; returns a description of the failure, or ``""``."""
+    """Run the harness on a task with a scripted model; return a description of the failure, ``""`` for success."""
     server = [sys.executable, "-m", "agl_testing.model_server", "--text", _WORD]
     with (
         tempfile.TemporaryDirectory() as folder,

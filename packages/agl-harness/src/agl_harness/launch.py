@@ -34,7 +34,7 @@ def launch(name: str, *, folder: Path, model: str, task: str, environment: Mappi
 
     Args:
         name: The harness's name, or the file that describes it.
-        folder: The folder in which it works.
+        folder: The folder in which the harness works.
         model: The model's name.
         task: The task.
         environment: Variables, with the model's address in ``OPENAI_BASE_URL`` and its key in ``OPENAI_API_KEY``; by

@@ -1,4 +1,4 @@
-"""The runner of coding harnesses: each attempt runs the harness in a sandbox of its own, on a fresh workspace.
+"""The runner of coding harnesses: each attempt runs the harness in a separate sandbox, on a fresh workspace.
 
 The harness calls the model through the gateway, with the attempt's token as its API key. The sandbox stays until the
 rewards have read the workspace, or longer if the setting ``keep`` says so. If the sandbox breaks, the attempt is

@@ -1,7 +1,7 @@
 """The table of coding harnesses: each entry states how a harness is installed, pointed at a model, and given a task.
 
-``harnesses.toml`` in this package holds the built-in entries. Users can write entries in the same form in files of
-their own. This module does not start programs.
+``harnesses.toml`` in this package holds the built-in entries. Users can write entries in the same form in other files.
+This module does not start programs.
 """
 
 import json
@@ -61,7 +61,7 @@ class Harness(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         dialect: The dialect of its model calls: ``chat``, ``responses``, ``messages`` or ``google``.
         npm: The npm package and its version, such as ``name@1.2.3``; ``""`` if it is not on npm.
         pip: Requirements from PyPI, starting with the harness's own package, such as ``name==1.2.3``.
-        python: The Python release that these requirements need, such as ``3.12``; ``""`` for the running one.
+        python: The Python release that the requirements in ``pip`` need, such as ``3.12``; ``""`` for the running one.
         environment: Environment variables, whose values may have placeholders.
         files: Files for the harness's home folder, by relative path. They may have placeholders, whose values are
             escaped for double-quoted strings of JSON and TOML.
@@ -86,7 +86,7 @@ class Harness(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
-        """The harness's name in messages: its title, or else its name."""
+        """The harness's name in messages: the title, or else the name."""
         return self.title or self.name
 
     @property

@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +22,9 @@ from agl.contracts import RolloutQuery, Store
 from agl.errors import AglError, ConfigError, NotFoundError
 from agl.schemas import Record, Rollout, RolloutStatus, from_json
 from agl_inspect.ownership import Ownership, is_owned
+from agl_inspect.presence import worker_name
 from agl_inspect.records.sources import experiment_of
 from agl_inspect.records.state import load_experiment, load_settings, unfinished_experiments
-from agl_inspect.records.workers import worker_name
 from agl_store_sqlite.sql.compaction import Compaction
 
 FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed", "cancelled")
@@ -331,12 +331,8 @@ async def taking_turns(store: Store, turn: str, *, title: str) -> AsyncGenerator
         title: The name of the work in messages.
     """
     own = Ownership(store, turn, workdir=Path(worker_name()), title=title)
-    is_taken = False
-    with suppress(ConfigError):
-        await own.__aenter__()
-        is_taken = True
-    try:
-        yield own.store if is_taken else None
-    finally:
-        if is_taken:
-            await own.__aexit__()
+    async with AsyncExitStack() as stack:
+        found = None
+        with suppress(ConfigError):
+            found = (await stack.enter_async_context(own)).store
+        yield found

@@ -15,6 +15,11 @@ def visible(text: str) -> str:
     return text.translate(_VISIBLE)
 
 
+def count_of(count: int, noun: str) -> str:
+    """Return a count with its noun in the right number: ``1 row``, ``2 rows``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def short(value: Any, limit: int = 60) -> str:
     """Format a value on one line of at most ``limit`` characters."""
     text = " ".join((value if isinstance(value, str) else to_json(value).decode()).split())

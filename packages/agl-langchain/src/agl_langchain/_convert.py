@@ -15,19 +15,19 @@ _AGENT_NODES = frozenset({"model", "agent"})
 """Nodes in which the agents of ``create_agent`` and ``create_react_agent`` call their model."""
 
 _PREBUILT_NODES = _AGENT_NODES | {"tools"}
-"""Names that such an agent gives to its nodes; they are ignored if a person named an enclosing run."""
+"""Node names of such agents; they are ignored if a person named an enclosing run."""
 
 _URLS = ("base_url", "openai_api_base", "anthropic_api_url", "azure_endpoint", "endpoint_url", "endpoint")
 """The attributes in which LangChain's chat models hold the URL that they call."""
 
 INTERRUPT = "agl.interrupt"
-"""The reason why a graph stopped and can be resumed later, such as ``GraphInterrupt``."""
+"""Name of the span attribute with the reason why a graph stopped and can be resumed, such as ``GraphInterrupt``."""
 
 _END = "__end__"
 
 
 def classify(run: Run, *, metadata: Mapping[str, Any], tags: Sequence[str], run_type: str | None) -> None:
-    """Set the kind of a chain's run, whose parent is already set."""
+    """Set ``run.kind`` for the run of a chain; ``run.parent`` must be set before."""
     run.is_named = run_type is None and not run.name.startswith(_MADE_UP)
     is_task = _is_task(run, metadata)
     run.is_graph_node = is_task or any(tag.startswith("graph:step:") for tag in tags)
@@ -51,7 +51,7 @@ def _is_task(run: Run, metadata: Mapping[str, Any]) -> bool:
 
 
 def _enter_graph(node: Run) -> None:
-    """Set the kind of a graph at its first node, because older releases do not mark their agents as agents."""
+    """Set the kind of a graph at its first node, because older releases do not mark agents as such."""
     graph = node.parent
     if graph is None:
         return
@@ -83,7 +83,7 @@ def about_model(
 
 
 def about_output(run: Run, output: Any) -> dict[str, Any]:
-    """Return a run's output as arguments of ``close``, if it adds to the recorded model calls; record a hand-off."""
+    """Record a hand-off in a run's output; return a tool's output as arguments of ``close``; empty for other runs."""
     target = _target(output)
     run.hand_off(target)
     if run.kind != "tool" or target:

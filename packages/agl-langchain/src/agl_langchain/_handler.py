@@ -182,7 +182,7 @@ class RunHandler(BaseCallbackHandler):
         return run
 
     def _outer_span_id(self, parent: Run | None) -> str | None:
-        """Return the span that encloses a new run, if LangChain does not know that span, else ``None``."""
+        """Return the id of the span that encloses a new run; ``None`` if LangChain itself knows that span."""
         if parent is None:
             return current_span_id()
         around = self.current_run()
@@ -192,7 +192,7 @@ class RunHandler(BaseCallbackHandler):
         return None if span_id == around.span.span_id else span_id
 
     def _end(self, run_id: UUID, about: Callable[[Run], dict[str, Any]]) -> None:
-        """Close the run's span with the arguments from ``about``; if ``about`` fails, close it without a status."""
+        """Close the run's span with the arguments that ``about`` returns; if it raises, without a status."""
         run = self._runs.pop(run_id, None)
         if run is None or run.span is None:
             return

@@ -1,4 +1,4 @@
-"""The open runs of LangChain, with their kinds and their positions in the tree of spans.
+"""The open runs of LangChain, with the kind and the place of each in the tree of spans.
 
 Runs of kind ``pass`` are LangChain's own plumbing, such as prompts, parsers and unnamed sequences. They have no span;
 their children belong to the nearest enclosing run that has one.

@@ -71,7 +71,7 @@ def _observe(handler: "RunHandler", attempt: ActiveAttempt) -> Generator[None]:
 
 
 def _unregister(variable: ContextVar[Any]) -> None:
-    """Remove the hook from LangChain's private list, for which there is no function; if left, it would be harmless."""
+    """Remove the hook from LangChain's private list, because LangChain has no function that removes it."""
     from langchain_core.tracers import context
 
     hooks: list[tuple[Any, ...]] = getattr(context, "_configure_hooks", [])

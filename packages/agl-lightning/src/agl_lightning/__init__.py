@@ -1,8 +1,9 @@
 """The names of Agent Lightning 0.3 on the parts of this project: ``import agl_lightning as agl``.
 
 A script that was written for Agent Lightning runs after its imports are changed to this module. Each public name of
-that release either works here, or raises a :class:`~agl.errors.ConfigError` that names its replacement and the page
-that describes the replacement. New programs should use :mod:`agl` and :mod:`agl_run`.
+that release and of its submodules works here, or can be imported and raises a :class:`~agl.errors.ConfigError` when it
+is used; the error names the replacement and the page that describes it. New programs should use :mod:`agl` and
+:mod:`agl_run`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -82,14 +83,14 @@ SpanLike = Span
 """The same as ``Span``."""
 
 _LATE = ("LitAgentRunner", "Trainer")
-"""An agent's process needs the decorators only, so the trainer is imported when somebody asks for it."""
+"""Names that are imported only on first use, because an agent's process needs only the decorators."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
-        from agl_lightning.replaced import refuse
+        from agl_lightning.replaced import replaced
 
-        refuse(name)
+        return replaced(name)
     from agl_lightning import trainer
 
     return getattr(trainer, name)

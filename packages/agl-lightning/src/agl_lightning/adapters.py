@@ -11,7 +11,9 @@ from agl.schemas import Attempt, Reward, Rollout, Span, Transition, unpack_float
 from agl_lightning.types import Triplet
 
 _LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
-_SETTINGS = frozenset({"exclude_llm_call_in_reward", "llm_call_match", "repair_hierarchy", "reward_match"})
+_SETTINGS = frozenset(
+    {"_skip_empty_token_spans", "exclude_llm_call_in_reward", "llm_call_match", "repair_hierarchy", "reward_match"}
+)
 
 
 class TraceToMessages:
@@ -77,7 +79,7 @@ def _triplet(call: Transition, final: float | None) -> Triplet:
 
 
 def get_reward_value(span: Span) -> float | None:
-    """Return the reward that a span reports, or ``None``."""
+    """Return the reward that a span reports; ``None`` if it reports none."""
     return span.reward.value if span.reward is not None else None
 
 
@@ -100,15 +102,15 @@ def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def find_final_reward(spans: Sequence[Span]) -> float | None:
-    """Return the last reward, or ``None`` without one."""
+    """Return the last reward that the spans report; ``None`` if no span reports one."""
     return next((span.reward.value for span in reversed(find_reward_spans(spans)) if span.reward), None)
 
 
 def get_message_value(span: Span) -> str | None:
-    """Return the text of a message's span, or ``None``."""
+    """Return the text of a span of :func:`emit_message`; ``None`` for other spans."""
     return span.attributes.get(semconv.MESSAGE)
 
 
 def get_object_value(span: Span) -> Any:
-    """Return the value of an object's span, or ``None``."""
+    """Return the value of a span of :func:`emit_object`; ``None`` for other spans."""
     return span.attributes.get(semconv.OBJECT)

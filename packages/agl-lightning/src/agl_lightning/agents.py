@@ -5,7 +5,7 @@ Their rollouts have ``rollout.attempt``, and the ``llm`` of a marked function ha
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -14,8 +14,8 @@ import msgspec
 import agl
 from agl import schemas
 from agl.errors import ConfigError
-from agl.schemas import LLM
-from agl_lightning.types import AttemptedRollout, attempted
+from agl.schemas import LLM, PromptTemplate
+from agl_lightning.types import AttemptedRollout, Triplet, attempted
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,7 +53,7 @@ def rollout(function: Any = None, /, *, strip_proxy: bool = True) -> Any:
     """
 
     def mark(marked: F) -> F:
-        return agl.agent(_given(marked, convert=_routed if strip_proxy else _attempted))
+        return _as_agent(_given(marked, convert=_routed if strip_proxy else _attempted))
 
     return mark if function is None else mark(function)
 
@@ -84,18 +84,44 @@ def _with_parameter(function: F, name: str) -> F:
     return function
 
 
+def _as_agent(function: F) -> F:
+    """Give a function the methods that marked functions have in Agent Lightning, by which scripts try an agent."""
+    kinds = {"llm": LLM, "prompt_template": PromptTemplate}
+    wanted = inspect.signature(function).parameters
+    is_async = inspect.iscoroutinefunction(function)
+
+    def run(task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        filled = {name: value for name, value in (("resources", resources), ("rollout", rollout)) if name in wanted}
+        for name in kinds.keys() & wanted.keys():
+            filled[name] = next(given for given in resources.values() if isinstance(given, kinds[name]))
+        return function(task, **filled)
+
+    marked: Any = function
+    marked.is_async = lambda: is_async
+    setattr(marked, "rollout_async" if is_async else "rollout", run)
+    return function
+
+
 def _given(function: F, *, convert: Callable[[Any], Any]) -> F:
-    """Wrap a function so that it gets each argument converted."""
+    """Wrap a function so that it gets each argument converted; of triplets that it returns the last reward counts."""
 
     @wraps(function)
     def call(*args: Any, **settings: Any) -> Any:
-        return function(*map(convert, args), **{name: convert(value) for name, value in settings.items()})
+        return _result(function(*map(convert, args), **{name: convert(value) for name, value in settings.items()}))
 
     @wraps(function)
     async def call_async(*args: Any, **settings: Any) -> Any:
-        return await function(*map(convert, args), **{name: convert(value) for name, value in settings.items()})
+        given = {name: convert(value) for name, value in settings.items()}
+        return _result(await function(*map(convert, args), **given))
 
     return cast("F", call_async if inspect.iscoroutinefunction(function) else call)
+
+
+def _result(value: Any) -> Any:
+    if not isinstance(value, list) or not value or not all(isinstance(each, Triplet) for each in cast("Any", value)):
+        return cast("Any", value)
+    rewards = [each.reward for each in cast("list[Triplet]", value) if each.reward is not None]
+    return rewards[-1] if rewards else None
 
 
 def _attempted(value: Any) -> Any:

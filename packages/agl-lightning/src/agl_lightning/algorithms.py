@@ -91,7 +91,7 @@ class APO(Generic[T]):
         self.best: PromptTemplate | None = None
 
     def config_for(self, resources: Mapping[str, Any]) -> AlgorithmConfig:
-        """Return the configuration for the prompts in ``resources``, with their placeholders declared as filled."""
+        """Return the configuration for ``resources``; it declares the placeholders of all prompts as filled."""
         prompts = [given for given in resources.values() if isinstance(given, PromptTemplate)]
         filled: Any = sorted({name for prompt in prompts for name in prompt.fields})
         return msgspec.structs.replace(self.config, params={"texts": {"filled": filled}, **self.config.params})
@@ -181,7 +181,7 @@ def _preset(proposals: int) -> str:
 
 
 def _at(config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """Return a part of a nested configuration; empty where there is none."""
+    """Return the mapping at ``path`` in a nested configuration; empty if there is no mapping."""
     found: Any = config
     for name in path:
         found = cast("Mapping[str, Any]", found).get(name) if isinstance(found, Mapping) else None

@@ -6,10 +6,12 @@
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
+from secrets import token_hex
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import agl
 from agl.errors import ConfigError
+from agl.schemas import Reward, Span
 
 F = TypeVar("F", bound=Callable[..., Any])
 Value: TypeAlias = float | Mapping[str, float | None] | None
@@ -21,8 +23,11 @@ def emit_reward(
     primary_key: str | None = None,
     attributes: Mapping[str, Any] | None = None,
     propagate: bool = True,
-) -> None:
+) -> Span:
     """Report a reward: a number, or a mapping of dimensions, where ``primary_key`` names the scalar.
+
+    Returns:
+        A span with the reward, also with ``propagate=False``, for ``get_reward_value`` and its like.
 
     Raises:
         ConfigError: ``attributes`` are given.
@@ -35,6 +40,10 @@ def emit_reward(
         )
     if propagate:
         agl.emit_reward(reward, primary=primary_key or "")
+    dimensions = dict(reward) if isinstance(reward, Mapping) else {}
+    primary = primary_key or (next(iter(dimensions)) if len(dimensions) == 1 else "")
+    made = Reward(value=dimensions.get(primary) if isinstance(reward, Mapping) else reward, dimensions=dimensions)
+    return Span(rollout_id="", attempt_id="", span_id=token_hex(8), name="reward", reward=made)
 
 
 def emit_message(message: str, attributes: Mapping[str, Any] | None = None, *, propagate: bool = True) -> None:
@@ -45,7 +54,7 @@ def emit_message(message: str, attributes: Mapping[str, Any] | None = None, *, p
 
 def emit_object(
     object: Any, attributes: Mapping[str, Any] | None = None, *, propagate: bool = True
-) -> None:  # the name there
+) -> None:  # Agent Lightning's name
     """Report a value that JSON can carry."""
     if propagate:
         agl.emit_object(object, **(attributes or {}))
@@ -85,7 +94,7 @@ class RecordedOperation:
         self._open: agl.operation | None = None
 
     def __call__(self, function: F) -> F:
-        """Record every call of a function, with its arguments and its result."""
+        """Record every call of a function, with arguments and result."""
 
         @wraps(function)
         def run(*args: Any, **settings: Any) -> Any:

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-_FORMAT = "%(asctime)s [%(levelname)s] (Process-%(process)d %(name)s)   %(message)s"
+H = TypeVar("H", bound=logging.Handler)
+
+_FORMAT = logging.Formatter("%(asctime)s [%(levelname)s] (Process-%(process)d %(name)s)   %(message)s")
 
 
 def setup_logging(
@@ -14,14 +16,11 @@ def setup_logging(
     color: bool | Mapping[str, Any] = True,
     propagate: bool = False,
     submodule_levels: Mapping[str, int | str] | None = None,
-    extra_handlers: Iterable[logging.Handler] | None = None,
-    formatter: logging.Formatter | None = None,
-    apply_to: Iterable[str] | None = None,
-    files: str | Mapping[str, str] | None = None,
-    capture_warnings: bool = False,
-    disable_existing_loggers: bool = False,
+    extra_handlers: Iterable[logging.Handler] = (),
+    apply_to: Iterable[str] = (),
+    files: str | Mapping[str, str] = "",
 ) -> None:
-    """Log ``agl``, ``agl_run``, this package and the loggers of ``apply_to`` to the terminal and to files.
+    """Send the logs of ``agl``, ``agl_run``, this package and ``apply_to`` to the terminal and to files.
 
     Args:
         level: Lowest level to log.
@@ -30,27 +29,18 @@ def setup_logging(
         propagate: Also pass records to the loggers above.
         submodule_levels: Levels of further loggers, by name.
         extra_handlers: Handlers to add.
-        formatter: The format of the lines in files and without colours.
         apply_to: Names of further loggers to treat alike.
         files: A file for all, or one for each logger by name.
-        capture_warnings: Log warnings of the program too.
-        disable_existing_loggers: Silence every other logger.
     """
-    if disable_existing_loggers:
-        for logger in list(logging.root.manager.loggerDict.values()):
-            if isinstance(logger, logging.Logger):
-                logger.disabled = True
-    lines = formatter or logging.Formatter(_FORMAT)
-    apart: Mapping[str, str] = files if isinstance(files, Mapping) else {}
-    shared = [*([_console(color, lines)] if console else []), *(extra_handlers or ())]
-    shared += [_formatted(logging.FileHandler(files, delay=True), lines)] if isinstance(files, str) else []
-    for name in ("agl", "agl_run", "agl_lightning", *(apply_to or ())):
-        _set_up(name, level, shared, propagate=propagate)
-    for name, file in apart.items():
-        _write_to(logging.getLogger(name), logging.FileHandler(file, delay=True), lines)
+    shared = [*extra_handlers, *([_console(color)] if console else [])]
+    if isinstance(files, str) and files:
+        shared.append(_plain(logging.FileHandler(files, delay=True)))
+    for name in ("agl", "agl_run", "agl_lightning", *apply_to):
+        setup_module_logging(level, name=name, console=False, propagate=propagate).handlers[:] = shared
+    for name, file in files.items() if isinstance(files, Mapping) else ():
+        _write_to(logging.getLogger(name), file)
     for name, own in (submodule_levels or {}).items():
         logging.getLogger(name).setLevel(own)
-    logging.captureWarnings(capture_warnings)
 
 
 def setup_module_logging(
@@ -62,41 +52,36 @@ def setup_module_logging(
     propagate: bool = False,
 ) -> logging.Logger:
     """Log one logger and those below it to the terminal, and return it."""
-    handlers = [_console(color, logging.Formatter(_FORMAT))] if console else []
-    return _set_up(name, level, handlers, propagate=propagate)
-
-
-def configure_logger(level: int = logging.INFO, name: str = "agl") -> logging.Logger:
-    """Log one logger in plain lines to the terminal, and return it."""
-    return setup_module_logging(level, name=name, color=False)
-
-
-def _set_up(name: str, level: int | str, handlers: Iterable[logging.Handler], *, propagate: bool) -> logging.Logger:
     logger = logging.getLogger(name)
-    logger.handlers[:] = handlers
-    logger.disabled = False
+    logger.handlers[:] = [_console(color)] if console else []
     logger.propagate = propagate
     logger.setLevel(level)
     return logger
 
 
-def _write_to(logger: logging.Logger, handler: logging.FileHandler, lines: logging.Formatter) -> None:
+def configure_logger(level: int = logging.INFO, name: str = "agl") -> logging.Logger:
+    """Send the logs of a logger to the terminal in plain lines; return the logger."""
+    return setup_module_logging(level, name=name, color=False)
+
+
+def _write_to(logger: logging.Logger, file: str) -> None:
     """Let a logger write to a file, in place of the handler of an earlier call."""
+    made = _plain(logging.FileHandler(file, delay=True))
     for old in list(logger.handlers):
-        if isinstance(old, logging.FileHandler) and old.baseFilename == handler.baseFilename:
+        if isinstance(old, logging.FileHandler) and old.baseFilename == made.baseFilename:
             logger.removeHandler(old)
             old.close()
-    logger.addHandler(_formatted(handler, lines))
+    logger.addHandler(made)
 
 
-def _console(color: bool | Mapping[str, Any], lines: logging.Formatter) -> logging.Handler:
+def _console(color: bool | Mapping[str, Any]) -> logging.Handler:
     if color is False:
-        return _formatted(logging.StreamHandler(), lines)
+        return _plain(logging.StreamHandler())
     from rich.logging import RichHandler
 
     return RichHandler(**(color if isinstance(color, Mapping) else {"show_path": False}))
 
 
-def _formatted(handler: logging.Handler, lines: logging.Formatter) -> logging.Handler:
-    handler.setFormatter(lines)
+def _plain(handler: H) -> H:
+    handler.setFormatter(_FORMAT)
     return handler

@@ -9,13 +9,19 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import msgspec
 
+import agl_lightning
 from agl import PluginManager
 from agl.contracts import Store, TracerEntry
 from agl.errors import ConfigError, RunError
 from agl.schemas import LLM, Episode, Mode, PromptTemplate
 from agl_lightning.adapters import TracerTraceToTriplet
 from agl_lightning.algorithms import APO, MAIN_LLM, VERL, Baseline
-from agl_lightning.components import DevTaskLoader, DummyTracer, SharedMemoryExecutionStrategy
+from agl_lightning.components import (
+    ClientServerExecutionStrategy,
+    DevTaskLoader,
+    DummyTracer,
+    SharedMemoryExecutionStrategy,
+)
 from agl_lightning.types import AttemptedRollout, attempted
 from agl_run import Agent, DevResult, ExperimentConfig, FitResult, Quiet
 from agl_run.engine import ALWAYS_ON, Plan, as_tasks, open_store, run_blocking
@@ -23,7 +29,7 @@ from agl_run.engine import Trainer as Engine
 
 T = TypeVar("T")
 
-_STRATEGIES = ("shm", "cs")
+_STRATEGIES = {"shm": SharedMemoryExecutionStrategy, "cs": ClientServerExecutionStrategy}
 
 
 class Trainer:
@@ -64,20 +70,22 @@ class Trainer:
         dev: bool = False,
         **settings: Any,
     ) -> None:
+        algorithm, adapter, tracer = _by_path(algorithm), _by_path(adapter), _by_path(tracer)
         _refuse(settings, tracer)
         self.algorithm = algorithm() if isinstance(algorithm, type) else algorithm
-        self.n_runners = n_runners or n_workers or _runners_of(strategy)
+        runners = _runners_of(strategy)
+        self.n_runners = n_runners or n_workers or runners
         self.max_rollouts = max_rollouts or max_tasks
         self.adapter = _adapter(adapter if adapter is not None else triplet_exporter)
         self.initial_resources = dict(initial_resources or {})
         self.store = store
         self._is_dev = dev
         self._settings = settings
-        self._made()  # names a wrong argument at once
+        self._made()  # so that a wrong argument is reported at once
 
     @property
     def config(self) -> ExperimentConfig:
-        """The experiment as its file would describe it."""
+        """The configuration of the experiment, as an experiment file would hold it."""
         return self._made().config
 
     def fit(
@@ -133,7 +141,7 @@ class Trainer:
     def _trials(self, agent: Any, train: Any, dev: Any, val: Any) -> Iterator[tuple[Engine, list[Any], Mode]]:
         """Yield a trainer, tasks and their mode for each data set of each epoch."""
         modes: tuple[tuple[Any, Mode], ...] = ((train, "train"), (dev, "train"), (val, "val"))
-        # Read once: an iterator has its tasks once.
+        # Read once, because an iterator gives its tasks only once.
         given: list[tuple[Any, list[Any], Mode]] = [(data, self._tasks(data), mode) for data, mode in modes]
         epochs = self.algorithm.n_epochs if isinstance(self.algorithm, Baseline) else 1
         left = sum(len(every) for _, every, _ in given) * epochs
@@ -209,7 +217,7 @@ class LitAgentRunner(Generic[T]):
         input: T,
         *,
         resources: Mapping[str, Any] | None = None,
-        mode: Mode = "train",  # the name there
+        mode: Mode = "train",  # Agent Lightning's name
     ) -> AttemptedRollout:
         """Run the agent on one task, and return the rollout.
 
@@ -242,20 +250,28 @@ def _refuse(settings: dict[str, Any], tracer: Any) -> None:
             raise ConfigError(f"Trainer got {name}=, which has no counterpart here; {remedy}")
     if not settings.pop("daemon", True):
         raise ConfigError("Trainer got daemon=False, and starts no process that could outlive it; leave daemon= out")
-    kind = type(tracer).__name__ if not isinstance(tracer, type) else tracer.__name__
-    if tracer is not None and not isinstance(tracer, DummyTracer) and tracer is not DummyTracer:
+    kind: type = tracer if isinstance(tracer, type) else type(tracer)
+    if tracer is not None and not issubclass(kind, DummyTracer):
         raise ConfigError(
-            f"Trainer got the tracer {kind}; name tracers of this project with tracers=['langchain'], or write one as "
-            "in docs/tutorial/tracer.md"
+            f"Trainer got the tracer {kind.__name__}; name tracers of this project with tracers=['langchain'], or "
+            "write one as in docs/tutorial/tracer.md"
         )
 
 
+def _by_path(given: Any) -> Any:
+    """Return what an import path of Agent Lightning names, such as ``agentlightning.algorithm.Baseline``."""
+    if not (isinstance(given, str) and given.startswith("agentlightning.")):
+        return given
+    return getattr(agl_lightning, given.rpartition(".")[2])
+
+
 def _runners_of(strategy: Any) -> int:
-    if strategy is None or strategy in _STRATEGIES:
-        return 1
-    settings: Mapping[str, Any] = cast("Mapping[str, Any]", strategy) if isinstance(strategy, Mapping) else {}
-    if settings.get("type") in _STRATEGIES:
-        return int(settings.get("n_runners", 1))
+    if isinstance(strategy, str | Mapping):
+        given: dict[str, Any] = {"type": strategy} if isinstance(strategy, str) else dict(cast("Any", strategy))
+        if (kind := _STRATEGIES.get(given.pop("type", ""))) is not None:
+            strategy = kind(**given)
+    elif strategy is None:
+        strategy = ClientServerExecutionStrategy()  # refuses a role that the environment names
     if isinstance(strategy, SharedMemoryExecutionStrategy):
         return strategy.n_runners
     raise ConfigError(
@@ -291,7 +307,10 @@ def _algorithms(given: Any, resources: Mapping[str, Any]) -> Any:
 
 
 def _resource(given: Any, name: str) -> Any:
-    """Return a resource without its API key, which an experiment would store; the variable of the key is named."""
+    """Return a resource; in a model, the API key is replaced by the name of an environment variable that holds it.
+
+    Experiments store their resources, and must not store keys.
+    """
     if not isinstance(given, LLM):
         return given
     own = os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE") or "https://api.openai.com/v1"
@@ -318,7 +337,7 @@ def _imported(manager: PluginManager) -> tuple[str, ...]:
 
 
 def _readable(data: Any) -> Any:
-    """Return a data set that can be iterated several times; it may be an iterator, or have only ``__getitem__``."""
+    """Return a data set that can be iterated several times; ``data`` may be an iterator or have only an index."""
     if isinstance(data, Iterator):
         return list(cast("Iterator[Any]", data))
     if data is None or hasattr(data, "__iter__"):
@@ -327,7 +346,7 @@ def _readable(data: Any) -> Any:
 
 
 async def _prompt(plan: Plan, result: FitResult) -> PromptTemplate | None:
-    """Return the tuned prompt that is live."""
+    """Return the live version of the prompt that the first algorithm tuned; ``None`` if it is not a prompt."""
     name = plan.config.algorithm[0].tunes[0]
     store = plan.store or open_store(plan)
     try:

@@ -13,7 +13,7 @@ TaskInput: TypeAlias = Any
 """A task; any JSON value."""
 
 RolloutRawResult: TypeAlias = Any
-"""The result of an agent: a number or a dict of numbers is the reward, ``None`` nothing, other JSON the output."""
+"""An agent's result: a number or a dict of numbers is the reward, other JSON the output; ``None`` adds nothing."""
 
 AttributeValue: TypeAlias = Json
 """The value of a span's attribute."""
@@ -23,7 +23,7 @@ Attributes: TypeAlias = dict[str, Any]
 
 
 class Dataset(Protocol[T_co]):
-    """Tasks by their index, such as a list."""
+    """A sequence of tasks, such as a list."""
 
     def __getitem__(self, index: Any, /) -> T_co:
         """Return one task."""
@@ -69,7 +69,7 @@ class Rollout(schemas.Rollout, frozen=True, kw_only=True):
 
 
 class AttemptedRollout(Rollout, frozen=True, kw_only=True):
-    """A rollout with its running attempt, as agents get it."""
+    """A rollout with its running attempt, in the form that agents get."""
 
     @property
     def attempt(self) -> Attempt:
@@ -78,5 +78,5 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True):
 
 
 def attempted(rollout: schemas.Rollout) -> AttemptedRollout:
-    """Return a rollout as agents get it."""
+    """Return a rollout in the form that agents get."""
     return AttemptedRollout(**{name: getattr(rollout, name) for name in msgspec.structs.asdict(rollout)})

@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 Aggregation = Literal["token", "sequence", "constant"]
-"""The ways of weighing tokens."""
+"""The ways of weighing trained tokens in a loss; see the module's docstring."""
 
 MeanAggregation = Literal["token", "sequence"]
-"""The ways of weighing tokens that give a mean, without a constant divisor."""
+"""The aggregations that give a mean, without a constant divisor."""
 
 
 def token_weight(aggregation: Aggregation, *, rollout_tokens: int, constant: int = 1) -> float:
@@ -42,7 +42,10 @@ def token_weight(aggregation: Aggregation, *, rollout_tokens: int, constant: int
 
 
 def update_total(aggregation: Aggregation, *, tokens: int, rollouts: int) -> float:
-    """Return the divisor of an update's weighted sums; both counts are of the whole update, with silent rollouts."""
+    """Return the number by which the weighted sum of an update's losses is divided.
+
+    Both counts are of the whole update, including silent rollouts.
+    """
     # Silent rollouts add nothing to the sum but count in the divisor. Leaving them out of the forward pass therefore
     # saves time without making the gradient of the others larger.
     return float(tokens if aggregation == "token" else rollouts)
@@ -82,7 +85,7 @@ def split_updates(rows: Sequence[R], *, updates: int) -> list[list[R]]:
 def loss_weights(
     rows: Sequence[WeighedRow], *, aggregation: Aggregation, constant: int = 1
 ) -> tuple[list[float], float]:
-    """Return the weight of a trained token of each row, and the total of one update that consists of all `rows`."""
+    """Return the weight of a trained token of each row, and the divisor of an update that consists of all `rows`."""
     # The tokens of a rollout are counted over all its rows, so its number of rows does not change the weights.
     tokens: dict[str, int] = {}
     for row in rows:

@@ -61,7 +61,7 @@ class SoftOverlong:
 
 
 def overlong_punishment(sampling: GroupSampling) -> SoftOverlong:
-    """Return the punishment of long answers from an algorithm's settings."""
+    """Make the punishment of long answers from an algorithm's settings."""
     return SoftOverlong(limit=sampling.overlong_limit, buffer=sampling.overlong_buffer)
 
 

@@ -1,4 +1,4 @@
-"""The contract of losses and estimators: their arguments and their results.
+"""The contract of losses and estimators: the arguments that they get, and the results that they return.
 
 A loss and an estimator are pure functions of tensors. They know no model, tokenizer or episode, divide by no number of
 rows, and have no state, so that one implementation works in every training engine.
@@ -85,7 +85,7 @@ class SurveyedLoss(Loss, Protocol):
 
 
 def surveyed(loss: Loss, tokens: TokenBatch) -> TokenBatch:
-    """Return the tokens of a whole update, with the results of the loss's survey in `extras` if it has a survey."""
+    """Return the tokens of a whole update with the loss's survey in `extras`; unchanged for a loss without a survey."""
     if not isinstance(loss, SurveyedLoss):
         return tokens
     found = loss.survey(replace(tokens, logp_M=tokens.logp_M.detach(), entropy_M=None))
@@ -104,7 +104,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """The advantage `found_S` of every score, and the factor `unit_S` for the distance of a call from it, [S] each.
+    """The advantage `found_S` of every score, and the factor `unit_S` for a call's distance from the score, [S] each.
 
     A call with the credit v in a rollout with the score s gets the advantage `found + (v - s) * unit`.
     """

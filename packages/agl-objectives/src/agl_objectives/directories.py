@@ -71,7 +71,7 @@ def step_directory(parent: Path, step: int) -> Path:
 
 
 def prune(parent: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-    """Remove the directories of steps up to `step`, except the newest `keep` and those of `kept`."""
+    """Remove the directories of steps up to `step`, except the newest `keep` and those of the steps in `kept`."""
     newest = step_directory(parent, step).name
     found = sorted(path for path in parent.glob("[0-9]*") if path.is_dir() and path.name <= newest)
     staying = {step_directory(parent, each).name for each in kept}

@@ -14,7 +14,7 @@ group g are those of one task.
     reinforce++-baseline  (s - mean_g) / std               the same paper: mean of the group, deviation of the batch
 
 The advantage of a call is the advantage of its rollout's score, plus the distance of the call's value from the score
-(see `advantages`). The distance is scaled like the score: by 1 / (std_g + eps), 1, S / S_nonzero or 1 / std.
+(see `comparison`). The distance is scaled like the score: by 1 / (std_g + eps), 1, S / S_nonzero or 1 / std.
 
 Deviations from the papers, and why:
 - Standard deviations are unbiased (divide by n - 1), as in the public implementations.
@@ -35,46 +35,40 @@ from typing import TYPE_CHECKING
 import torch
 
 from agl.errors import ConfigError
+from agl_objectives.comparison import differ, relative
 from agl_objectives.contract import Estimates, Scores
 from agl_objectives.typed_torch import integers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROUNDING = 1e-6
-"""Scores count as equal if they differ by less than this, relative to the largest |score| of the group or to 1."""
+    from agl_objectives.comparison import Rule
 
 WHITEN = 1e-8
-"""Added to the count and to the variance when scores are whitened, as VERL does."""
+"""Small constant that whitening adds to the number of scores and to their variance, as in VERL."""
 
 
 def grpo(scores: Scores, *, eps: float = 1e-6) -> Estimates:
     """Return `(s - mean_g) / (std_g + eps)`."""
-    found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
-    for own_S, own in _compared(scores):
-        scale = own.std() + eps  # eps bounds the advantage of groups that hardly differ
-        if _differ(own):
-            found_S[own_S], unit_S[own_S] = (own - own.mean()) / scale, 1.0 / scale
-    return Estimates(found_S=found_S, unit_S=unit_S)
+    return _relative("grpo", scores, eps=eps)
 
 
 def dr_grpo(scores: Scores) -> Estimates:
     """Return `s - mean_g`. Division by std_g would give more weight to easy and hard tasks, whose std_g is small."""
-    found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
-    for own_S, own in _compared(scores):
-        found_S[own_S] = (own - own.mean()) * _differ(own)
-        unit_S[own_S] = 1.0  # the score is not divided, so the distance of a call is not scaled either
-    return Estimates(found_S=found_S, unit_S=unit_S)
+    return _relative("dr_grpo", scores)
 
 
 def rloo(scores: Scores) -> Estimates:
     """Return `s - mean of the others in g`."""
+    return _relative("rloo", scores)
+
+
+def _relative(rule: Rule, scores: Scores, *, eps: float = 0.0) -> Estimates:
     found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
     for own_S, own in _compared(scores):
-        n = len(own)
-        # The mean of the others is (n * mean - s) / (n - 1), so s - that = (s - mean) * n / (n - 1).
-        found_S[own_S] = (own * n / (n - 1) - own.mean() * n / (n - 1)) * _differ(own)
-        unit_S[own_S] = 1.0
+        found_S[own_S], unit_S[own_S] = relative(
+            rule, own, size=len(own), mean=own.mean(), deviation=own.std(), differs=_differ(own), eps=eps
+        )
     return Estimates(found_S=found_S, unit_S=unit_S)
 
 
@@ -82,6 +76,8 @@ def opo(scores: Scores) -> Estimates:
     """Return `s - sum_g(l s) / sum_g(l)`: the baseline of least variance if gradients grow with the token counts l."""
     found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
     for own_S, own in _compared(scores):
+        # argmin_b Var[(s - b) grad log pi] is E[|grad|^2 s] / E[|grad|^2]; with |grad|^2 proportional to the length l
+        # it is the mean of s weighted by l.
         tokens = scores.tokens_S[own_S].to(own.dtype)  # l, [n]
         found_S[own_S] = (own - (tokens * own).sum() / tokens.sum().clamp(min=1)) * _differ(own)
         unit_S[own_S] = 1.0
@@ -102,6 +98,8 @@ def grpo_passk(scores: Scores, *, eps: float = 1e-6) -> Estimates:
     for own_S, own in _compared(scores):
         if not _differ(own):
             continue
+        # max over the group counts under pass@k: without the best answer it would have been the second, so their
+        # distance is what the best one adds.
         (best, second), (place, _) = torch.topk(own, 2)
         winner = own_S.nonzero()[place, 0]
         scale = own.std() + eps
@@ -117,11 +115,13 @@ def remax(scores: Scores) -> Estimates:
             "The estimator remax subtracts the reward of a greedy rollout of every task, and none was made. Use an "
             "algorithm that makes them, or rloo, whose baseline is the mean of the other rollouts of the task."
         )
+    # b depends on the task and not on the sampled answer, so E[b grad log pi] = 0 and the gradient stays unbiased.
     return Estimates(found_S=scores.scores_S - scores.baseline_S, unit_S=torch.ones_like(scores.scores_S))
 
 
 def reinforce_plus_plus(scores: Scores) -> Estimates:
     """Return `(s - mean) / std` over the batch: rollouts of different tasks are compared with each other."""
+    # One baseline and one scale for all rollouts: a task that always fails gets negative advantages.
     differs_S = torch.full_like(scores.group_S, _differ(scores.scores_S), dtype=torch.bool)
     return _whitened(scores.scores_S, differs_S=differs_S)
 
@@ -132,6 +132,7 @@ def reinforce_plus_plus_baseline(scores: Scores) -> Estimates:
     counted_S = torch.bincount(scores.group_S)[scores.group_S] > 1  # [S] bool
     away_S, differs_S = torch.zeros_like(scores.scores_S), torch.zeros_like(counted_S)
     for own_S, own in _compared(scores):
+        # The mean of the group removes how hard the task is; the deviation of the batch sets one scale for all tasks.
         away_S[own_S], differs_S[own_S] = own - own.mean(), _differ(own)
     found_S, unit_S = torch.zeros_like(away_S), torch.zeros_like(away_S)
     whitened = _whitened(away_S[counted_S], differs_S=differs_S[counted_S])
@@ -140,7 +141,7 @@ def reinforce_plus_plus_baseline(scores: Scores) -> Estimates:
 
 
 def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> Estimates:
-    """Return scores scaled to mean 0 and deviation 1, but 0 where `differs_S` is false, with the unit of distances."""
+    """Return estimates that scale scores to mean 0 and deviation 1; the advantage is 0 where `differs_S` is false."""
     if not bool(differs_S.any()):
         return Estimates(found_S=torch.zeros_like(scores_S), unit_S=torch.zeros_like(scores_S))
     n = len(scores_S)  # at least 2, because a single score does not differ
@@ -152,12 +153,10 @@ def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> Estimates:
 
 
 def _differ(own: Tensor) -> bool:
-    """Return whether scores differ by more than rounding."""
-    # Relative to the largest |score|: the rounding error of sums grows with their size.
-    return bool(own.max() - own.min() > ROUNDING * max(1.0, float(own.abs().max())))
+    return differ(float(own.min()), float(own.max()))
 
 
 def _compared(scores: Scores) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each group of at least two scores, which scores are its own, [S] bool, and these scores."""
+    """Return for each group of at least two scores the mask of the group's scores, [S] bool, and these scores."""
     groups = [scores.group_S == group for group in dict.fromkeys(integers(scores.group_S))]
     return [(own_S, scores.scores_S[own_S]) for own_S in groups if int(own_S.sum()) > 1]

@@ -62,32 +62,32 @@ __all__ = [
 DROPPED = (
     "silent, dropped: the rollouts of its group do not differ, and the step took further tasks in its place (refill)"
 )
-"""Shown by `agl why` for the calls of a group that was replaced."""
+"""Note of `agl why` on the calls of a group that was replaced."""
 
 UNFINISHED = ("failed", "cancelled")
-"""Statuses of rollouts that lack a reward for other reasons than missing rewards in the experiment."""
+"""Statuses of rollouts whose missing reward does not mean that the experiment has no rewards."""
 
 GREEDY = "not trained: its greedy answers are the baseline of its task"
-"""Shown by `agl why` for the calls of a greedy rollout."""
+"""Note of `agl why` on the calls of a greedy rollout."""
 
 NO_BASELINE = "no baseline: the greedy rollout of its task has no reward"
-"""Shown by `agl why` for the calls of a group whose greedy rollout has no reward."""
+"""Note of `agl why` on the calls of a group whose greedy rollout has no reward."""
 
 TOLERANCE = 1e-6
-"""A call whose credit is closer than this to the mean of its group does not differ from the mean."""
+"""A call's credit counts as equal to the mean of its group if it is closer to the mean than this."""
 
 NO_PUNISHMENT = SoftOverlong()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The results of a greedy rollout: its reward, and the mean credit of its calls by baseline key."""
+    """The results of a greedy rollout: the reward, and the mean credit of the calls by baseline key."""
 
     reward: float
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def of(self, key: str) -> float:
-        """Return the score of a baseline key; without greedy calls of that key, the reward."""
+        """Return the mean credit of the greedy calls with a baseline key; without such calls, the greedy reward."""
         return self.scores.get(key, self.reward)
 
 
@@ -112,7 +112,7 @@ class Silence:
     """Defines the groups from which an algorithm learns nothing.
 
     Attributes:
-        of: Returns true for a silent group; always the same for the same rollouts.
+        of: Returns true for a silent group; the result depends only on the rollouts.
         note: Shown by `agl why` for the calls of a silent group that was replaced.
     """
 
@@ -202,16 +202,16 @@ class GroupSampler:
         self._algorithm, self._has_curriculum = algorithm, bool(curriculum)
 
     def begin(self, context: AlgorithmContext) -> None:
-        """Take the algorithm's context."""
+        """Take the algorithm's context, from which tasks are drawn and rollouts are collected."""
         self._context = context
         self._draws.begin(context)
 
     async def collect(self, step: int) -> SampledGroups:
-        """Run the tasks of a step and return its groups; raises RunError if no rollout of its first tasks is usable."""
+        """Run the tasks of a step and return the groups; raises RunError if no rollout of the first tasks is usable."""
         started = time.perf_counter()
         places = self._draws.first(step, self._count)
         metrics = self._draws.metrics(places)
-        if self._has_greedy:  # at the same time: a rollout of an agent takes long
+        if self._has_greedy:  # at the same time, because rollouts take long
             found, greedy = await asyncio.gather(self._run(step, places), self._greedy(step, places))
         else:
             found, greedy = await self._run(step, places), None
@@ -339,7 +339,7 @@ class GroupSampler:
         return [list(self._overlong.applied(episode, calls)) for episode, calls in assigned]
 
     async def _is_silent(self, group: Sequence[Episode]) -> bool:
-        """Return true if a group is silent, by `silence` or else by `is_equal`."""
+        """Return true if a group is silent by the algorithm's own `silence` or, without one, by `is_equal`."""
         return self.is_equal(group) if self._silence is None else await self._silence.of(group)
 
     def is_equal(self, group: Sequence[Episode]) -> bool:
@@ -371,14 +371,15 @@ class GroupSampler:
 
 
 def _differs(call: CallCredit, scores: Sequence[float]) -> bool:
-    """Return true if a call has an advantage; `scores` has one score per rollout that it is compared with."""
+    """Return true if a call's advantage is not 0; `scores` are those of the rollouts that the call is compared with."""
     if call.is_advantage:
         return abs(call.value) > TOLERANCE
     middle = sum(scores) / len(scores)
-    return len(scores) > 1 and abs(call.value - middle) > TOLERANCE * max(1.0, abs(middle))  # one is its own mean
+    # A single score equals the mean.
+    return len(scores) > 1 and abs(call.value - middle) > TOLERANCE * max(1.0, abs(middle))
 
 
 def _totals(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return metrics of all rollouts of a step; they replace those of the groups that it trains on."""
+    """Return the metrics of all rollouts of a step, which replace those of the trained groups alone."""
     mean, deviation = mean_and_deviation([e.reward for e in episodes if e.reward is not None])
     return {"reward": mean, "reward_std": deviation, "rollouts": float(len(episodes))}

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["Importance", "Level", "Mode"]
 
 Level = Literal["token", "sequence", "geometric"]
-"""The tokens over which a weight is taken: one token, or those of a rollout."""
+"""The tokens that share an importance weight: a single token, or all tokens of a rollout."""
 
 Mode = Literal["truncate", "mask"]
-"""The ways of bounding a weight."""
+"""The ways of bounding a weight: lower it to the cap, or drop its token."""
 
 LIMIT = 20.0
 """Largest |log-weight| of a rollout, as in VERL: exp of a sum over many tokens could leave the range of floats."""
@@ -63,23 +63,30 @@ class Importance:
         return bool(self.cap) and (self.level != "token" or self.is_normalised)
 
     def weights(self, old_M: Tensor, behaviour_M: Tensor, *, rollout_M: Tensor) -> Tensor:
-        """Return the weight of every token, [M], without gradient; with `needs_rollouts` rollouts must be whole."""
+        """Return the weight of every token, [M], without gradient; if `needs_rollouts`, rollouts must be complete."""
         # Detached, because the weight belongs to the data and is not a function of the parameters in training.
         log_M = old_M.detach() - behaviour_M
         if self.level != "token":
             log_M = self._of_rollouts(log_M, rollout_M)
+        # k_t >= 0 with E_behaviour[k_t] = 1, but with a variance that grows with the distance of the two policies.
         ratio_M = torch.exp(log_M)
         # Truncation has no lower bound: small weights do no harm.
         if self.mode == "truncate":
+            # The bias of min(k, cap) is small where few weights exceed the cap, and its variance is at most cap^2.
             weight_M = ratio_M.clamp(max=self.cap)
         else:
+            # A token far outside was probably computed wrongly by one of the two, so its gradient is not believed at
+            # all.
             inside_M = (ratio_M >= self.floor) & (ratio_M <= self.cap)
             weight_M = torch.where(inside_M, ratio_M, 0.0)
+        # Self-normalised importance sampling: sum k f / sum k, a little biased, with less variance than (1 / N) sum k
+        # f.
         return weight_M / _mean_of_rollouts(weight_M, rollout_M) if self.is_normalised else weight_M
 
     def _of_rollouts(self, log_M: Tensor, rollout_M: Tensor) -> Tensor:
         """Return for every token the sum (`sequence`) or mean (`geometric`) of the log-weights of its rollout, [M]."""
         place_M, count_R = _places(rollout_M, log_M)
+        # log of a product over the rollout is the sum of log k_t; of a geometric mean, their mean.
         total_R = torch.zeros_like(count_R).index_add(0, place_M, log_M)
         found_R = total_R if self.level == "sequence" else total_R / count_R
         return found_R.clamp(-LIMIT, LIMIT)[place_M]
@@ -97,5 +104,6 @@ def _mean_of_rollouts(weight_M: Tensor, rollout_M: Tensor) -> Tensor:
     if not len(weight_M):
         return weight_M.new_ones(())
     place_M, count_R = _places(rollout_M, weight_M)
+    # First over the tokens of a rollout, then over rollouts, so that a long rollout counts no more than a short one.
     mean_R = torch.zeros_like(count_R).index_add(0, place_M, weight_M) / count_R
     return mean_R.mean().clamp(min=1e-8)  # if all weights are masked, 0 / 1e-8 stays 0

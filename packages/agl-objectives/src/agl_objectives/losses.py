@@ -85,7 +85,10 @@ class CISPO:
 
     def __call__(self, tokens: TokenBatch) -> LossTerms:
         """Return the loss of every token."""
+        # sg(r): with a gradient of its own, r would add the term -A r log pi grad log pi.
         ratio_M = ratio(tokens).detach()
+        # PPO drops the gradient of a token beyond the bound. Here only its weight stops growing, so the rare
+        # tokens on which long reasoning turns still learn.
         bounded_M = ratio_M.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         # The value of this term has no meaning, only its gradient -w A grad log pi.
         loss_M = -bounded_M * tokens.advantages_M * tokens.logp_M
@@ -116,6 +119,8 @@ class SAPO:
         """Return the loss of every token."""
         advantages_M = tokens.advantages_M
         tau_M = torch.where(advantages_M > 0, self.tau_positive, self.tau_negative).to(advantages_M.dtype)
+        # d/dr of sigmoid(tau (r - 1)) 4 / tau is 4 s (1 - s), with s the sigmoid: 1 at r = 1, and smaller on either
+        # side, where the clip would jump to 0.
         gate_M = torch.sigmoid(tau_M * (ratio(tokens) - 1.0)) * (4.0 / tau_M)
         return LossTerms(loss_M=-gate_M * advantages_M)
 
@@ -146,15 +151,20 @@ class GSPO:
 
     def survey(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         """Return for every token the logarithm of its rollout's ratio."""
+        # log s = mean_t log r_t = (log pi(y) - log pi_old(y)) / |y|: the ratio of whole answers, per token, so that its
+        # range does not depend on their length.
         return {"log_ratio_M": rollout_mean(tokens.logp_M - tokens.old_M, tokens)}
 
     def __call__(self, tokens: TokenBatch) -> LossTerms:
         """Return the loss of every token."""
         advantages_M = tokens.advantages_M
+        # log s_t: the value is log s, the first two terms add only the gradient grad log pi(y_t).
         log_M = tokens.logp_M - tokens.logp_M.detach() + tokens.extras["log_ratio_M"]
         ratio_M = torch.exp(log_M.clamp(max=ROLLOUT_LIMIT))
+        # max(-A s, -A clip(s)): all tokens of a rollout are clipped together, because one reward judged them together.
         free_M = -advantages_M * ratio_M
         clipped_M = -advantages_M * ratio_M.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        # The clipped term is larger exactly where the bound has removed the gradient.
         bound = (clipped_M > free_M).detach() & (tokens.weight_M > 0)
         return LossTerms(loss_M=torch.maximum(free_M, clipped_M), counts={"clipped": int(bound.sum())})
 
@@ -189,6 +199,8 @@ class GMPO:
         """Return the loss of every token."""
         clipped_M = self._clipped(tokens)
         own_M = clipped_M - clipped_M.detach()  # 0 in value, with the token's gradient
+        # exp(mean x) is the geometric mean of the clipped ratios; GRPO takes the arithmetic one, which a single large
+        # ratio dominates.
         ratio_M = torch.exp((tokens.extras["log_ratio_M"] + own_M).clamp(max=ROLLOUT_LIMIT))
         changed = (clipped_M != tokens.logp_M - tokens.old_M) & (tokens.weight_M > 0)
         return LossTerms(loss_M=-tokens.extras["advantage_M"] * ratio_M, counts={"clipped": int(changed.sum())})
@@ -197,11 +209,12 @@ class GMPO:
         """Return x_t of every token, [M]; if a bound binds, x_t is constant and has no gradient."""
         log_M, sign_M = log_ratio(tokens), torch.sign(tokens.advantages_M)
         bounded_M = log_M.clamp(-self.clip_low, self.clip_high)
+        # The min is pessimistic, as PPO's: for A > 0 it bounds log r from above, for A < 0 from below.
         return sign_M * torch.minimum(sign_M * log_M, sign_M * bounded_M)
 
 
 ROUNDING = 1e-8
-"""Added to numerator and denominator of a quotient of small probabilities, as in VERL."""
+"""Small constant that is added to numerator and denominator of a quotient of probabilities, as in VERL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,17 +250,23 @@ class DPPO:
         """Return the loss of every token."""
         with torch.no_grad():
             inside_M = self._inside(tokens)
+            # The policy gradient with importance weights, E_old[r A grad log pi]; the bound on r limits its variance.
             weight_M = ratio(tokens).clamp(max=self.ratio_max) * inside_M
         masked = ~inside_M & (tokens.weight_M > 0)
+        # The weight is a constant, so the gradient is -A weight grad log pi, and the value has no meaning.
         loss_M = -tokens.advantages_M * weight_M * tokens.logp_M
         return LossTerms(loss_M=loss_M, counts={"masked": int(masked.sum())})
 
     def _inside(self, tokens: TokenBatch) -> Tensor:
-        """Return for every token whether it may move further in the direction of its advantage, [M] bool."""
+        """Return a mask of the tokens that may move further in the direction of their advantage, [M] bool."""
         p_M, q_M = torch.exp(tokens.logp_M), torch.exp(tokens.old_M)
         if self.divergence == "tv":
+            # Total variation of two binary distributions is |p - q|. A token with A > 0 moves p up, so only p - q can
+            # leave the region; with A <= 0 only q - p.
             up, down = p_M - q_M <= self.clip_high, p_M - q_M >= -self.clip_low
         else:
+            # KL(q, p) of (this token, any other): q log(q / p) + (1 - q) log((1 - q) / (1 - p)). It is never negative,
+            # so the sign of p - q says on which side the token is.
             others_M = torch.log((1.0 - q_M + ROUNDING) / (1.0 - p_M + ROUNDING))
             kl_M = q_M * (tokens.old_M - tokens.logp_M) + (1.0 - q_M) * others_M
             up, down = (kl_M <= self.clip_high) | (p_M <= q_M), (kl_M <= self.clip_low) | (p_M >= q_M)
@@ -256,6 +275,8 @@ class DPPO:
 
 def gpg(tokens: TokenBatch) -> LossTerms:
     """Return `-A log pi`, the plain policy gradient (Chu et al. 2025, arXiv 2504.02546)."""
+    # grad E[R] = E[A grad log pi] (Williams 1992): the loss whose gradient is -A grad log pi, without a ratio or a
+    # bound.
     return LossTerms(loss_M=-tokens.advantages_M * tokens.logp_M)
 
 
@@ -277,6 +298,8 @@ class DRO:
 
     def __call__(self, tokens: TokenBatch) -> LossTerms:
         """Return the loss of every token."""
+        # The square is a KL penalty towards pi_old for tokens of any origin: its gradient is beta log r grad log pi,
+        # which for A = 0 pulls log r back to 0.
         log_M = tokens.logp_M - tokens.old_M
         return LossTerms(loss_M=-(tokens.logp_M * tokens.advantages_M - 0.5 * self.beta * log_M.square()))
 
@@ -310,6 +333,8 @@ class ClipCov:
     def survey(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         """Return 0 for the tokens that are held back and 1 for the others."""
         cov_M, counted_M = covariance(tokens)
+        # Where A and log pi are both above their means, an update makes a likely token likelier, and entropy falls: the
+        # change of entropy is about -lr Cov(A, log pi).
         free_M, clipped_M = self._terms(tokens)
         # Tokens whose gradient the clip has removed are not chosen.
         chosen_M = counted_M & (cov_M > self.cov_low) & (cov_M < self.cov_high) & ~(clipped_M > free_M)
@@ -317,6 +342,7 @@ class ClipCov:
         count = min(len(places), max(int(self.ratio * int(counted_M.sum())), 1))
         kept_M = torch.ones_like(cov_M)
         if count:
+            # Even distances: index k of n tokens in order is k n / count, for k = 0 to count - 1.
             order = places[cov_M[places].argsort()]
             kept_M[order[torch.arange(count) * len(order) // count]] = 0.0
         return {"kept_M": kept_M}
@@ -360,25 +386,31 @@ class KLCov:
         penalised_M = torch.zeros_like(cov_M)
         if len(places):
             count = min(len(places), max(1, int(len(places) * self.ratio)))
+            # The k tokens of largest covariance would lower the entropy most. They are not held back; the penalty slows
+            # them.
             penalised_M[places[torch.topk(cov_M[places], count).indices]] = 1.0
         return {"penalised_M": penalised_M}
 
     def __call__(self, tokens: TokenBatch) -> LossTerms:
         """Return the loss of every token."""
         penalised_M, log_M = tokens.extras["penalised_M"], log_ratio(tokens)
+        # |log r| has the gradient sign(log r) grad log pi: a constant pull back to pi_old, whatever the distance.
         loss_M = -tokens.advantages_M * torch.exp(log_M) + self.kl_coef * penalised_M * log_M.abs()
         return LossTerms(loss_M=loss_M, counts={"penalised": int(penalised_M.sum())})
 
 
 def covariance(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return the covariance of every token, (A_t - mean A) (log pi_t - mean log pi), [M], and which count, [M] bool.
+    """Return the covariance of every token, [M], and a mask of the tokens that count, [M] bool.
 
-    Tokens with the weight 0 do not count, and so are not in the means.
+    The covariance is (A_t - mean A) (log pi_t - mean log pi). Tokens with the weight 0 do not count, and so are not in
+    the means.
     """
     counted_M = tokens.weight_M > 0
+    # Means are over the whole update, so a survey computes this before the first micro-batch.
     advantages, logp = tokens.advantages_M[counted_M], tokens.logp_M[counted_M]
     if not len(logp):
         return torch.zeros_like(tokens.logp_M), counted_M
+    # The summand of the covariance of A and log pi over the update; its mean is the covariance.
     return (tokens.advantages_M - advantages.mean()) * (tokens.logp_M - logp.mean()), counted_M
 
 
@@ -388,6 +420,7 @@ LIMIT = 20.0
 
 def log_ratio(tokens: TokenBatch) -> Tensor:
     """Return log pi(y_t) - log pi_old(y_t), [M], clamped to +-20; a clamped value has no gradient."""
+    # At the clamp r is exp(20), far beyond every bound of the losses here.
     return (tokens.logp_M - tokens.old_M).clamp(-LIMIT, LIMIT)
 
 
@@ -405,27 +438,28 @@ def rollout_mean(values_M: Tensor, tokens: TokenBatch) -> Tensor:
     counted_M = (tokens.weight_M > 0).to(values_M.dtype)  # a token without weight must have no effect
     size = int(place_M.max()) + 1 if len(place_M) else 0
     zeros = values_M.new_zeros(size)
+    # [R] sums over the tokens of each rollout, spread back to its tokens at the end, [M].
     total = zeros.index_add(0, place_M, values_M * counted_M)
     count = zeros.index_add(0, place_M, counted_M).clamp(min=1.0)
     return (total / count)[place_M]
 
 
 def at_least_zero(name: str, **values: float) -> None:
-    """Raise ConfigError, which names the values that are below 0 or NaN."""
+    """Raise ConfigError if a value is below 0 or NaN; the message names the value."""
     wrong = {key: value for key, value in values.items() if not value >= 0}
     if wrong:
         raise ConfigError(f"The loss {name} got {wrong}; give numbers of at least 0.")
 
 
 def above_zero(name: str, **values: float) -> None:
-    """Raise ConfigError, which names the values that are not above 0."""
+    """Raise ConfigError if a value is not above 0; the message names the value."""
     wrong = {key: value for key, value in values.items() if not value > 0}
     if wrong:
         raise ConfigError(f"The loss {name} got {wrong}; give numbers above 0.")
 
 
 def off_or_above_one(name: str, **ratios: float) -> None:
-    """Raise ConfigError, which names the ratios that are neither 0 (off) nor above 1."""
+    """Raise ConfigError if a ratio is neither 0 (off) nor above 1; the message names the ratio."""
     wrong = {key: value for key, value in ratios.items() if value and not value > 1}
     if wrong:
         raise ConfigError(f"The loss {name} got {wrong}; give a ratio above 1 such as 3.0, or 0 for none.")

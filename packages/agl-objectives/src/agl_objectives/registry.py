@@ -53,7 +53,7 @@ E = TypeVar("E", bound="Entry")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundLoss:
-    """A loss that is ready to use, with its entry."""
+    """A loss that is ready to use, with the entry that registered it."""
 
     entry: LossEntry
     call: Loss
@@ -61,7 +61,7 @@ class FoundLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundEstimator:
-    """An estimator that is ready to use, with its entry."""
+    """An estimator that is ready to use, with the entry that registered it."""
 
     entry: EstimatorEntry
     call: Estimator

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 __all__ = ["BOUND", "MAX_STALENESS", "OldRollout", "ReplayPool", "ReplayRow", "Replayed"]
 
 BOUND = 2.0
-"""Default of the largest importance weight of a replayed token."""
+"""Default upper bound of the importance weights of replayed tokens."""
 
 MAX_STALENESS = 4
-"""Default of the number of versions of the policy that a replayed rollout may be behind."""
+"""Default of the largest staleness of a replayed rollout, in versions of the policy."""
 
 
 class ReplayRow(Protocol):
@@ -86,14 +86,14 @@ class OldRollout(Generic[R]):
 
     @property
     def size(self) -> float:
-        """Mean |advantage| over the trained tokens."""
+        """Mean |advantage| over the rollout's trained tokens."""
         own = [row.advantages[row.trained].abs() for row in self.rows]
         return sum(float(each.sum()) for each in own) / sum(map(len, own))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed(Generic[R]):
-    """The rollouts that a step replays, and for each the number of versions that it is behind."""
+    """The rollouts that a step replays, and the staleness of each in versions of the policy."""
 
     rollouts: tuple[OldRollout[R], ...] = ()
     ages: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class Replayed(Generic[R]):
         return [row for rollout in self.rollouts for row in rollout.rows]
 
     def uses(self, *, bound: float) -> dict[str, tuple[CallUse, ...]]:
-        """Return the uses of the calls of replayed rollouts, by rollout id."""
+        """Return how the calls of replayed rollouts were used, by rollout id."""
         return {
             rollout.rows[0].rollout: tuple(_again(call, age=age, bound=bound) for call in rollout.uses)
             for rollout, age in zip(self.rollouts, self.ages, strict=True)
@@ -134,14 +134,15 @@ class ReplayPool(Generic[R]):
 
     def __init__(self, algorithm: str, *, share: float, max_staleness: int = MAX_STALENESS) -> None:
         if not 0 <= share <= 1:
-            raise ConfigError(f"{algorithm} got replay = {share}; it is a share, between 0 and 1.")
+            raise ConfigError(f"{algorithm} got replay.share = {share}; it is a share, between 0 and 1.")
         if share == 1:
-            raise ConfigError(f"{algorithm} got replay = 1, which leaves no room for a step's own rollouts; give less.")
+            raise ConfigError(f"{algorithm} got replay.share = 1, which leaves no room for new rollouts; give less.")
         if max_staleness < 1:
-            raise ConfigError(f"{algorithm} got replay_max_staleness = {max_staleness}; give at least 1 version.")
+            raise ConfigError(f"{algorithm} got replay.max_staleness = {max_staleness}; give at least 1 version.")
         if not share and max_staleness != MAX_STALENESS:
             raise ConfigError(
-                f"{algorithm} got replay_max_staleness without replay, which alone reads it. Give replay, or remove it."
+                f"{algorithm} got replay.max_staleness without replay.share, so nothing is replayed. Give "
+                "replay.share, or remove replay.max_staleness."
             )
         self.share = share
         self._max_staleness = max_staleness
@@ -151,7 +152,7 @@ class ReplayPool(Generic[R]):
     def take(self, version: str, *, own: int) -> Replayed[R]:
         """Return the rollouts to replay in a step that has `own` rollouts of the live `version`.
 
-        They are removed from the pool, and so are rollouts that have become too old.
+        The returned rollouts are removed from the pool, and so are those that have become too old.
         """
         if not self.share:
             return Replayed()
@@ -168,7 +169,10 @@ class ReplayPool(Generic[R]):
         return Replayed(rollouts=tuple(chosen), ages=ages)
 
     def add(self, version: str, rows: Sequence[R], *, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
-        """Add the rollouts of a step that have a gradient; `version` has sampled them, `uses` are by rollout id."""
+        """Add the rollouts of a step that have a gradient.
+
+        `version` is the version of the policy that sampled them; `uses` has the uses of their calls, by rollout id.
+        """
         if not self.share:
             return
         by_rollout: dict[str, list[R]] = {}
@@ -181,7 +185,7 @@ class ReplayPool(Generic[R]):
         ]
 
     def clear(self) -> None:
-        """Remove all rollouts, because training goes on from other weights than those that sampled them."""
+        """Remove all rollouts; call this when training continues from other weights than those that sampled them."""
         self._versions, self._kept = [], []
 
     @property

@@ -47,9 +47,9 @@ class UnusedEstimator:
         self._name, self._is_said = name, False
 
     def news(self, *, final: int, calls: int) -> str:
-        """Return a notice the first time that `final`, of the `calls` calls of a step, is not 0; else `""`.
+        """Return a notice for the first step in which calls have finished advantages; `""` for every other step.
 
-        `final` is the number of calls with finished advantages.
+        `final` of the step's `calls` calls have finished advantages.
         """
         if not final or self._is_said:
             return ""
@@ -61,7 +61,7 @@ class UnusedEstimator:
 
 
 MAX_NONFINITE = 3
-"""Default of the number of updates in a row that may be skipped."""
+"""Default of the largest number of successive updates that may be skipped."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Skipped:
         return f"{count} updates were skipped, because their gradients are not finite" if count else ""
 
     def note(self, norm: float, *, update: int) -> bool:
-        """Take the gradient norm of an update and return whether the update was skipped.
+        """Count an update by its gradient norm; return true if it was skipped because the norm is not finite.
 
         Raises AglError if more than `limit` updates in a row were skipped.
         """

@@ -52,7 +52,7 @@ class SaveInterval:
         self._cost: float | None = None
 
     def stepped(self) -> None:
-        """Count a step that is not saved yet."""
+        """Count a step whose result is not saved yet."""
         self._waiting += 1
 
     def is_due(self) -> bool:
@@ -66,7 +66,7 @@ class SaveInterval:
         return passed >= self._seconds
 
     def saved(self, seconds: float) -> None:
-        """Note that all steps are saved, and how many seconds the save took."""
+        """Record that all steps are saved, and the duration of the save in seconds."""
         self._waiting, self._saved_at, self._cost = 0, self._clock(), seconds
 
 
@@ -86,7 +86,10 @@ class LiveAtSaves:
         self._steps: tuple[int, ...] = ()  # newest first; 0 for weights that this algorithm has not published
 
     def note(self) -> None:
-        """Remember the live weights; call this before each save, and when training continues from a state."""
+        """Remember which step made the weights that are live now.
+
+        Call this before each save, and when training continues from a state.
+        """
         version = self._context.current(self._policy)
         step = version.step if version.algorithm == self._context.name else 0
         self._steps = (step, *self._steps[:1])
@@ -104,8 +107,9 @@ def begin_saving(
     save_every: int | str,
     serves: str = "",
 ) -> None:
-    """Let the experiment call `save` when it saves, so that a step need not be saved at once, if it can defer saving.
+    """Register `save` with the experiment, which calls it whenever it saves, so that a step need not be saved at once.
 
+    Without deferred saving (algorithms that run side by side), nothing is registered, and every step is saved.
     `serves` names the policy that gets new weights in every step, if there is one. If the policy reads weights from
     disk, a notice says that `save_every` does not apply to the weights.
     Raises ConfigError for an interval that has no effect because the experiment saves every step.
@@ -136,7 +140,7 @@ def offer_of(context: AlgorithmContext, policy: str) -> Callable[[Any, Any], Non
 
 
 def _read(algorithm: str, every: int | str) -> tuple[int, float, float]:
-    """Return steps, seconds and share; one of the three is above 0."""
+    """Parse a save interval into a number of steps, seconds, and a share of time; only one of the three is above 0."""
     if isinstance(every, int) and not isinstance(every, bool) and every >= 1:
         return every, 0.0, 0.0
     found = _TIME.fullmatch(every) if isinstance(every, str) else None

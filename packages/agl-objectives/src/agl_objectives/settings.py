@@ -65,7 +65,7 @@ KLPenalty = Literal["k2", "k3"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of settings."""
+    """Base of the tables of settings."""
 
 
 class Adam(Settings, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ UNIFORM = 0.5
 """Share of a step's tasks that are drawn without preference, so that every task recurs."""
 
 PREFERENCES: dict[str, Callable[[float], float]] = {"frontier": lambda p: p * (1 - p), "unsolved": lambda p: 1 - p}
-"""For each curriculum the weight of a task, as a function of p."""
+"""The weight of a task by curriculum, as a function of p, the share of the possible reward that it earned."""
 
 
 class TaskDraws:
@@ -97,7 +97,7 @@ class TaskDraws:
         return [place for place, _ in zip(found, range(count), strict=False)]
 
     def note(self, episodes: Sequence[Episode], places: Sequence[int]) -> None:
-        """Update the tasks' mean rewards by a step's rollouts; `places` are the indices of the step's tasks."""
+        """Update the mean rewards of the tasks at the indices `places` from a step's rollouts."""
         if not self._curriculum:
             return
         places_of = {canonical(self._context.train[place]): place for place in places}
@@ -112,7 +112,7 @@ class TaskDraws:
             self._low, self._high = min(self._low, _single(min(found))), max(self._high, _single(max(found)))
 
     def metrics(self, places: Sequence[int]) -> dict[str, float]:
-        """Return as metrics how many tasks have been drawn so far, and the mean p of a step's tasks among them."""
+        """Return metrics: the number of tasks drawn so far, and the mean p of those tasks of the step that have one."""
         if not self._curriculum:
             return {}
         known = [p for place in places if (p := self._share(place)) is not None]
@@ -140,7 +140,7 @@ class TaskDraws:
         self._means.extend([nan] * (size - len(self._means)))
 
     def _share(self, place: int) -> float | None:
-        """Return p of a task, `None` before its first rollout or while all rewards so far are equal."""
+        """Return a task's p (see the module); `None` before its first rollout, or while all rewards are equal."""
         mean = self._means[place]  # NaN without a curriculum
         return None if isnan(mean) or self._low >= self._high else (mean - self._low) / (self._high - self._low)
 
@@ -188,7 +188,7 @@ def draw_places(context: AlgorithmContext, *, step: int, count: int) -> list[int
 
 
 def _apart(fresh: Sequence[int], taken: set[int], *, places: int) -> list[int]:
-    """Return `fresh` in an order in which the first `places` indices are not in `taken`, otherwise unchanged."""
+    """Move up to `places` indices that are not in `taken` to the front of `fresh`; the order is otherwise unchanged."""
     head = [index for index in fresh if index not in taken][:places]
     early = set(head)
     return [*head, *(index for index in fresh if index not in early)]

@@ -5,7 +5,7 @@
         def loss(self) -> Loss:
             return my_loss
 
-The default of every flag is its strictest value, so a subclass shows the exceptions of its component. Needs pytest.
+Every flag has the strictest value by default, so a subclass shows which exceptions a component has. Needs pytest.
 Almost everything is computed in float64, on the CPU, for an update of three rollouts with two rows each.
 """
 
@@ -136,7 +136,7 @@ class LossConformance:
 
     @SEEDS
     def test_tokens_without_weight_have_no_effect(self, loss: Loss, seed: int) -> None:
-        """They change neither the losses of other tokens nor the counts."""
+        """Tokens without weight change neither the losses of other tokens nor the counts."""
         tokens = example_tokens(seed)
         weight_M = tokens.weight_M.clone()
         weight_M[::3] = 0.0

@@ -89,7 +89,7 @@ def about_error(source: Any, raised: BaseException | None) -> dict[str, Any]:
 
 
 def _name(data: Any) -> str:
-    """Return the whole name of a span that is not named after its subject, else ``""``."""
+    """Return the full name for kinds of spans that are not named after an agent, a tool or a model; else ``""``."""
     if data.type in ("agent", "function", "handoff", "generation", "response"):
         return ""
     name = str(getattr(data, "name", None) or "")

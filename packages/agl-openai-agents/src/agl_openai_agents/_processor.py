@@ -116,11 +116,11 @@ class AgentsProcessor(TracingProcessor):
             self._forward("on_span_end", span)
 
     def shutdown(self) -> None:
-        """Shut down the other processors."""
+        """Shut down the processors that were installed before this one."""
         self._forward("shutdown")
 
     def force_flush(self) -> None:
-        """Flush the other processors."""
+        """Flush the processors that were installed before this one."""
         self._forward("force_flush")
 
     def _forward(self, event: str, *values: Any) -> None:
@@ -150,7 +150,10 @@ class AgentsProcessor(TracingProcessor):
             _log.exception("The start of a span of the Agents SDK could not be observed.")
 
     def _parent_of(self, source: Any, attempt: ActiveAttempt) -> str | None:
-        """Return the SDK's parent; ``None`` if the context may know a nearer span, such as an operation's."""
+        """Return the id of a span's parent in the SDK; ``None`` if the context may hold a nearer span.
+
+        Such a nearer span is for example that of an operation.
+        """
         above = getattr(source, "parent_id", None)
         parent = self._open.get(above) if above else None
         if not above and hasattr(source, "span_data"):
@@ -195,7 +198,7 @@ class SdkSettings:
         self._is_chat_forced = False
 
     def apply(self) -> None:
-        """Make the processor the only one, with the others behind it, and enable tracing; safe to repeat."""
+        """Install only this processor, which forwards to the others, and enable tracing; safe to repeat."""
         there = _processors()
         if there != (self._processor,):
             added = [item for item in there if item is not self._processor]
@@ -234,7 +237,7 @@ def _processors() -> tuple[TracingProcessor, ...]:
 
 
 def _flag() -> bool | None:
-    """Return the program's own choice, true for disabled; ``None`` if the environment decides."""
+    """Return true if the program disabled tracing, false if it enabled it; ``None`` if the environment decides."""
     return getattr(get_trace_provider(), "_manual_disabled", None)
 
 

@@ -24,7 +24,7 @@ from agl.schemas import Json, new_span_id
 T = TypeVar("T")
 
 STARTS = 6
-"""How often Ray is started at most: it gives its own processes 30 seconds, too few on a busy machine."""
+"""Largest number of tries to start Ray, which gives its processes 30 seconds, too few on a busy machine."""
 
 STORE_BYTES = 128 << 20
 """Shared memory of a cluster that is started here, in bytes; the cluster carries no data."""
@@ -36,7 +36,7 @@ REFUSALS = 2
 """After this many refused connections in a row, a head counts as ended: nothing listens at its port any more."""
 
 HELD = 3
-"""Connections that are held open to the head's port; they are renewed because Ray closes old silent ones."""
+"""Number of connections kept open to the head's port; they are renewed, because Ray closes idle ones."""
 
 SILENCE_S = 30.0
 """Seconds without an answer after which a head counts as gone; Ray itself ends a waiting process after 60."""
@@ -85,7 +85,7 @@ class Cluster:
         self.is_new = False
 
     async def connect(self) -> None:
-        """Attach to the cluster or start one; a connection that this process already has, as for VERL, is used.
+        """Attach to the cluster or start one; an existing connection of this process, for example VERL's, is used.
 
         Raises:
             ConfigError: The cluster does not exist, or cannot be started.
@@ -153,7 +153,7 @@ class Cluster:
         if self._is_ours and self._gone.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_S):
-                    await asyncio.to_thread(ray().shutdown)  # the own thread may wait for the head
+                    await asyncio.to_thread(ray().shutdown)  # Ray's own thread may be waiting for the lost head
         elif self._is_ours:
             await asyncio.get_running_loop().run_in_executor(thread, ray().shutdown)
         self._is_ours = self.is_new = False
@@ -178,7 +178,7 @@ class Cluster:
                 self._init(address)
             except _NoneThereError as error:
                 if self._address == "auto":
-                    continue  # of a cluster that has ended
+                    continue  # the address is of a cluster that has ended
                 raise ConfigError(str(error)) from error.__cause__
             self._is_ours = True
             self.is_new = address == "local"
@@ -298,7 +298,7 @@ def _addresses(wanted: str) -> Sequence[str]:
 
 
 def has_cluster(wanted: str) -> bool:
-    """Return true if the address seems to belong to an existing cluster; the cluster is not asked."""
+    """Return true if the address seems to belong to an existing cluster; does not contact the cluster."""
     return ray().is_initialized() or _addresses(wanted)[0] != "local"
 
 

@@ -94,7 +94,7 @@ class RayFleet:
         return self._attempts
 
     async def check(self, algorithms: Sequence[AlgorithmConfig]) -> list[str]:
-        """Compare the shares with the cluster, or with this machine before a start here; return the layout."""
+        """Check that the shares fit on the cluster, or on this machine if none is running; return a layout as text."""
         shares = _shares(algorithms)
         if not has_cluster(self._address):
             machines = [this_machine(self._started)]
@@ -123,7 +123,7 @@ class RayFleet:
         await self._room.make([self._pool_settings.share])
 
     async def deploy(self, setup: FleetSetup) -> None:
-        """Begin to start workers."""
+        """Start the pool of workers for an experiment."""
         cluster = _started(self._cluster)
         _check_reach(setup.order.store_url, await cluster.hosts())
         room, self._room = self._room, None

@@ -25,12 +25,12 @@ RECEIVE_S = 5.0
 """Longest time in seconds that one call of ``receive`` waits for messages."""
 
 ASKED = ("collect", "recorded", "publish", "propose")
-"""Functions of the context that are executed in the experiment's own process."""
+"""Names of the context's functions that run in the experiment's own process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The parts of a context that never change."""
+    """The fields of an algorithm's context that never change; they are sent to the actor once."""
 
     experiment: str
     tunes: tuple[str, ...]
@@ -44,7 +44,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The parts of a context that change, at one moment; ``validated`` is ``None`` if it is the same as before."""
+    """The changing fields of an algorithm's context at one moment; ``validated`` is ``None`` if unchanged."""
 
     live: Mapping[str, str]
     current: Mapping[str, ResourceVersion]
@@ -55,7 +55,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A question or a notice of an algorithm; ``number`` identifies a question and is 0 for a notice."""
+    """A question or a notice from an algorithm; ``number`` identifies a question, and is 0 for a notice."""
 
     number: int
     name: str
@@ -64,7 +64,7 @@ class Message:
 
 
 class ElsewhereError(ConfigError, AttributeError):
-    """An algorithm used an object of the experiment's own process; also an ``AttributeError``, for ``getattr``."""
+    """An algorithm used an object that only the experiment's process has; an ``AttributeError`` for ``getattr``."""
 
 
 class _NoPolicy:
@@ -81,7 +81,7 @@ class _NoPolicy:
 
 
 class _Link:
-    """Sends an algorithm's questions to the experiment's own process, and receives the answers; for one event loop."""
+    """Sends an algorithm's questions to the experiment's process, and receives the answers, in one event loop."""
 
     def __init__(self) -> None:
         self.out: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -114,7 +114,7 @@ class _Link:
 
 
 class AlgorithmHost:
-    """Builds an algorithm, and runs its methods on an event loop of its own.
+    """Builds an algorithm, and runs its methods on a separate event loop.
 
     The methods are not coroutines, because Ray would then run all of them on one event loop.
 
@@ -161,7 +161,7 @@ class AlgorithmHost:
         return found
 
     def answer(self, number: int, value: Any, error: Exception | None, now: Snapshot) -> None:
-        """Pass the answer to a question on to the algorithm."""
+        """Deliver the answer to one of the algorithm's questions."""
         self._note(now)
         self._loop.call_soon_threadsafe(self._link.settle, number, value, error)
 
@@ -216,7 +216,7 @@ def _nothing() -> None:
 
 
 def _policy(served: LLM, name: str) -> Any:
-    del served  # only to be known
+    del served  # only its existence matters
     return _NoPolicy(name)
 
 

@@ -37,7 +37,8 @@ def share_of(name: str, placement: PlacementConfig | None, *, cpus: float) -> Sh
     """Return the share that a table asks for; ``cpus`` is used if the table does not give ``num_cpus``.
 
     Raises:
-        ConfigError: An amount is negative or invalid, all are 0, or a custom resource has a key of its own.
+        ConfigError: An amount is negative or invalid, all are 0, or a custom resource has a built-in name such as
+        ``CPU``.
     """
     given = placement or PlacementConfig()
     amounts = {
@@ -79,7 +80,7 @@ class Room:
         self._left = [dict(machine) for machine in machines]
 
     def place(self, shares: Sequence[Share]) -> list[Share]:
-        """Take room for the shares, together for each strategy; return the shares that found no room."""
+        """Place shares, those with one strategy together; return the shares that found no room."""
         missing: list[Share] = []
         for strategy in dict.fromkeys(share.strategy for share in shares):
             group = [share for share in shares if share.strategy == strategy]

@@ -24,7 +24,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger("agl_ray")
 
 _THREADS = 8
-"""Calls that the actor answers at the same time: a step, and questions and answers during the step."""
+"""Number of calls that the actor answers at once: a step, and questions and answers during the step."""
 
 CLOSE_S = 30.0
 """Seconds that an algorithm may take to close before its process is killed."""
@@ -41,7 +41,7 @@ def placed_algorithm(config: AlgorithmConfig, *, cluster: Cluster, place: Place,
 
 
 class _Placed:
-    """Takes an algorithm's steps in an actor; see the module."""
+    """An algorithm whose steps run in an actor; see the module's docstring."""
 
     def __init__(self, config: AlgorithmConfig, *, cluster: Cluster, place: Place, order: WorkerOrder) -> None:
         self._config = config
@@ -94,7 +94,7 @@ class _Placed:
                 async with asyncio.timeout(CLOSE_S):
                     await self._call("close")
             self._actor = None
-            with contextlib.suppress(Exception):  # it may be gone
+            with contextlib.suppress(Exception):  # the actor may be gone
                 await self._cluster.run(lambda: ray().kill(actor))
         tasks = [*self._answering.values(), *([self._pump] if self._pump else [])]
         for task in tasks:
@@ -131,7 +131,7 @@ class _Placed:
         return result
 
     async def _unless_broken(self, answer: Coroutine[Any, Any, T]) -> T:
-        """Return the answer to a call; raises a problem that prevents answers to the algorithm's own questions."""
+        """Return the answer to a call; if the algorithm's own questions can no longer be answered, raise that error."""
         assert self._broken is not None  # noqa: S101  # made with the actor
         answering = asyncio.ensure_future(answer)
         try:
@@ -174,7 +174,7 @@ class _Placed:
         return self._context
 
     async def _listen(self) -> None:
-        """Answer the algorithm's questions and pass on its notices until its process is gone."""
+        """Answer the algorithm's questions and pass on its notices, until the actor's process is gone."""
         try:
             while True:
                 for message in await answer_of(self._actor.receive.remote()):
@@ -208,7 +208,7 @@ class _Placed:
             return
         except Exception as error:  # noqa: BLE001  # raised where it was asked, or by the running call
             _LOG.debug("the answer to %r cannot be sent as it is", message.name, exc_info=error)
-            self._validated = -1  # what went with it did not arrive
+            self._validated = -1  # the values sent along with it did not arrive
             await self._send_instead(message.number, AglError(str(problem or error)))
 
     async def _send_instead(self, number: int, problem: AglError) -> None:

@@ -3,7 +3,7 @@
 Ray restarts a worker whose process died; all other starts and stops are decided here. A worker is stopped when it is
 not needed for the queue and has held no attempt for a while.
 
-In each worker's process an actor runs the loop of ``agl worker`` in a thread and an event loop of its own. Ray's calls
+In each worker's process an actor runs the loop of ``agl worker`` in a separate thread with an event loop. Ray's calls
 to the actor run in other threads, so that the actor can be asked and stopped even while an agent blocks the event loop.
 The actor's methods are not coroutines, because Ray would then run all of them on one event loop.
 """
@@ -42,7 +42,7 @@ class WorkerActor:
         self._task: asyncio.Task[dict[str, int]] | None = None
 
     def run(self) -> dict[str, int]:
-        """Run attempts until the experiment is finished or the actor stopped; return the rollouts' count by status."""
+        """Run attempts until the experiment is finished or :meth:`stop` is called; return rollout counts by status."""
 
         async def until_stopped() -> dict[str, int]:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.ensure_future(self._worker.run())
@@ -84,7 +84,7 @@ SLOW_S = 60.0
 """Seconds after which a worker that has not started is reported."""
 
 _ANSWERS = 4
-"""Calls that an actor answers at the same time: the worker's loop, and questions while it runs."""
+"""Number of calls that an actor answers at once: the worker's loop, and questions while it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ class Pool:
                 raise error
 
     async def _add_first(self) -> None:
-        """Add a worker with a reservation, which reveals a cluster without room or a slow one."""
+        """Add the first worker on reserved room; without room in the cluster, add none."""
         room, self._room = self._room or await self._find_room(), None
         if room is not None:
             await self._add(room)
@@ -264,7 +264,7 @@ class Pool:
         ).remote(self._setup.order.for_worker())
 
     async def _dismiss_idle(self, *, beyond: int) -> None:
-        """Stop surplus workers that held no attempt for a while; one that has not started holds none."""
+        """Stop idle workers in excess of ``beyond``; a worker is idle if it has held no attempt for a while."""
         surplus = len(self._workers) - beyond
         workers = self._workers[::-1]
         held = [True] * len(workers) if surplus <= 0 else await asyncio.gather(*(self._holds(one) for one in workers))
@@ -282,7 +282,7 @@ class Pool:
             async with asyncio.timeout(LOOK_S):
                 return await answer_of(worker.actor.held.remote()) > 0
         except (TimeoutError, AglError):
-            return True  # as far as is known
+            return True  # assume so if there is no answer
 
     def _dismiss(self, worker: _Placed) -> None:
         self._workers.remove(worker)
@@ -291,12 +291,12 @@ class Pool:
         task.add_done_callback(self._leaving.discard)
 
     async def _end(self, worker: _Placed) -> None:
-        """Let a worker give its attempts back, and then end its process, even if it does not answer."""
+        """Let a worker give its attempts back, then end the process, even if the worker does not answer."""
         if worker.is_ready:
             with contextlib.suppress(TimeoutError, AglError):
                 async with asyncio.timeout(STOP_S):
                     await answer_of(worker.actor.stop.remote())
-        with contextlib.suppress(Exception):  # it may be gone
+        with contextlib.suppress(Exception):  # the actor may be gone
             await self._cluster.run(lambda: ray().kill(worker.actor, no_restart=True))
         if worker.room is not None:
             await worker.room.release()

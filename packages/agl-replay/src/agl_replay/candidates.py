@@ -153,7 +153,7 @@ _STANDARD_INPUT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """A candidate as the command line names it: the option without its dashes, and its value."""
+    """A candidate that the command line gives: the option's name without dashes, and the option's value."""
 
     option: str
     value: str = ""

@@ -1,7 +1,7 @@
 """Scores recorded rollouts again with an experiment's rewards, as its worker would, without running the agent.
 
-Nothing is written. An emitter gets the same input as in a worker: the rollout with the hidden keys of its task, and the
-spans of the attempt until its end, without the rewards that evaluators added. Rewards of the agent and of people stay,
+Nothing is written. An emitter gets the same input as in a worker: the rollout with the task's hidden keys, and the
+spans of the attempt until it ended, without the rewards that evaluators added. Rewards of the agent and of people stay,
 and still count.
 """
 
@@ -129,7 +129,7 @@ class Rescorer:
 
     async def _judge(self, rollout: Rollout, spans: Sequence[Span]) -> tuple[list[Reward], list[EmitterError]]:
         """Call the emitters one after the other; if one raises, the others are still called."""
-        judged = msgspec.structs.replace(rollout, status="running", finished_at=0.0)  # as in a worker
+        judged = msgspec.structs.replace(rollout, status="running", finished_at=0.0)  # as emitters see it in a worker
         rewards: list[Reward] = []
         errors: list[EmitterError] = []
         for name, emitter in self._emitters:

@@ -114,9 +114,9 @@ class TriedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A finished rollout of a trial.
 
     Attributes:
-        tokens: Number of prompt and response tokens in its model calls, as far as they are known.
-        seconds: Wall time of its deciding attempt.
-        answer: The agent's output, or else the answer of its last model call.
+        tokens: Number of prompt and response tokens in the rollout's model calls, as far as they are known.
+        seconds: Wall time of the deciding attempt.
+        answer: The agent's output, or else the answer of the last model call.
         error: Type and first line of the error, ``""`` if the rollout succeeded.
     """
 
@@ -130,7 +130,7 @@ class TriedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def score(self) -> float | None:
-        """The reward that counts: 0 if the rollout failed."""
+        """The rollout's reward in the trial, which is 0 if the rollout failed."""
         return self.reward if self.status == "succeeded" else 0.0
 
 
@@ -142,15 +142,15 @@ class TriedTask(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollouts: dict[str, list[TriedRollout]]
 
     def scores(self, mark: str) -> list[float]:
-        """Return the rewards that count for a candidate."""
+        """Return the rewards on this task of the candidate with the letter ``mark``; a failed rollout counts 0."""
         return [each.score for each in self.rollouts[mark] if each.score is not None]
 
     def mean(self, mark: str) -> float | None:
-        """Return the mean of a candidate's rewards, ``None`` without rewards."""
+        """Return the candidate's mean reward on this task; ``None`` without rewards."""
         return fmean(scores) if (scores := self.scores(mark)) else None
 
     def difference(self, mark: str, baseline: str) -> float | None:
-        """Return a candidate's mean minus the baseline's, ``None`` if either is missing."""
+        """Return the candidate's mean reward minus the baseline's; ``None`` if either is missing."""
         new, old = self.mean(mark), self.mean(baseline)
         return None if new is None or old is None else new - old
 

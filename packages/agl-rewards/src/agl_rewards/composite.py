@@ -1,6 +1,6 @@
-"""A weighted sum of other rewards, so that a single number says what counts.
+"""Combines several rewards, the parts, into one: their weighted sum.
 
-The parts are built from the experiment's plugins. The experiment decides which reward trains.
+Each part is a reward emitter of the experiment's plugins. The experiment's settings decide which reward trains.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from agl.schemas import Json, Record, Reward, Rollout, Span
 
 
 class CompositePart(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One part of a composite.
+    """A reward that enters a :class:`Composite`, with its weight.
 
     Attributes:
         use: A reward emitter's name, or ``module:attribute``.
@@ -81,7 +81,7 @@ class Composite:
 
 
 async def rewards_of(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    """Call an emitter, await its result if necessary, and return its rewards; a number becomes an unnamed reward."""
+    """Call a reward emitter, await its result if necessary, and return its rewards; a number gets no name."""
     given: Any = emitter(rollout, spans)
     if inspect.isawaitable(given):
         given = await given
@@ -103,7 +103,7 @@ def _check_finite(found: Mapping[str, Sequence[Reward]]) -> None:
 
 
 def _inner(found: Mapping[str, Sequence[Reward]]) -> dict[str, float | None]:
-    """Return the dimensions of the parts' own rewards, as ``part.dimension``."""
+    """Return the dimensions of the parts' rollout rewards, keyed ``part.dimension``."""
     return {
         f"{label}.{key}": value
         for label, rewards in found.items()

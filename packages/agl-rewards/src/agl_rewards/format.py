@@ -12,7 +12,7 @@ from agl.schemas import Json, Reward, Rollout, Span
 from agl_rewards.source import text_source, unfenced
 
 Check = Callable[[str], str]
-"""A function from a text to a description of its fault; ``""`` if it has none."""
+"""A check of a text: a function that returns the text's fault, or ``""`` if the text passes."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),

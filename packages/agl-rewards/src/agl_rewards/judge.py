@@ -3,7 +3,7 @@
 If the judge gives no valid score, the reward is missing, with the reason, and never 0: an agent is not punished for the
 failure of another model. The experiment's setting for missing rewards decides what follows.
 
-The judge is called with the standard library's HTTP client, in threads of its own and outside of any rollout. The wire
+The judge is called with the standard library's HTTP client, in separate threads and outside of any rollout. The wire
 hook does not wrap this client, so the calls are never recorded as an agent's. Redirects are refused, because they would
 send the key to another address.
 
@@ -133,7 +133,7 @@ class Judge:
         return self._template.format(**{**task_fields(rollout.task), **own})
 
     async def _judge(self, one_try: Callable[[], str]) -> Reward:
-        """Ask until there is a valid score, with growing pauses; stop at once at errors that would repeat."""
+        """Ask the judge until an answer has a valid score, with growing pauses; stop at an error that would repeat."""
         problem = ""
         for wait_s in self._waits:
             await asyncio.sleep(wait_s)
@@ -155,7 +155,7 @@ class Judge:
 
 
 class _ScoreReader:
-    """Reads the score from an answer."""
+    """Finds the score in a judge's answer."""
 
     def __init__(self, score: str, low: float, high: float) -> None:
         try:
@@ -219,7 +219,7 @@ def _template(text: str) -> PromptTemplate:
 
 
 class EndpointError(AglError):
-    """The endpoint gave no answer; ``is_passing`` says that another try may succeed."""
+    """An endpoint gave no answer; ``is_passing`` is true if another try may succeed."""
 
     def __init__(self, message: str, *, is_passing: bool) -> None:
         super().__init__(message)

@@ -18,7 +18,8 @@ _GROUPS = "\u00a0\u2009\u202f_'"
 """Thousands separators that are always accepted: non-breaking spaces, underscores, apostrophes."""
 
 MAX_DIGITS = 300
-"""Longer runs of digits, and exponents of more than three digits, are ignored: exact values would fill the memory."""
+"""Numbers with more digits in a row, or with exponents of more than three digits, are ignored: they would fill memory.
+"""
 
 
 class NumberFinder:
@@ -125,7 +126,7 @@ class NumericMatch:
 
 
 def _regex(decimal: str, units: Sequence[str]) -> re.Pattern[str]:
-    """Return the pattern of one number; possessive ``++`` keeps matching linear in the length of the text."""
+    """Return the pattern of one number; its possessive ``++`` keeps matching linear in the length of the text."""
     marks = ["," if decimal == "." else r"\.", *_GROUPS]
     # 1,234,567: one separator throughout, and groups of exactly three digits after the first
     grouped = "|".join(rf"[0-9]{{1,3}}(?:{mark}[0-9]{{3}})++(?![0-9])" for mark in marks)
@@ -163,7 +164,7 @@ def _shown(number: Fraction) -> str:
 
 
 def _shortened(number: int) -> str:
-    """Return a number in digits; of a long number, its first twelve digits and their count."""
+    """Return a number's digits; for a long number, the first twelve digits and the number of digits."""
     digits, sign = str(abs(number)), "-" if number < 0 else ""
     return sign + (digits if len(digits) <= 24 else f"{digits[:12]}...({len(digits)} digits)")
 

@@ -34,7 +34,7 @@ MEMORY_BYTES = 512 << 20
 """Largest address space of a child in bytes."""
 
 STEPS = 1000
-"""Virtual machine instructions between two checks of the clock, which take well below a millisecond."""
+"""Number of virtual machine instructions between two checks of the time limit; they take well below a millisecond."""
 
 READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 FORBIDDEN = frozenset({"load_extension", "fts3_tokenizer"})
@@ -44,7 +44,7 @@ R = TypeVar("R")
 
 
 class Query(msgspec.Struct, frozen=True):
-    """A query on the database at a ``file:`` URI, with its limits of seconds and rows."""
+    """A query: the SQL, the ``file:`` URI of the database, and the limits in seconds and rows."""
 
     uri: str
     sql: str
@@ -69,7 +69,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Send an empty answer as a sign of readiness, and then answer queries until the input ends."""
+    """Send an empty answer to signal readiness, then answer queries until the input ends."""
     if resource is not None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -118,7 +118,7 @@ def failure(error: Exception) -> Answer:
 
 
 def _rows(connection: sqlite3.Connection, query: Query) -> list[Row]:
-    """Return the query's rows, at most one more than allowed."""
+    """Return the query's rows, at most one more than the limit."""
     rows: list[Row] = []
     size = 0
     for row in connection.execute(query.sql):
@@ -158,7 +158,7 @@ def restrict(connection: sqlite3.Connection, time_s: float) -> None:
 
 
 def _connect_virtual_tables(connection: sqlite3.Connection) -> None:
-    """Connect full-text and other virtual tables before reading is all that is allowed: declaring them needs more."""
+    """Connect full-text and other virtual tables; declaring them needs rights that the connection is about to lose."""
     tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage = 0"
     for (name,) in connection.execute(tables).fetchall():
         with suppress(sqlite3.Error):  # its module is not installed here: a query of that table fails later
@@ -171,7 +171,7 @@ def _text(data: bytes) -> str:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allow reading, and the one pragma with which the full-text index asks for its data's version."""
+    """Allow reading, and the pragma ``data_version``, which the full-text index needs; deny every other action."""
     is_allowed = action in READING and (action != sqlite3.SQLITE_FUNCTION or second not in FORBIDDEN)
     is_internal = action == sqlite3.SQLITE_PRAGMA and first == "data_version" and second is None
     return sqlite3.SQLITE_OK if is_allowed or is_internal else sqlite3.SQLITE_DENY

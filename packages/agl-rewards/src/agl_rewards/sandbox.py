@@ -23,16 +23,16 @@ from agl_rewards import query_child
 from agl_rewards.query_child import MEMORY_BYTES, Answer, Query, Row
 
 Fault = Literal["none", "refused", "syntax", "execution"]
-"""Why a query fails: it is missing, it does more than read, SQLite cannot parse it, or it cannot be executed."""
+"""The kind of a query's failure: the query is missing, does more than read, cannot be parsed, or cannot be executed."""
 
 MAX_SQL = 100_000
 """The most characters of one query."""
 
 GRACE_S = 1.0
-"""Seconds after a query's time limit at which its child is killed if SQLite did not interrupt the query."""
+"""Seconds between a query's time limit and the kill of its child process, if SQLite did not interrupt the query."""
 
 ENDED = "ended"
-"""``Answer.kind`` for a child that ended."""
+"""The ``kind`` of the answer that stands for a child process which ended without one."""
 
 INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 """Environment variables that a child inherits; no keys are among them."""
@@ -48,7 +48,7 @@ _WRITES = re.compile(r"(?:^| )(?:insert|update|delete|replace into)(?: |$)")
 
 
 class QueryError(AglError):
-    """A query gave no rows; ``fault`` says why."""
+    """A query failed; ``fault`` is the kind of failure."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class QueryError(AglError):
 
 
 class QueryLimits(NamedTuple):
-    """The limits of a query: its seconds and its number of rows."""
+    """The limits of a query: seconds and number of rows."""
 
     time_s: float = 5.0
     rows: int = 10_000
@@ -93,7 +93,7 @@ class QueryRunner:
         return answer.rows
 
     def _ask(self, query: Query) -> Answer:
-        """Return the answer of a child; the child is reused unless it ended or ran out of memory."""
+        """Return a child process's answer to a query; the process is reused unless it ended or ran out of memory."""
         try:
             data = msgspec.msgpack.encode(query)
         except UnicodeEncodeError as error:
@@ -108,7 +108,7 @@ class QueryRunner:
             return answer
 
     def _child(self) -> "_Child":
-        """Return an idle child that is alive, or else a new one."""
+        """Return an idle child process that is alive, or else a new one."""
         while self._idle:
             child = self._idle.pop()
             if child.is_alive:
@@ -199,7 +199,7 @@ def is_ordered(sql: str) -> bool:
 
 
 def outline(sql: str) -> str:
-    """Return the tokens outside of parentheses, lower-cased and joined by single spaces; quoted ones become ``''``."""
+    """Return the SQL tokens outside of parentheses, in lower case, joined by spaces; quoted ones become ``''``."""
     depth, words = 0, list[str]()
     for token in _TOKEN.finditer(sql):
         if token["mark"] in ("(", ")"):

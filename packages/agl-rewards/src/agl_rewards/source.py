@@ -51,7 +51,10 @@ def text_source(source: str) -> TextOf:
 
 
 def unfenced(text: str, *languages: str) -> str:
-    """Return the last fenced block without a language or with one of ``languages``, else the whole text; stripped."""
+    """Return the last fenced block without a language or with one of ``languages``, or else the whole text.
+
+    White space around the returned text is removed.
+    """
     blocks = re.findall(r"```[ \t]*(\w*)[ \t]*\r?\n(.*?)```", text, re.DOTALL)
     fitting = [body for language, body in blocks if language.lower() in ("", *languages)]
     return (fitting[-1] if fitting else text).strip()
@@ -123,6 +126,6 @@ def _decoded(arguments: Any) -> Json:
 
 
 def _member(value: Json, key: str) -> Json:
-    """Return the value of an object's key, which may be given as JSON text; ``None`` if there is no such key."""
+    """Return the value of ``key`` in an object, which may be given as JSON text; ``None`` if there is no such key."""
     found = _decoded(value)
     return cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None

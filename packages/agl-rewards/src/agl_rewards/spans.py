@@ -93,7 +93,7 @@ class SpanRewards:
         ]
 
     def _by_turn(self, timeline: Timeline, events: Sequence[RewardedEvent]) -> list[Reward]:
-        """Return one reward per model call with events, assigned by the core's rule for rewards about spans."""
+        """Return one reward per model call that caused events, by the core's rule for rewards about spans."""
         calls = [span for span in timeline.spans if span.call is not None and is_answered(span.call)]
         enclosing = Enclosing(timeline.spans)
         found: dict[str, dict[str, float | None]] = {call.span_id: {} for call in calls}
@@ -126,7 +126,7 @@ class SpanRewards:
 
 
 def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) -> list[RewardedEvent]:
-    """Return all events of an attempt, in order of time; ``steps`` matches the names of steps."""
+    """Return all events of an attempt, in order of time; operations, nodes and agents matching ``steps`` are steps."""
     timeline = chronological([span for span in spans if not span.is_late])
     failed_inside = _failed_inside(timeline)
     seen: set[tuple[str, str]] = set()
@@ -202,7 +202,7 @@ def _kinds(
 
 
 def _names(span: Span) -> list[str]:
-    """Return the names by which a span can be a step; empty for rewards and for the run's root span."""
+    """Return the names that ``steps`` is matched against for a span; empty for rewards and for the run's root span."""
     if span.reward is not None or span.name == semconv.ROOT_SPAN_NAME:
         return []
     named = [_text(span, key) for key in (semconv.AGENT_NAME, semconv.NODE, semconv.ROLE)]

@@ -43,7 +43,7 @@ class SqlSyntax:
 
 
 class SqlExecutes:
-    """Gives 1.0 if the query runs on the database within its limits, whatever its rows are, else 0.0.
+    """Gives 1.0 if the query runs on the database within the limits, whatever the resulting rows, else 0.0.
 
     Args:
         database: Path of the SQLite database; see :class:`SqlMatch`.
@@ -80,7 +80,7 @@ class SqlExecutes:
 
 
 class QueryVerdict(Record, frozen=True, kw_only=True):
-    """Which checks a query passed, and feedback on the first one that it failed."""
+    """The checks that a query passed, and feedback on the first check that it failed."""
 
     syntax: bool = False
     execution: bool = False
@@ -206,7 +206,7 @@ def same_rows(wanted: Sequence[Row], rows: Sequence[Row], *, ordered: bool, digi
 
 
 def _plain(value: Any, digits: int, *, keeps_whole: bool) -> Any:
-    """Return a value for comparison: a float is rounded to ``digits``, but with ``keeps_whole`` at most to units."""
+    """Prepare a value for comparison: round a float to ``digits`` digits, but with ``keeps_whole`` at most to units."""
     if not isinstance(value, float):
         return value
     if keeps_whole and isfinite(value) and (value.is_integer() or abs(value) >= 10**digits):
@@ -242,7 +242,7 @@ def _limits(time_s: float, max_rows: int) -> QueryLimits:
 
 
 class _Database:
-    """Finds the database of a rollout."""
+    """Finds the database file that a rollout's task names."""
 
     def __init__(self, database: str, setup: RewardSetup | None) -> None:
         self._template = PromptTemplate(template=database)

@@ -26,7 +26,7 @@ LONGEST_PARAM = 6000
 LONGEST_TAG = 5000
 
 ID = "agl.id"
-"""The tag by which a resumed run is found."""
+"""The MLflow tag that holds the run's id, by which a resumed run is found."""
 
 STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
@@ -85,7 +85,7 @@ class MlflowSink:
         client.log_text(self._run_id, json.dumps(run.config, indent=2, ensure_ascii=False), "config.json")
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Write the numbers that the run does not have yet."""
+        """Write the metric values that the MLflow run does not have yet."""
         client = self._begun()
         new: list[Metric] = []
         for row in rows:

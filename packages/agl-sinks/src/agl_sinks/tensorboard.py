@@ -47,7 +47,7 @@ class TensorBoardSink:
         self._text("config", f"```json\n{json.dumps(run.config, indent=2, ensure_ascii=False)}\n```")
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Write every number at the step of its algorithm."""
+        """Write every metric value at its algorithm's step."""
         for row in rows:
             for name, value in row.named().items():
                 summary = _summary.Summary(value=[_summary.Summary.Value(tag=name, simple_value=value)])

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 130}
 
 PLACE = "agl_place"
-"""The number in the run's summary with the greatest place among the rows that the server has."""
+"""Key in the run's history and summary for the greatest ``place`` among the rows written so far."""
 
 FLUSH_S = 2.0
-"""Seconds after which the library ``wandb`` writes its buffer to its file."""
+"""Seconds after which the library ``wandb`` writes the buffer to the file."""
 
 
 class WandbSink:

@@ -81,7 +81,7 @@ class WebhookSink:
         self._sent |= set(file.read_text("utf-8").splitlines()) if file.exists() else set()
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Remember the run's latest step, for the event of its end."""
+        """Remember the run's latest step, which the event at the end of the run reports."""
         self._step = max([self._step, *(row.experiment_step for row in rows)])
 
     def show(self, tables: list[SinkTable]) -> None:
@@ -111,7 +111,7 @@ class WebhookSink:
         return f"{self._count} event{'' if self._count == 1 else 's'}"
 
     def _send(self, kind: str, place: str, words: str, more: dict[str, Any]) -> None:
-        """Send an event, if its kind is wanted and it was not sent before, and record its id as sent."""
+        """Send an event, if the kind is wanted and the event was not sent before, and record the id as sent."""
         run = self._run
         if run is None:
             raise ExportError("the run has not begun")

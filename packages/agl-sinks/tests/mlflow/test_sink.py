@@ -13,7 +13,10 @@ from agl.contracts import SinkOutcome, SinkRow, SinkRun
 from agl_sinks.mlflow import MlflowSink
 from agl_testing.conformance import PluginConformance, SinkConformance, SinkRead
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SQLAlchemy, for MLflow's own queries
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of SQLAlchemy, for MLflow's own queries
+]
 
 
 class TestPlugin(PluginConformance):

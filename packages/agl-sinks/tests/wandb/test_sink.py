@@ -17,6 +17,8 @@ from agl_testing.waiting import wait_until
 
 from .offline import read_runs
 
+pytestmark = pytest.mark.long
+
 
 class TestPlugin(PluginConformance):
     module = "agl_sinks.plugin"

@@ -17,7 +17,7 @@ from agl.schemas import (
     decode,
     rollout_id_of,
 )
-from agl.stores import MAX_SEQUENCE, select, unknown_attempt
+from agl.stores import MAX_SEQUENCE, readable, select, unknown_attempt
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.partitions import Aim, bounds, period_of
 from agl_store_sqlite.sql.packing import Unpacker
@@ -56,8 +56,11 @@ _WITHIN = (
     "AND (r.experiment, r.mode, r.stage) >= (k.experiment, k.mode, k.stage) "
     "AND (r.experiment, r.mode, r.stage) <= (k.experiment, k.mode, k.stage)"
 )
-"""A redundant form of three equations. If PostgreSQL's statistics know only one list, the planner assumes that every
-rollout is in it and would search all rollouts by id; with these conditions it uses the index of the lists."""
+"""Redundant conditions, which restate three equations as bounds.
+
+If PostgreSQL's statistics know only one list, the planner assumes that every rollout is in it and would search all
+rollouts by id; with these conditions it uses the index of the lists.
+"""
 
 
 class PostgresReads:
@@ -141,7 +144,7 @@ class PostgresReads:
         return [read_rollout(row[:-2]) for row in rows]
 
     def _running(self) -> list[Rollout]:
-        """Return all running rollouts; they are few, because workers run them."""
+        """Return all running rollouts; there are few, at most one for each slot of a worker."""
         rows = self._all(
             f"SELECT {ROLLOUT} FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
             "WHERE a.status = 'running'",
@@ -167,7 +170,7 @@ class PostgresReads:
         )
         if not rows:
             raise NotFoundError("rollout", rollout_id)
-        return [decode(data, Attempt) for (data,) in rows if data is not None]
+        return readable((data for (data,) in rows), Attempt)
 
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
@@ -192,11 +195,11 @@ class PostgresReads:
 
     @property
     def _within(self) -> bytes:
-        """Conditions on ``s.attempt``, for the planner, that all requested spans are expected to meet."""
+        """Conditions on ``s.attempt`` from which the planner sees in which partitions the requested spans should be."""
         return b""
 
     def _is_missed(self, attempt: int) -> bool:
-        """Return true if the spans of an attempt do not meet the conditions :attr:`_within`, and correct these."""
+        """Return true if an attempt's spans are outside of the conditions :attr:`_within`, and correct these."""
         return False
 
     def version(self, name: str, version: str | None) -> ResourceVersion | None:
@@ -219,7 +222,7 @@ class PostgresReads:
                 SELECT (SELECT data FROM versions v WHERE v.name = names.name ORDER BY seq DESC LIMIT 1)
                 FROM names WHERE name IS NOT NULL""",
             )
-        return [decode(data, ResourceVersion) for (data,) in rows]
+        return readable((data for (data,) in rows), ResourceVersion)
 
     def get(self, key: bytes) -> bytes | None:
         rows = self._all("SELECT value FROM documents WHERE key = %b", key)

@@ -34,8 +34,8 @@ class PooledConnection(psycopg.Connection[tuple[Any, ...]]):
     """A connection to a pooler that may run every transaction in another session of the server.
 
     Settings that other connections make once per session are made in every transaction. A statement outside a
-    transaction gets a transaction of its own, except for VACUUM, which cannot run in one. No statement is prepared,
-    because the next session would not know it.
+    transaction gets a new transaction, except for VACUUM, which cannot run in one. No statement is prepared, because
+    the next session would not know it.
     """
 
     settings: Mapping[str, str] = {}
@@ -43,7 +43,7 @@ class PooledConnection(psycopg.Connection[tuple[Any, ...]]):
     def execute(
         self, query: Query, params: Params | None = None, *, prepare: bool | None = None, binary: bool = False
     ) -> psycopg.Cursor[tuple[Any, ...]]:
-        """Execute a statement; if it begins a transaction, or runs outside one, the settings are made first."""
+        """Execute a statement; first make the settings, if it begins a transaction or runs outside of one."""
         run: Callable[..., psycopg.Cursor[tuple[Any, ...]]] = super().execute
         if self.info.transaction_status == TransactionStatus.IDLE:
             text = _text_of(query, self)
@@ -105,7 +105,7 @@ def _text_of(query: Query, connection: Connection) -> str:
 
 
 def access_of(target: DatabaseTarget) -> ServerAccess[Connection]:
-    """Return how connections to a database are made, and the meaning of psycopg's errors."""
+    """Return the access to a database: how to connect to it, and how to interpret psycopg's errors."""
     return ServerAccess(
         shown=target.shown,
         connect=partial(connect, target),

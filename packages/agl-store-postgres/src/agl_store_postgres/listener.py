@@ -23,7 +23,7 @@ _LOOK = b"SELECT (SELECT max(cursor) FROM changes), (SELECT max(seq) FROM rollou
 
 
 def channel_to(target: DatabaseTarget, *, feed: int, stopping: threading.Event) -> Callable[[], Channel]:
-    """Return a function that opens a channel with a connection of its own."""
+    """Return a function that opens a channel with a separate connection."""
 
     def subscribe() -> Channel:
         db = access_of(target).connect_in_time(stopping, limit_s=RESTART_WAIT_S)
@@ -47,7 +47,7 @@ class _CommitChannel:
         if is_polled:
             self._known = db.execute(_LOOK).fetchone()
         else:
-            db.add_notify_handler(lambda notify: self._heard.append(notify.payload))  # those that come with an answer
+            db.add_notify_handler(lambda notify: self._heard.append(notify.payload))  # messages that come with answers
             db.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel_of(feed))))
         self._wake, self._woken = socket.socketpair()
 
@@ -68,7 +68,7 @@ class _CommitChannel:
         return map(read_message, heard)
 
     def _polled(self) -> Iterable[Message]:
-        """Return what changed since the last look, and the next deadline, as other machines may set earlier ones."""
+        """Return one message: whether the feed or the queue changed since the last look, and the next deadline."""
         found = self._db.execute(_LOOK).fetchone()
         has_grown, self._known = found != self._known, found
         now, deadline = self.clock()

@@ -1,7 +1,7 @@
 """Begins a transaction: locks and reads the rows that its operations need, in one round trip.
 
 PostgreSQL takes a fresh snapshot for every statement, so rows that are read after the locks stay as they are while the
-locks are held. Rollouts are locked in order of their number, before their attempts and spans are read.
+locks are held. Rollouts are locked in the order of their numbers, before attempts and spans are read.
 """
 
 import math

@@ -48,8 +48,10 @@ SET search_path = {schema}, pg_temp SET lock_timeout = '200ms' AS $$ BEGIN
 EXCEPTION WHEN lock_not_available THEN
     RETURN false;
 END $$"""
-"""While this function waits for a lock, other transactions wait for it. So it soon gives up if a transaction reads
-spans."""
+"""Creates the function that drops a partition.
+
+While the function waits for a lock, other transactions wait for it. So it soon gives up if a transaction reads spans.
+"""
 
 _NOW = "clock_timestamp() AT TIME ZONE 'UTC'"
 
@@ -70,7 +72,10 @@ SET search_path = {{schema}}, pg_temp AS $$ DECLARE period bigint; drawn bigint[
     END LOOP;
     RETURN QUERY SELECT unnest(drawn);
 END $$"""
-"""Draws numbers for new rollouts. While the transaction lasts, its lock keeps their period from being dropped."""
+"""Creates the function that draws numbers for new rollouts.
+
+While the transaction lasts, the function's lock keeps the numbers' period from being dropped.
+"""
 
 _CONTROL = (
     "CREATE TABLE partitioning (version int NOT NULL, unit text NOT NULL, began_at timestamp NOT NULL)",

@@ -45,7 +45,7 @@ class Aim:
 
 
 class Partitions:
-    """The partitions of a server that one connection knows to exist, and the aim of its next statement."""
+    """The partitions that exist on a server as far as a connection knows, and the aim of its next statement."""
 
     def __init__(self) -> None:
         self.aim = Aim()
@@ -75,7 +75,7 @@ def bounds(first: int, last: int | None = None) -> bytes:
 
 
 def bounds_of(keys: Iterable[int]) -> bytes:
-    """Return the conditions on ``s.attempt`` for attempts that are known."""
+    """Return the conditions on ``s.attempt`` that cover the attempts with these keys."""
     periods = {period_of(key) for key in keys}
     return bounds(min(periods), max(periods))
 

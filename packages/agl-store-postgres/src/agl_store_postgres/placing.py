@@ -1,8 +1,8 @@
 """Chooses the shard of each rollout. All spans of a rollout are on one shard, which never changes.
 
 The shard of a new rollout follows from its id and the shards' identities by rendezvous hashing. So processes agree even
-if their URLs list the shards in different orders, and a shard that is added takes its part of the new rollouts from
-each of the others. The rollout's row on the control server names the shard.
+if the URLs list the shards in different orders, and an added shard takes an equal share of new rollouts from each of
+the others. The rollout's row on the control server names the shard.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,7 +49,7 @@ class Placing:
 
     Attributes:
         shards: The shards, by number.
-        away: Numbers of shards that did not answer; until they answer again, each has a thread of its own.
+        away: Numbers of shards that did not answer; until they answer again, each has a separate thread.
         is_partitioned: Whether the shards' tables have partitions.
     """
 
@@ -74,7 +74,7 @@ class Placing:
         return self._elsewhere.get(rollout_id) or self.place(rollout_id)
 
     def learn(self, rollout_id: str, number: int) -> None:
-        """Remember the shard of a rollout."""
+        """Remember the shard of a rollout, if it differs from the expected shard."""
         if self.expected(rollout_id) != number:
             if len(self._elsewhere) >= _MOST_KNOWN:
                 self._elsewhere.clear()

@@ -18,7 +18,7 @@ _IS_OVERDUE = b"SELECT (SELECT min(deadline) FROM attempts WHERE status = 'runni
 def reader_of(
     target: DatabaseTarget, *, stopping: threading.Event, reads: Callable[[Connection], PostgresReads] = PostgresReads
 ) -> BatchReader[Connection]:
-    """Make a reader; ``reads`` makes the tables that reads look into, for one transaction."""
+    """Make a reader of a database; for each transaction, ``reads`` makes the object that answers the reads."""
 
     def read_all(db: Connection, looks: Sequence[Look]) -> list[Any]:
         with db.pipeline():  # the transaction begins with the first query that waits for rows

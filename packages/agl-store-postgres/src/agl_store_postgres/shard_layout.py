@@ -2,7 +2,7 @@
 
 The control server stores the shard of every rollout, and the last acknowledged sequence of every attempt. Spans on a
 shard beyond that sequence belong to a write that was never finished; they are not shown, and the next write replaces
-them. The table ``removals`` lists removed rollouts until their shard has removed their spans.
+them. The table ``removals`` lists removed rollouts until the shard has removed the spans.
 """
 
 import uuid
@@ -111,7 +111,7 @@ def _store_identity(control: Connection, target: ShardedTarget) -> str:
 
 
 def _identity(db: Connection, target: DatabaseTarget, store: str) -> str:
-    """Return the identity of a shard; if its schema is empty, its tables are made first."""
+    """Return the identity of a shard; if the schema is empty, the tables are made first."""
     check_encoding(db, target)
     with db.transaction():
         db.execute(LOCK, (f"shard {target.schema}",))

@@ -47,7 +47,7 @@ _REMOVE_LEFT = (
 
 
 class AwayShardError(Exception):
-    """The answer of work that needs a shard that does not answer; the work is then given to that shard's own thread."""
+    """The answer to work on a shard that does not answer; the work is then passed to that shard's own thread."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -172,7 +172,7 @@ class ShardWriter(BatchWriter):
             with shard.pipeline():
                 shard.execute(BEGIN)
                 cursor = shard.execute(query, asked, binary=True)
-            found = cursor.fetchall()  # behind the pipeline, whose end waits for the server anyway
+            found = cursor.fetchall()  # after the pipeline, whose end waits for the server anyway
             rows.kept |= {(key, span_id) for key, _, span_id in found if span_id is not None}
             if left := [(key, sequence) for key, sequence, span_id in found if span_id is None]:
                 db.execute("SELECT 1")  # fails unless this transaction still holds the rollouts

@@ -36,7 +36,7 @@ from agl_store_sqlite.sql.servers import START_WAIT_S, ServerBackend
 T = TypeVar("T")
 
 Lane = Batches[Work[Any]]
-"""Writes of one thread, with connections of its own."""
+"""The queue of a thread that writes, with its own connections."""
 
 
 class ShardedPostgresStore(TableStore):
@@ -145,7 +145,7 @@ class _Sharded:
         """Like :meth:`read`, for reads that need spans; if a shard does not answer, only such reads are delayed."""
         try:
             return await self._backend.read_with(self._span_reads, look)
-        except MissingSpansError:  # unless the rollout was removed in between
+        except MissingSpansError:  # the rollout may have been removed in between
             return await self._backend.read_with(self._span_reads, look)
 
     async def close(self) -> None:
@@ -181,7 +181,7 @@ class _Sharded:
         return Batches(act, shown_url=self.shown_url, explain=self._explain, is_shared=is_shared, threads=threads)
 
     def _own_lane(self, number: int) -> Lane:
-        """Return the lane for writes to a shard that does not answer; it waits, so that other writes need not."""
+        """Return the lane of a shard that does not answer, in which only the writes to that shard wait."""
         with self._lock:
             if number not in self._own_lanes:
                 self._own_lanes[number] = self._lane(waits=True)
@@ -200,7 +200,7 @@ class _Sharded:
 
 
 class _SpanReads:
-    """The same backend for reads that need spans."""
+    """The backend of a store in shards, with :meth:`_Sharded.read_spans` in place of ``read``."""
 
     def __init__(self, sharded: _Sharded) -> None:
         self.shown_url, self.queued, self.changed = sharded.shown_url, sharded.queued, sharded.changed

@@ -37,17 +37,17 @@ MAX_COLLISIONS = 5
 _PAUSE_S = 0.05
 
 _MARKS = b"\x00writer "
-"""The documents that hold marks start with this and end with the writer's id."""
+"""Prefix of the keys of documents that hold the mark of a writer's last transaction; the writer's id follows."""
 
 _REMOVE_MARKS = b"DELETE FROM documents WHERE key = %b OR (key >= %b AND key < %b AND value < %b)"
 
 _KEPT_NS = 24 * 3600 * 10**9
-"""Nanoseconds after which the marks of writers that were killed are removed."""
+"""Nanoseconds after which the marks of killed writers are removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Doubt:
-    """A transaction whose commit is under way: its id on the server, its mark, and its answers."""
+    """A transaction whose commit was sent: the id on the server, the mark that it writes, and the answers."""
 
     xid: str
     mark: bytes
@@ -82,7 +82,7 @@ class BatchWriter:
         self._marked = 0
 
     def close(self) -> None:
-        """Remove the writer's mark and old ones, and close the connection."""
+        """Remove this writer's mark and the marks of killed writers, and close the connection."""
         db = self._connection.current
         if db is not None and self._marked:
             with suppress(psycopg.Error):  # the next writer that closes removes it
@@ -154,7 +154,7 @@ class BatchWriter:
         self._commit(db, tables.changes)
 
     def _next_mark(self) -> bytes:
-        """A value that no other transaction of this writer leaves; it starts with the time."""
+        """Return a mark that no other transaction of this writer writes; it starts with the time."""
         self._marked += 1
         return struct.pack(">QQ", time.time_ns(), self._marked)
 
@@ -169,7 +169,7 @@ class BatchWriter:
                     return status == "committed" and found == (doubt.mark,)
             except psycopg.Error as error:
                 if not is_lost(error, db):
-                    return False  # the server does not know it, such as a replica that took over
+                    return False  # the server does not know the id, for example a replica that took over
                 self._connection.drop()
                 if time.monotonic() > end:
                     raise

@@ -17,7 +17,10 @@ from agl_store_sqlite.sql.rows import ATTEMPT_BITS, progress_row
 from agl_store_sqlite.sql.statistics import STATISTICS, additions, merging, statistics_row
 
 _FEED_LOCK = 0x41474C00 << 32
-"""The upper half of the lock's number; the lower half is the feed's object number, so each store has its own lock."""
+"""The upper half of the number of the feed's lock.
+
+The lower half is the feed's object number, so each store has its own lock.
+"""
 
 _ADD_ROLLOUTS = (
     b"COPY rollouts (seq, rollout_id, experiment, mode, group_id, status, stage, attempts, attempt, started_at, "
@@ -69,7 +72,7 @@ _ADD_CHANGES = (
 
 
 def _for_rollouts(*statements: str) -> tuple[bytes, ...]:
-    """Return statements over the numbers of rollouts, which they call ``SEQS``."""
+    """Return statements with ``SEQS`` replaced by a list of rollout numbers, and ``BITS`` by the bits of an attempt."""
     seqs, bits = "unnest(%s::bigint[]) AS v(seq)", str(ATTEMPT_BITS)
     return tuple(statement.replace("SEQS", seqs).replace("BITS", bits).encode() for statement in statements)
 
@@ -77,7 +80,7 @@ def _for_rollouts(*statements: str) -> tuple[bytes, ...]:
 _OF_ROLLOUT = "DELETE FROM {0} t USING SEQS WHERE t.{1} >= v.seq << BITS AND t.{1} < (v.seq + 1) << BITS"
 _REMOVE_SPANS = _for_rollouts(_OF_ROLLOUT.format("spans", "attempt"))
 _REMOVE_LATER = _for_rollouts("INSERT INTO removals SELECT v.seq, 0 FROM SEQS")
-"""For a store with partitions, where spans are removed later, because a whole partition may then be dropped."""
+"""Notes rollouts whose spans are removed later, in a store in which a whole partition may be dropped instead."""
 _REMOVE_PLACED = _for_rollouts(
     _OF_ROLLOUT.format("span_marks", "attempt"),
     # the spans themselves go later, because no transaction is on two servers
@@ -117,7 +120,7 @@ def commit(
         _save(db, changes)
         if changes.feed or changes.shares:
             db.execute(b"SELECT pg_advisory_xact_lock(%s::bigint)", (_FEED_LOCK | feed,))
-        for shares in additions(changes.shares):  # behind the lock, because many machines add to one row
+        for shares in additions(changes.shares):  # under the lock, because many machines add to one row
             add_statistics(db, shares)
         if changes.feed:
             db.execute(_ADD_CHANGES, _columns(changes.feed))
@@ -178,7 +181,7 @@ def _save(db: Connection, changes: Changes) -> None:
 
 
 def add_statistics(db: Connection, shares: Sequence[Statistics]) -> None:
-    """Add shares of rollouts to the statistics of their steps, one for each step and mode."""
+    """Add counts and sums of rollouts to the statistics of their steps; ``shares`` has one per step and mode."""
     if shares:
         db.execute(_ADD_STATISTICS, _columns([statistics_row(share) for share in shares]))
 
@@ -191,7 +194,7 @@ def _copy(db: Connection, statement: bytes, types: Sequence[str], rows: Sequence
 
 
 def _columns(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-    """Return rows as columns."""
+    """Transpose rows into columns."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 

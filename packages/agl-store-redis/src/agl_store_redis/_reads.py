@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from agl.contracts import Change, Metric, RolloutQuery, Statistics
 from agl.errors import NotFoundError
 from agl.schemas import TERMINAL_ROLLOUT, Attempt, ResourceVersion, Rollout, Span, attempt_id_of, decode
-from agl.stores import MAX_SEQUENCE, select, start_of, unknown_attempt
+from agl.stores import MAX_SEQUENCE, readable, select, start_of, unknown_attempt
 from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
 from agl_store_redis.loading import read_stored
@@ -84,7 +84,7 @@ class RedisReads:
         return [self._read(_pairs(row)) for row in rows]
 
     def _page(self, names: Sequence[str], query: RolloutQuery) -> list[Rollout]:
-        """Return a page of the rollouts in some lists, or in those of all experiments that match the query."""
+        """Return a page of the rollouts in the lists ``names``; without names, in the lists of all experiments."""
         value, after_id = start_of(query) if query.after else (0.0, "")
         statuses = query.status or STATUSES
         request = {
@@ -102,7 +102,7 @@ class RedisReads:
     def _read(self, row: Mapping[bytes, bytes]) -> Rollout:
         _, rollout = read_stored(int(row[b"n"]), row[b"p"], row[b"d"])
         numbers = sorted(int(name) for name in row if name.isdigit())
-        attempts = [decode(row[b"%d" % number], Attempt) for number in numbers]
+        attempts = readable((row[b"%d" % number] for number in numbers), Attempt)
         self._seen[rollout.rollout_id] = rollout, attempts
         return rollout
 
@@ -162,7 +162,7 @@ class RedisReads:
 
     def resources(self, name: str | None = None) -> list[ResourceVersion]:
         which = ("newest",) if name is None else ("all", name)
-        return [decode(data, ResourceVersion) for data in call(self._server, "versions", self._base, *which)]
+        return readable(call(self._server, "versions", self._base, *which), ResourceVersion)
 
     def get(self, key: bytes) -> bytes | None:
         return self._server.run("HGET", f"{self._base}d", key)
@@ -226,7 +226,7 @@ def _field(query: RolloutQuery, status: str) -> str:
 
 
 def _pairs(row: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Return the fields and values of a hash."""
+    """Return a hash as a dict, given its fields and values in turn."""
     return dict(zip(row[::2], row[1::2], strict=True))
 
 

@@ -65,7 +65,7 @@ class Server:
             return pipeline.execute()
 
     def listen(self) -> Any:
-        """Return redis-py's reader of messages, which has a connection of its own."""
+        """Return redis-py's reader of messages, which has a separate connection."""
         return self._client.pubsub()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Moves:
 
 
 def access_of(target: ServerTarget) -> ServerAccess[Server]:
-    """Return how connections to a server are made, and the meaning of redis-py's errors."""
+    """Return the access to a server: how to connect to it, and how to interpret redis-py's errors."""
     return ServerAccess(
         shown=target.shown,
         connect=partial(connect, target),

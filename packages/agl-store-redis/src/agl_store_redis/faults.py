@@ -57,7 +57,7 @@ def is_lost(error: BaseException) -> bool:
 def is_elsewhere(error: BaseException) -> bool:
     """Return true if writes must go to another server now, or soon; a new connection may lead there.
 
-    A primary that became a replica keeps its connections, but its name leads to the new primary.
+    A primary that became a replica keeps open connections, but its host name leads to the new primary.
     """
     is_of_replica = isinstance(error, exceptions.ResponseError) and _REPLICA in str(error)
     return is_of_replica or isinstance(error, _ELSEWHERE)

@@ -54,7 +54,7 @@ class Loaded:
 
     @property
     def is_overdue(self) -> bool:
-        """Return true if attempts must be decided first."""
+        """Return true if overdue attempts must be decided before the operations run."""
         return self.rows.next_deadline <= self.rows.now
 
 

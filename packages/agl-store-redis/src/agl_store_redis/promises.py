@@ -77,7 +77,7 @@ def _check_log(server: Server, info: Mapping[str, str], target: ServerTarget) ->
 
 
 def _settings(server: Server, target: ServerTarget) -> Mapping[str, str] | None:
-    """Return the settings of the log; ``None`` if the server hides them and the URL accepts a loss of seconds."""
+    """Return the settings of the server's log; ``None`` if they are hidden and the URL accepts a loss of seconds."""
     names = ("appendfsync", "no-appendfsync-on-rewrite")
     try:
         answers = {name: server.run("CONFIG", "GET", name) for name in names}

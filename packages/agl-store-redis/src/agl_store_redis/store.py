@@ -1,15 +1,15 @@
 """``redis://host:6379/0?prefix=agl``: the keys of one prefix of a Redis or Valkey server, for many machines at once.
 
-Every write is acknowledged after the server has written it to its log, and, as far as the URL does not say otherwise,
-to its disk. A store object has one thread that writes all waiting work together, a few threads that read, and one that
-listens for changes once a caller waits; each has its own connection. A commit wakes waiting callers on every machine.
-Leases and time limits use the server's clock. If the server goes away, the store waits for it for about half a minute.
+Every write is acknowledged after the server has written it to the log and, unless the URL says otherwise, to disk. A
+store object has one thread that writes all waiting work together, a few threads that read, and one that listens for
+changes once a caller waits; each has its own connection. A commit wakes waiting callers on every machine. Leases and
+time limits use the server's clock. If the server goes away, the store waits for it for about half a minute.
 
 Everything lies in the server's memory, and in one slot of a Cluster: a Cluster spreads stores, never one store.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,15 +17,25 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from agl.stores import TableStore
+from agl_store_redis._reads import RedisReads, VanishedError
 from agl_store_redis.connections import Moves, Server, access_of
 from agl_store_redis.faults import explain, is_lost
 from agl_store_redis.layout import prepare
 from agl_store_redis.promises import check_server
-from agl_store_redis.reader import read_clock, reader_of
+from agl_store_redis.scripts import call
 from agl_store_redis.urls import ServerTarget, target_of
 from agl_store_redis.writer import BatchWriter
-from agl_store_sqlite.sql.batches import Batches
-from agl_store_sqlite.sql.servers import START_WAIT_S, Channel, Message, ServerBackend, ThreadConnection, read_message
+from agl_store_sqlite.sql.batches import Batches, Look, OverdueError, answer_to
+from agl_store_sqlite.sql.servers import (
+    START_WAIT_S,
+    BatchReader,
+    Channel,
+    Message,
+    ServerBackend,
+    ThreadConnection,
+    UncheckedRead,
+    read_message,
+)
 
 
 class RedisStore(TableStore):
@@ -53,7 +63,7 @@ class RedisStore(TableStore):
 def _backend(target: ServerTarget) -> ServerBackend:
     stopping, moves = threading.Event(), Moves()
     write = BatchWriter(target, server=_open(target), stopping=stopping, moves=moves)
-    read = reader_of(target, stopping=stopping, moves=moves)
+    read = _reader_of(target, stopping=stopping, moves=moves)
     batches = partial(
         Batches[Any], shown_url=target.shown, explain=partial(explain, shown=target.shown), is_shared=is_lost
     )
@@ -65,6 +75,39 @@ def _backend(target: ServerTarget) -> ServerBackend:
         closing=(write, read),
         stopping=stopping,
     )
+
+
+def _reader_of(target: ServerTarget, *, stopping: threading.Event, moves: Moves) -> BatchReader[Server]:
+    """Make a reader whose connections follow the writer's; no read is answered while an attempt is overdue."""
+
+    def read_all(server: Server, looks: Sequence[Look]) -> list[Any]:
+        now, deadline = _read_clock(server, target.base)
+        is_overdue = deadline is not None and deadline <= now
+        return [
+            OverdueError() if is_overdue and not isinstance(look, UncheckedRead) else _answer(server, target.base, look)
+            for look in looks
+        ]
+
+    access = access_of(target)
+    return BatchReader(
+        access,
+        connection=lambda: ThreadConnection(access, stopping=stopping, epoch=lambda: moves.count),
+        read_all=read_all,
+    )
+
+
+def _answer(server: Server, base: str, look: Look) -> Any:
+    while True:
+        try:
+            return answer_to(look, RedisReads(server, base))
+        except VanishedError:
+            continue  # each time, somebody removed another rollout of the page
+
+
+def _read_clock(server: Server, base: str) -> tuple[float, float | None]:
+    """Return the server's time and the next deadline, in Unix seconds."""
+    seconds, micros, due = call(server, "clock", base)
+    return int(seconds) + int(micros) / 1e6, float(due) if due else None
 
 
 def _open(target: ServerTarget) -> Server:
@@ -82,7 +125,7 @@ def _open(target: ServerTarget) -> Server:
 
 
 def _channel_to(target: ServerTarget, *, stopping: threading.Event, moves: Moves) -> Callable[[], Channel]:
-    """Return a function that opens a channel for the messages of commits, with connections of its own."""
+    """Return a function that opens a channel for the messages of commits, with separate connections."""
 
     def subscribe() -> Channel:
         connection = ThreadConnection(access_of(target), stopping=stopping, epoch=lambda: moves.count)
@@ -110,7 +153,7 @@ class _CommitChannel:
         return self._connection.is_outdated
 
     def clock(self) -> tuple[float, float | None]:
-        return read_clock(self._server, self._base)
+        return _read_clock(self._server, self._base)
 
     def wait(self, limit_s: float) -> Iterable[Message]:
         message: Any = self._messages.get_message(timeout=limit_s)

@@ -58,7 +58,7 @@ class BatchWriter:
         self._held: Sequence[str] = ()
 
     def close(self) -> None:
-        """Remove the number of the last transaction, and close the connection."""
+        """Remove the stored number of this writer's last transaction, and close the connection."""
         server = self._connection.current
         if server is not None and self._number:
             with suppress(RedisError, OSError):  # the server removes it after a day
@@ -83,7 +83,7 @@ class BatchWriter:
                         "nothing was written: try again, with fewer programs that write to the same rollouts"
                     )
         except BaseException:
-            self._packer.clear()  # its marks may refer to spans that are not stored
+            self._packer.clear()  # the packer's marks may refer to spans that are not stored
             raise
 
     def _begin(self, needs: Sequence[Needs]) -> Loaded:
@@ -96,7 +96,7 @@ class BatchWriter:
             lapsed = self._repeated(lambda server: begin_lapsed(server, self._target.base))
             tables = LoadedTables(lapsed.rows, self._packer, lapsed=lapsed.lapsed)
             expire(tables)
-            self._commit(lapsed, tables)  # where it fails, others are deciding them
+            self._commit(lapsed, tables)  # if it fails, another process decides these attempts
 
     def _commit(self, loaded: Loaded, tables: LoadedTables) -> bool:
         """Write the changes; if others have changed the loaded data, write nothing and return false."""
@@ -122,7 +122,7 @@ class BatchWriter:
             server = self._connection.open()
             try:
                 answer = act(server)
-                self._moves.count += has_moved  # only now, as others would find the old server until then
+                self._moves.count += has_moved  # only now, because earlier the name still led to the old server
                 return answer
             except (RedisError, OSError) as error:
                 if not is_lost(error) or time.monotonic() > end:

@@ -131,7 +131,7 @@ class Commit:
         self._sorted["held"][f"{rollout.experiment}/{rollout.rollout_id}"] = None
 
     def _list(self, before: Rollout | None, rollout: Rollout) -> None:
-        """Move a rollout from the lists of its status before to those of the new one."""
+        """Move a rollout from the lists for the earlier state to the lists for the new state."""
         old = dict(_lists(before)) if before is not None else {}
         new = dict(_lists(rollout))
         for name in old.keys() - new.keys():
@@ -142,7 +142,7 @@ class Commit:
             self._sets["lists"][f"{rollout.experiment}/{rollout.mode}/{rollout.status}"] = None
 
     def _give_back(self, tables: LoadedTables) -> None:
-        """Put rollouts that were taken from the queue, but that no claim took, back."""
+        """Queue the rollouts again that the transaction took from the queue and that no claim took."""
         for rollout_id in self._loaded.held:
             rollout = tables.rollout(rollout_id)
             if rollout is not None and rollout.status == "queued":
@@ -202,7 +202,7 @@ class Commit:
 
 
 def counts_of(shares: Sequence[Statistics]) -> list[Part]:
-    """Return the arguments of ``COUNT``, :data:`COUNT_PARTS` for each share."""
+    """Return the arguments of the command ``COUNT``, :data:`COUNT_PARTS` for each element of ``shares``."""
     parts: list[Part] = []
     for share in shares:
         experiment, *place, succeeded, failed, cancelled, seconds, calls, prompts, responses, rewards, mean, squares = (
@@ -214,7 +214,7 @@ def counts_of(shares: Sequence[Statistics]) -> list[Part]:
 
 
 def _lists(rollout: Rollout) -> Iterable[tuple[str, float]]:
-    """Return the lists of a rollout, and its values in them."""
+    """Yield the name of each list that holds a rollout, with the value by which the list sorts the rollout."""
     where = {"experiment": rollout.experiment, "mode": rollout.mode, "status": rollout.status}
     for field in _SORTS:
         if field != "finished_at" or rollout.is_finished:
@@ -227,5 +227,5 @@ def _lists(rollout: Rollout) -> Iterable[tuple[str, float]]:
 
 def _progress(rollout: Rollout, version: int) -> bytes:
     counts = rollout.attempts, rollout.failures, rollout.losses
-    attempt = rollout.attempts if rollout.attempt_id else 0  # always the newest one
+    attempt = rollout.attempts if rollout.attempt_id else 0  # the newest attempt
     return msgspec.msgpack.encode((version, rollout.status, *counts, attempt, rollout.started_at, rollout.finished_at))

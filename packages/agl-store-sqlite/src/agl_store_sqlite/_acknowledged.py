@@ -17,7 +17,9 @@ _NO_NEWLINES = getattr(os, "O_BINARY", 0)  # of Windows
 
 
 class AcknowledgedCursor:
-    """The record of one store file; used by one thread at a time. Create it before the store's file is opened.
+    """Records the newest acknowledged cursor of one store file; used by one thread at a time.
+
+    Create it before the store's file is opened.
 
     Args:
         path: The store's file. The record's file has the same name with the suffix ``-acknowledged``.
@@ -39,7 +41,7 @@ class AcknowledgedCursor:
             return 0
 
     def compare(self, connection: sqlite3.Connection) -> None:
-        """Log a warning if the store's newest cursor is below the record, and open the record for writing."""
+        """Log a warning if the store's newest cursor is below the recorded one; open the record's file for writing."""
         found = last_cursor(connection)
         if found < self._read:
             _LOG.warning(
@@ -81,7 +83,7 @@ class AcknowledgedCursor:
             )
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the record's file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -1,6 +1,6 @@
 """Transactions on a SQLite file: one thread writes, a few read, and one watches the file while a call waits.
 
-Queued writes share one transaction, and are answered after its commit. Reads run on connections of their own. A change
+Queued writes share one transaction, and are answered after its commit. Reads run on separate connections. A change
 by another process, or by another store object, is noticed within ``poll_s`` seconds while a call waits.
 """
 
@@ -39,14 +39,16 @@ def _nothing(_: Tables) -> None:
 
 
 _LOOK = Work(act=_nothing)
-"""Decides overdue attempts. Its answer is the file's data version, which changes when another connection writes, and
-the next deadline."""
+"""A look at the file: decides overdue attempts.
+
+The answer is the file's data version, which changes when another connection writes, and the next deadline.
+"""
 
 _logger = logging.getLogger(__name__)
 
 
 class SQLiteBackend:
-    """See :class:`agl.stores.Backend`.
+    """Implements :class:`agl.stores.Backend` on a SQLite file.
 
     Args:
         path: The file; created, or migrated to the current layout.
@@ -201,7 +203,7 @@ class SQLiteBackend:
         return math.inf
 
     def _watch_file(self) -> None:
-        """Run in a thread of its own; sleeps while no call waits."""
+        """Look for changes by other processes while a call waits; runs in a separate thread."""
         while not self._is_closed.is_set():
             self._awaited.wait()
             self._awaited.clear()
@@ -209,15 +211,15 @@ class SQLiteBackend:
                 self._is_closed.wait(self._look())
 
     def _look(self) -> float:
-        """Decide overdue attempts, and wake all waiters if others wrote; returns the seconds to the next look."""
+        """Decide overdue attempts, and wake all waiters if others wrote; return the seconds until the next look."""
         try:
             looked = self._writer.submit(_LOOK)
-        except (RuntimeError, StoreError):  # the interpreter ends, or the store was closed just now
+        except (RuntimeError, StoreError):  # the interpreter ends, or the store was closed
             return self._poll_s
         try:
             version, deadline = looked.result()
         except Exception:
-            if not self._is_closed.is_set() and threading.main_thread().is_alive():  # else the process ends
+            if not self._is_closed.is_set() and threading.main_thread().is_alive():  # otherwise the process is ending
                 _logger.warning("the store %s could not be read; the read is repeated", self._path, exc_info=True)
             return self._poll_s
         if version != self._data_version:
@@ -228,6 +230,6 @@ class SQLiteBackend:
 
 
 def _pages(db: sqlite3.Connection) -> tuple[int, int, int]:
-    """Return the number of pages, of unused pages, and the bytes of a page."""
+    """Return the number of pages, the number of unused pages, and the size of a page in bytes."""
     every, free, page = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in _PAGES)
     return every, free, page

@@ -17,12 +17,12 @@ _AFTER_ALL = "\U0010ffff"
 
 
 def rollout_ids(path: Path, begin: str, *, limit: int) -> list[str]:
-    """Ids of rollouts that start with ``begin``, sorted; raises :class:`sqlite3.Error` if the file cannot be read."""
+    """Return the ids of rollouts that start with ``begin``, sorted; raises :class:`sqlite3.Error` on failure."""
     return _column(path, _ROLLOUTS, (begin, begin + _AFTER_ALL, limit))
 
 
 def experiments(path: Path, begin: str, *, limit: int) -> list[str]:
-    """Names of experiments that start with ``begin``, sorted; :class:`sqlite3.Error` if the file cannot be read."""
+    """Return the names of experiments that start with ``begin``, sorted; raises as :func:`rollout_ids` does."""
     return [name for name in _column(path, _EXPERIMENTS, (begin, begin + _AFTER_ALL, limit)) if name]
 
 

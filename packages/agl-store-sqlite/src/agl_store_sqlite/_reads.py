@@ -21,7 +21,7 @@ from agl.schemas import (
     decode,
     rollout_id_of,
 )
-from agl.stores import MAX_SEQUENCE, is_wanted, select, sort_key, unknown_attempt
+from agl.stores import MAX_SEQUENCE, is_wanted, readable, select, sort_key, unknown_attempt
 from agl_store_sqlite._acknowledged import last_cursor
 from agl_store_sqlite._tables import span_range
 from agl_store_sqlite.sql.packing import Unpacker
@@ -43,7 +43,7 @@ from agl_store_sqlite.sql.statistics import STATISTICS, read_statistics
 
 
 class SQLiteReads:
-    """See :class:`agl.stores.Reads`; for one transaction."""
+    """Implements :class:`agl.stores.Reads` for one transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
@@ -82,11 +82,11 @@ class SQLiteReads:
         return self._db.execute(f"SELECT count(*) FROM rollouts r WHERE {where}", values).fetchone()[0]
 
     def _summed(self, query: RolloutQuery) -> int:
-        """Count an experiment's rollouts: finished ones by its statistics, unfinished ones one by one."""
+        """Count the rollouts that match a query: finished ones from the statistics, unfinished ones row by row."""
         finished = [status for status in ("succeeded", "failed", "cancelled") if status in (query.status or STATUSES)]
         where, values = conditions(replace(query, status=()), "?")
         is_open, statuses = conditions(replace(query, status=query.status or STATUSES), "?")
-        modes = ", ".join(f"'{mode}'" for mode in MODES)  # each an index's range, of which the stage is the end
+        modes = ", ".join(f"'{mode}'" for mode in MODES)  # each mode is a range of the index, which ends with the stage
         sql = (
             f"SELECT (SELECT coalesce(sum({' + '.join(finished) or '0'}), 0) FROM statistics r WHERE {where}) "
             f"+ (SELECT count(*) FROM rollouts r WHERE {is_open} AND r.stage = 'open' AND r.mode IN ({modes}))"
@@ -94,7 +94,7 @@ class SQLiteReads:
         return self._db.execute(sql, [*values, *statuses]).fetchone()[0]
 
     def _ranges(self, query: RolloutQuery) -> Iterator[Iterator[Rollout]]:
-        """Yield sorted streams of rollouts: one per (experiment, mode, stage) that can match, or one of all."""
+        """Yield sorted streams of rollouts: one per experiment, mode and stage that can match, or one of all."""
         is_filtered = query.experiment is not None or query.mode is not None or query.status
         if query.sort == "rollout_id" and not is_filtered:
             yield self._rows("1", (), query)
@@ -125,7 +125,7 @@ class SQLiteReads:
         return map(read_rollout, self._db.execute(sql, (*values, *start)))
 
     def _experiments(self) -> list[str]:
-        """Return all experiments, by skipping through the index."""
+        """Return the names of all experiments, by skipping from name to name in the index."""
         rows = self._db.execute(
             """WITH RECURSIVE names(name) AS (
                 SELECT min(experiment) FROM rollouts
@@ -152,7 +152,7 @@ class SQLiteReads:
     def attempts(self, rollout_id: str) -> list[Attempt]:
         low = self._seq(rollout_id)[0] << ATTEMPT_BITS
         sql = "SELECT data FROM attempts WHERE id BETWEEN ? AND ? ORDER BY id"
-        return [decode(data, Attempt) for (data,) in self._db.execute(sql, (low, low | NUMBER_MASK))]
+        return readable((data for (data,) in self._db.execute(sql, (low, low | NUMBER_MASK))), Attempt)
 
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
@@ -170,7 +170,7 @@ class SQLiteReads:
         return [unpacker.unpack(data, sequence=key & MAX_SEQUENCE) for key, data in rows]
 
     def _attempt(self, rollout_id: str, attempt_id: str | None) -> int:
-        """Return the key of the attempt whose spans are requested."""
+        """Return the key of the attempt whose spans are requested: a given one, else the running or deciding one."""
         seq, current = self._seq(rollout_id)
         if not attempt_id:
             return seq << ATTEMPT_BITS if attempt_id == "" or current is None else current
@@ -201,7 +201,7 @@ class SQLiteReads:
                 SELECT (SELECT data FROM versions v WHERE v.name = names.name ORDER BY seq DESC LIMIT 1)
                 FROM names WHERE name IS NOT NULL"""
             )
-        return [decode(data, ResourceVersion) for (data,) in rows]
+        return readable((data for (data,) in rows), ResourceVersion)
 
     def metrics(self, experiment: str, *, name: str | None = None, run: int | None = None) -> list[Metric]:
         asked = {key: value for key, value in (("name", name), ("run", run)) if value is not None}

@@ -71,7 +71,7 @@ CURRENT = len(MIGRATIONS)
 _LOG = logging.getLogger("agl_store_sqlite")
 
 _TAIL = re.compile(r"[?#][^/\\]*$|\?\w+=")
-"""Options or a fragment at the end of a URL; names of folders may contain their characters."""
+"""Matches options or a fragment at the end of a URL, but not the same characters in the names of folders."""
 
 
 def path_of(url: str) -> Path:
@@ -154,7 +154,7 @@ def explain(error: Exception, path: Path) -> Exception:
 
 
 def _use_wal(connection: sqlite3.Connection, busy_s: float) -> None:
-    """Switch to WAL, and wait for other processes, which SQLite does not do here."""
+    """Switch to WAL; waits for other processes itself, because SQLite does not wait in this statement."""
     end = time.monotonic() + busy_s
     while True:
         try:
@@ -182,7 +182,7 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute("INSERT INTO agl_schema VALUES (?)", (CURRENT,))
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # a full disk ends it
+        if connection.in_transaction:  # a full disk ends the transaction
             connection.execute("ROLLBACK")
         raise
 

@@ -53,7 +53,7 @@ _IS_KEPT = f"SELECT 1 FROM spans WHERE key >> {SEQUENCE_BITS} = ? AND span_id = 
 
 
 class SQLiteTables:
-    """See :class:`agl.stores.Tables`; for one transaction.
+    """Implements :class:`agl.stores.Tables` for one transaction.
 
     Attributes:
         has_queued: Whether a rollout was queued.
@@ -92,7 +92,7 @@ class SQLiteTables:
         return self._db.execute(sql, (experiment, limit)).fetchall()
 
     def _queued_experiments(self) -> list[str]:
-        """Return the experiments with queued rollouts, by skipping through the index."""
+        """Return the names of experiments with queued rollouts, by skipping from name to name in the index."""
         rows = self._db.execute(
             """WITH RECURSIVE names(name) AS (
                 SELECT min(experiment) FROM rollouts WHERE status = 'queued'
@@ -110,7 +110,7 @@ class SQLiteTables:
         return self._claims("a.deadline <= ? ORDER BY a.deadline, a.id", self.now)
 
     def bound_leases(self) -> None:
-        """Shorten leases that, because the clock was set back, would last longer than their length from now on."""
+        """Shorten running leases that would last longer than their length because the clock was set back."""
         running = self._claims("a.deadline > ? ORDER BY a.id", self.now)
         bounded = [replace(claim, attempt=_bounded(claim.attempt, self.now)) for claim in running]
         self.save([new for new, old in zip(bounded, running, strict=True) if new != old], is_logged=False)
@@ -160,7 +160,7 @@ class SQLiteTables:
             self._log(rollouts)
 
     def _start(self, claims: Sequence[Claim]) -> None:
-        """Update and log rollouts whose attempts were just started, all at the same time."""
+        """Update and log the rollouts of attempts that were just started; all attempts have the same start time."""
         if claims:
             seqs = to_json([self._seqs[claim.rollout.rollout_id] for claim in claims]).decode()
             self._db.execute(_START_ROLLOUTS, (claims[0].attempt.started_at, seqs))
@@ -183,7 +183,7 @@ class SQLiteTables:
         self._shares += shares
 
     def write_statistics(self) -> None:
-        """Write the shares that :meth:`add_statistics` collected; called at the end of the transaction."""
+        """Write the statistics that :meth:`add_statistics` collected; called at the end of the transaction."""
         if self._shares:
             for shares in additions(self._shares):
                 add_statistics(self._db, shares)
@@ -260,13 +260,13 @@ class SQLiteTables:
 
 
 def _bounded(attempt: Attempt, now: float) -> Attempt:
-    """Limit an attempt's start to ``now``, and the end of its lease to its length from now, if that is known."""
+    """Limit an attempt's start to ``now``, and its lease to ``now`` plus the lease's length, if that is known."""
     until = min(attempt.lease_until, now + attempt.lease_s) if attempt.lease_s else attempt.lease_until
     return replace(attempt, lease_until=until, started_at=min(attempt.started_at, now))
 
 
 def add_statistics(connection: sqlite3.Connection, shares: Sequence[Statistics]) -> None:
-    """Add shares of rollouts to the statistics of their steps, within a transaction."""
+    """Add counts and sums of rollouts to the stored statistics of their steps, within a transaction."""
     connection.executemany(_ADD_STATISTICS, map(statistics_row, shares))
 
 

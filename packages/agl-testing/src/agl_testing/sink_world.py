@@ -22,7 +22,7 @@ from agl_run import FitResult, Quiet
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 HELD = "held"
-"""The file that an algorithm creates when it reaches the step at which it waits to be killed."""
+"""Name of the file that an algorithm creates when it reaches the step at which it waits to be killed."""
 
 _PROGRAM = "import json, sys\nfrom agl_testing.sink_world import run\nrun(**json.loads(sys.argv[1]))"
 
@@ -89,7 +89,7 @@ class Counting:
         return {"step": self._step, "lineage": lineage, "journal": journal}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue after the step in the state."""
+        """Continue after the step whose number is in ``state``."""
         self._step = int(state["step"])
 
     async def close(self) -> None:
@@ -106,7 +106,7 @@ def run(folder: str, use: str, params: Mapping[str, Any], *, resume: bool = Fals
     """Run the experiment ``small`` with a sink and with one :class:`Counting` algorithm for each keyword argument.
 
     Args:
-        folder: The folder for the experiment, its store and its work directory.
+        folder: The folder for the experiment, the store and the work directory.
         use: The sink's registered name.
         params: The sink's parameters.
         resume: Resume the earlier run.

@@ -16,7 +16,7 @@ Deviations from GRPO's paper (Shao et al. 2024, arXiv 2402.03300), and why:
 
 If the server has lost the model because it was restarted, it loads the last saved state, and the step's update is
 repeated with the step's rollouts, which are in memory. Weights stay on the server: nothing is downloaded.
-This module does not need torch. Its estimators give the same numbers as those of `agl_objectives`, which has more.
+This module does not need torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -35,6 +36,7 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import unpack_floats, unpack_ids
 from agl_objectives.aggregation import loss_weights, split_updates
+from agl_objectives.comparison import Rule, compare_calls, group_relative
 from agl_objectives.groups import GroupSampler
 from agl_objectives.reports import UnusedEstimator, averaged, mean_and_deviation
 from agl_objectives.settings import Adam, Count, Sampling, Whole
@@ -48,66 +50,9 @@ if TYPE_CHECKING:
     import tinker
 
     from agl.contracts import AlgorithmContext
-    from agl.schemas import CallCredit, Episode, Json, Row
+    from agl.schemas import Episode, Json, Row
 
-Estimator = Literal["grpo", "dr_grpo", "rloo"]
 Aggregation = Literal["token", "sequence", "sum"]
-
-ROUNDING = 1e-6
-"""Scores of a group count as equal if they differ by less than this, relative to the largest (at least 1)."""
-
-
-def score_advantages(scores: Sequence[float], *, estimator: Estimator) -> tuple[list[float], float]:
-    """Return the advantage A_i of each score R_1 ... R_G of a group, and the factor for distances from a score.
-
-    In groups of one rollout, or whose scores differ only by rounding, all advantages are 0.
-    """
-    size, mean = len(scores), fmean(scores)  # G of the paper
-    if size == 1:  # a rollout is its own mean, so nothing is known about it
-        return [0.0], 0.0
-    # Dividing by a deviation that is only rounding would turn rounding into signal.
-    differs = max(scores) - min(scores) > ROUNDING * max(1.0, *(abs(score) for score in scores))
-    factor, unit = 1.0, 1.0
-    if estimator == "grpo":
-        # A_i = (R_i - mean(R)) / (std(R) + eps), section 4.1.2 of GRPO's paper; std divides by G - 1.
-        factor = unit = 1.0 / (stdev(scores) + 1e-6) if differs else 0.0
-    elif estimator == "rloo":
-        # A_i = R_i - mean of the others, Ahmadian et al. 2024, arXiv 2402.14740. The mean of the others is
-        # (G mean(R) - R_i) / (G - 1), so A_i = (R_i - mean(R)) G / (G - 1).
-        factor = size / (size - 1)
-    # dr_grpo: A_i = R_i - mean(R), Liu et al. 2025, arXiv 2503.20783, section 3.2: a division by std would give easy
-    # and hard tasks, whose std is small, more weight.
-    return [(score - mean) * factor * differs for score in scores], unit
-
-
-def call_advantages(
-    credits: Sequence[Sequence[CallCredit]], *, groups: Sequence[int], estimator: Estimator
-) -> list[dict[str, float]]:
-    """Return the advantages of each rollout's calls, by span id.
-
-    Args:
-        credits: The credit of each rollout's calls; a call with ``is_advantage`` keeps its value and does not take part
-            in the statistics.
-        groups: The task of each rollout, as an index.
-        estimator: The rule that turns the scores of a group into advantages.
-    """
-    # Finished advantages (hierarchical and counterfactual credit) pass through; comparing them again would undo them.
-    found = [{call.span_id: call.value for call in calls if call.is_advantage} for calls in credits]
-    # Rollouts are compared where their calls share both the task and the credit's baseline key, such as an agent.
-    values: dict[tuple[int, str], dict[int, list[CallCredit]]] = {}
-    for place, calls in enumerate(credits):
-        for call in calls:
-            if not call.is_advantage:
-                values.setdefault((groups[place], call.baseline), {}).setdefault(place, []).append(call)
-    for members in values.values():
-        # R_i is the mean credit of the rollout's calls: a rollout counts once, however often its agent calls the model.
-        scores = [fmean(call.value for call in calls) for calls in members.values()]
-        advantages, unit = score_advantages(scores, estimator=estimator)
-        for (place, calls), score, advantage in zip(members.items(), scores, advantages, strict=True):
-            for call in calls:
-                # A call gets A_i plus its distance from R_i in the same unit; with one credit for all calls that is 0.
-                found[place][call.span_id] = advantage + (call.value - score) * unit
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +156,7 @@ class Tinker:
         tasks_per_step: Count = 16,
         group_size: Annotated[int, msgspec.Meta(ge=2)] = 8,  # G, 64 in the paper
         sampling: Sampling = Sampling(),
-        estimator: Estimator = "grpo",
+        estimator: Rule = "grpo",
         loss: Literal["importance_sampling", "ppo", "cispo"] = "importance_sampling",
         loss_params: dict[str, float] | None = None,
         aggregation: Aggregation = "token",
@@ -226,7 +171,7 @@ class Tinker:
             "tinker", count=tasks_per_step, n=group_size, refill=sampling.refill, curriculum=sampling.curriculum
         )
         self._unused = UnusedEstimator(estimator)
-        self._estimator: Estimator = estimator
+        self._estimator: Rule = estimator
         # The server computes the loss: r_t against the sampler, clipped or not, times the A_t that come with the rows.
         self._loss, self._loss_params = loss, dict(loss_params or {})
         self._aggregation: Aggregation = aggregation
@@ -297,6 +242,8 @@ class Tinker:
         context, step = self._context, self._step + 1
 
         # 1. Collect: G rollouts o_1 ... o_G of each task q, sampled with the live weights, pi_theta_old.
+        # J(theta) = E[1/G sum_i 1/|o_i| sum_t r_t A_i], the paper's equation 3 without clip and KL, estimated by this
+        # sample.
         collected = await self._groups.collect(step)
         groups = collected.groups
 
@@ -309,9 +256,12 @@ class Tinker:
             context.say(f"{context.name}: {notice}")
         # The task of each rollout, whose G rewards R_1 ... R_G are compared.
         places = [index for index, group in enumerate(groups) for _ in group]
-        advantages = call_advantages(credits, groups=places, estimator=self._estimator)
+        # `grpo`: A_i = (R_i - mean(R)) / (std(R) + eps), section 4.1.2; `dr_grpo` leaves out the division (Liu et al.
+        # 2025, arXiv 2503.20783), `rloo` takes the mean of the others (Ahmadian et al. 2024, arXiv 2402.14740).
+        advantages = compare_calls(credits, groups=places, estimate=partial(group_relative, rule=self._estimator))
         # A row is one trajectory of the call forest: what the policy read has mask 0, what it wrote has its A_t.
         rows = [trained_row(row, own) for e, own in zip(episodes, advantages, strict=True) for row in e.rows]
+        # A row of which the policy wrote nothing has no r_t.
         rows = [row for row in rows if row.trained]
         # Rollouts with A_i = 0 everywhere have no gradient: all right, all wrong, or nothing to train.
         own = {row.rollout for row in rows if not row.is_silent}
@@ -331,6 +281,7 @@ class Tinker:
             # A run that is killed here repeats this step from the state before it: the new one is not stored yet.
             self._state = paths[0]
         else:  # theta stays, and so does what is served
+            # Every A_i is 0, so the gradient is 0, and AdamW would move theta by its momentum alone.
             metrics["updates_skipped"] = 1.0
         metrics["update_s"] = time.perf_counter() - started
         self._step = step

@@ -1,7 +1,7 @@
 """OpenAI-compatible endpoints over a sampling client: chat completions, completions, models and health.
 
 Answers carry token ids, log-probabilities and the version of the weights. Every request is answered by the weights that
-were live when it arrived. The endpoints have an event loop in a thread of their own, so that a busy agent delays no
+were live when it arrived. The endpoints have an event loop in a separate thread, so that a busy agent delays no
 answer. Limit: a streamed answer is sent in one piece, because Tinker's API returns only whole answers.
 """
 
@@ -50,7 +50,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """The body of a request, with the fields of both endpoints."""
+    """The body of a request, with the fields of chat completions and of completions."""
 
     model: str
     messages: list[Json] = []
@@ -72,7 +72,7 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
+        """The request's stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
@@ -228,7 +228,10 @@ class ChatServer:
         return body
 
     async def _sampled(self, body: Body, prompt: list[int]) -> tuple[Sequence[types.SampledSequence], str]:
-        """Sample answers; return them and the version of the weights. Cancelled if the request is."""
+        """Sample answers with the live weights; return the answers and the weights' version.
+
+        If the request is cancelled, the sampling is too.
+        """
         live = self.live
         params = types.SamplingParams(
             max_tokens=self._max_tokens(body, len(prompt)),

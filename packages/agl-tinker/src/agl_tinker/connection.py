@@ -53,7 +53,11 @@ class Connection:
             return await self._service.create_lora_training_client(base_model, rank=rank, seed=seed)
 
     async def restored_model(self, path: str) -> tinker.TrainingClient:
-        """Return a client that continues to train a saved state with its moments; raises :class:`PolicyError`."""
+        """Return a client that continues to train a saved state with its moments.
+
+        Raises:
+            PolicyError: The server refuses.
+        """
         with described(f"the server at {self.base_url} does not restore the state {path!r}"):
             return await self._service.create_training_client_from_state_with_optimizer(path)
 

@@ -71,7 +71,7 @@ class ChatText:
         return self.encode(str(text))
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text; its longest remembered prefix gets the tokens that were used and sampled."""
+        """Return the tokens of a text; its longest remembered start keeps the recorded tokens."""
         known = max((turn for turn in self._turns if text.startswith(turn)), key=len, default="")
         if known:
             self._turns.move_to_end(known)

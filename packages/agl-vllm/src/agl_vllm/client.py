@@ -1,4 +1,4 @@
-"""A client of one vLLM server: its models, the log-probabilities of a text, and the calls that change its weights.
+"""A client of one vLLM server: lists models, reads log-probabilities of a text, and changes the server's weights.
 
 The routes below ``/v1`` are always there, except ``/v1/load_lora_adapter``, which needs
 ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. The other routes need ``VLLM_SERVER_DEV_MODE``.
@@ -14,7 +14,7 @@ from agl.errors import PolicyError
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _HOTTEST = 2.0
 _SAME_NATS = 0.02
-"""A difference of log-probabilities, in nats, above rounding errors; a top-p of 0.95 causes 0.05."""
+"""Log-probabilities that differ by less, in nats, count as equal up to rounding; a top-p of 0.95 causes 0.05."""
 
 
 class RouteMissingError(PolicyError):
@@ -75,7 +75,7 @@ class ServerClient:
             "max_tokens": 1,
             "temperature": 0,
             "logprobs": 1,
-            "prompt_logprobs": 0,  # of the prompt's own tokens, without further likely ones
+            "prompt_logprobs": 0,  # only for the prompt's tokens, not for other likely tokens
             "return_token_ids": True,
         }
         answer = await self._call("POST", f"{self.base_url}/completions", body)

@@ -2,7 +2,7 @@
 
 It is a script for any Python and uses only the standard library: ``python guard.py PROGRAM ARGUMENT...``. The process
 that started the guard holds the other end of its standard input; when that end closes, the guard stops the program. The
-program runs in its own session, so that its children end with it and a Ctrl-C in the terminal does not reach it.
+program runs in a separate session, so that child processes end with it, and Ctrl-C in the terminal does not reach it.
 
 Limit: a guard that is itself killed with ``kill -9`` leaves its program running.
 """

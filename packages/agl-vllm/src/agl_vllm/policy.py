@@ -2,9 +2,9 @@
 
 There are five routes:
 
-- `lora`: an adapter is loaded into the running server, under a model name of its own.
+- `lora`: an adapter is loaded into the running server, under a new model name.
 - `base`: calls go to the full weights below the adapter again.
-- `sleep`: the running server frees its weights and loads others in their place.
+- `sleep`: the running server frees the old weights and then loads the new ones.
 - `reload`: full weights are loaded over the old ones.
 - `restart`: the server is stopped, and started again with the new weights.
 
@@ -175,7 +175,7 @@ class VLLMPolicy:
         try:
             if route == "lora" and weights.base_model != self._full.uri:
                 base = Weights(uri=weights.base_model)
-                await self._bring(base, self._route(base))  # checked with the adapter
+                await self._bring(base, self._route(base))  # its probe is checked with the adapter
                 self._full = base
             await self._bring(weights, route)
             await self._check(probe, version)
@@ -210,7 +210,7 @@ class VLLMPolicy:
     async def _ask(self, client: ServerClient) -> None:
         """Check a server after its start; if it was started here, store its log-probabilities for the probe."""
         scores = await client.score(_ASKED_IDS, model=self._base_name)
-        if self._servers:  # one that was attached to may have the last weights of an earlier run
+        if self._servers:  # a server that already ran may have weights of an earlier run
             self._initial_probe = WeightsProbe(token_ids=_ASKED_IDS, logprobs=tuple(scores))
         await client.check_logprobs_mode(_ASKED_IDS, model=self._base_name)
         await client.check_own_sampling(_ASKED_IDS, model=self._base_name)
@@ -268,8 +268,8 @@ class VLLMPolicy:
             )
             for number in range(chosen.replicas)
         ]
-        self._clients = [server.client for server in self._servers]
         await run_together(server.start(model=self._full.uri) for server in self._servers)
+        self._clients = [server.client for server in self._servers]  # a start may have changed the address
 
     async def _may_sleep(self) -> bool:
         """Return true if servers are to be started with sleep mode."""

@@ -1,4 +1,4 @@
-"""Runs one vLLM server on this machine for as long as the run lasts, under an interpreter of its own.
+"""Runs one vLLM server on this machine for as long as the run lasts, in a separate interpreter.
 
 vLLM is never imported here. It need not share an environment with agl, so its server runs under the Python of the
 setting `python`.
@@ -69,7 +69,7 @@ class LaunchSettings:
     def environment(self, *, device: str) -> dict[str, str]:
         """Return the server's environment: this process's own, with weight updates enabled and telemetry disabled."""
         found = environment_for(self.chosen.python)
-        found.pop("VLLM_API_KEY", None)  # that of another server; this one would ask for it
+        found.pop("VLLM_API_KEY", None)  # meant for another server; this one would require it
         found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if self.chosen.max_lora_rank:
             found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
@@ -79,11 +79,11 @@ class LaunchSettings:
 
 
 class LocalServer:
-    """Starts and stops one vLLM server, any number of times; its address stays the same.
+    """Starts and stops one vLLM server, any number of times; its address is chosen by the first start and then stays.
 
     Args:
-        settings: The settings of its start.
-        log: File to which its output is appended.
+        settings: The settings with which the server is started.
+        log: File to which the server's output is appended.
         device: ``CUDA_VISIBLE_DEVICES``; ``""`` leaves the variable unchanged.
     """
 
@@ -91,22 +91,43 @@ class LocalServer:
         self._settings = settings
         self._log = log
         self._device = device
-        self._port = _free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        self.client = ServerClient(f"http://127.0.0.1:{self._port}/v1", timeout_s=settings.chosen.sync_timeout_s)
+        self._has_served = False
+        self._choose_port()
+
+    def _choose_port(self) -> None:
+        with socket.socket() as found:
+            # The port is free now, but another program may take it before vLLM listens on it.
+            found.bind(("127.0.0.1", 0))
+            self._port = int(found.getsockname()[1])
+        timeout_s = self._settings.chosen.sync_timeout_s
+        self.client = ServerClient(f"http://127.0.0.1:{self._port}/v1", timeout_s=timeout_s)
 
     @property
     def is_running(self) -> bool:
-        """True if its process is running."""
+        """True if the server's process is running."""
         return self._process is not None and self._process.poll() is None
 
     async def start(self, *, model: str) -> None:
         """Serve ``model``; returns once the server is healthy.
 
+        If another program took the port since it was chosen, the first start takes another one.
+
         Raises:
             PolicyError: The server ended or took too long (the message has the last lines that it printed), or another
                 program already answers at its address.
         """
+        for is_last in (False, False, True):
+            try:
+                await self._launch(model)
+                self._has_served = True
+                return
+            except PolicyError:
+                if is_last or self._has_served or not _is_taken(self._port):
+                    raise
+                self._choose_port()
+
+    async def _launch(self, model: str) -> None:
         if await self.client.is_healthy():
             raise PolicyError(
                 f"policy {self._settings.name!r}: another program answers at {self.client.base_url}, where its vLLM "
@@ -214,8 +235,11 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _free_port() -> int:
+def _is_taken(port: int) -> bool:
     with socket.socket() as found:
-        # The port is free now, but another program may take it before vLLM has started; the start then fails.
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
+        try:
+            found.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False

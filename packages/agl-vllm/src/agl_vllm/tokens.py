@@ -62,12 +62,15 @@ class TokenCalls:
         else:
             self.counts["spliced"] += 1
             found = await _generated(server, body, rendered, ids)
-        with suppress(AnswerError, aiohttp.ClientError, OSError):  # the answer is there all the same
+        with suppress(AnswerError, aiohttp.ClientError, OSError):  # the answer itself is complete
             await self._remember(server, found, text)
         return found
 
     async def _spliced(self, server: "_Server", body: Mapping[str, Any]) -> tuple[list[int], str, dict[str, Any]]:
-        """Return the prompt's ids, its text, and the request as rendered with marks; raises `_TextError`."""
+        """Return the prompt's token ids with remembered answers spliced in, its text, and the rendered request.
+
+        Raises `_TextError` if the prompt must be sent as text.
+        """
         messages = messages_of(body)
         if not messages or (body.get("n") or 1) > 1 or any(body.get(name) for name in _TEXT_ONLY):
             raise _TextError("options")
@@ -93,7 +96,7 @@ class TokenCalls:
         return [*turn.ids, *ids], text, rendered
 
     async def _remember(self, server: "_Server", answer: Mapping[str, Any], text: str) -> None:
-        """Remember the turn, unless the answer has no ids; `text` is the prompt's text, or "" if unknown."""
+        """Remember a turn, unless the answer has no token ids; `text` is the prompt's text, "" if unknown."""
         choices: list[dict[str, Any]] = answer.get("choices") or [{}]
         choice, *others = choices
         prompt: list[int] = answer.get("prompt_token_ids") or []
@@ -116,7 +119,7 @@ async def _generated(
 ) -> dict[str, Any]:
     """Return the chat answer to a prompt given as token ids."""
     sampling = dict(rendered["sampling_params"])
-    sampling.pop("max_tokens", None)  # it was made for the prompt with marks
+    sampling.pop("max_tokens", None)  # computed for the prompt with marks
     given = body.get("max_completion_tokens") or body.get("max_tokens")
     request = {**rendered, "token_ids": ids, "sampling_params": sampling | ({"max_tokens": given} if given else {})}
     for name in ("token_offsets", "stream_options"):
@@ -140,7 +143,7 @@ def _finish_reason(choice: Mapping[str, Any], tool_choice: Any) -> str:
 
 
 class _Server:
-    """Sends the calls that one request needs to its server."""
+    """Sends the calls that one chat request needs to a vLLM server."""
 
     def __init__(
         self, session: aiohttp.ClientSession, root: str, headers: Mapping[str, str], *, model: str | None

@@ -44,7 +44,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marked:
-    """A conversation with a mark in place of every remembered answer.
+    """A conversation in which a placeholder, the mark, stands for every remembered answer.
 
     Attributes:
         messages: The messages, with marks.
@@ -84,7 +84,7 @@ class TurnBook:
         self._secret = secrets.token_hex(8)  # else a message could hold a mark
 
     def add(self, turn: Turn) -> None:
-        """Remember a turn, and forget the oldest ones beyond the limit."""
+        """Remember a turn; while the turns exceed the limit of tokens, forget the oldest one."""
         key = _key(turn.message)
         self._by_key.setdefault(key, deque()).appendleft(turn)
         self._order.append(key)
@@ -142,7 +142,7 @@ def _objects(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _key(message: Mapping[str, Any]) -> Key:
-    """Return an assistant message's content and calls, with arguments in canonical JSON."""
+    """Return the key of an assistant message: the content and the tool calls, with arguments in canonical JSON."""
     calls = tuple(
         (str(call.get("id")), str(call["function"].get("name")), _canonical(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()

@@ -79,9 +79,9 @@ async def _between_answers(client: ServerClient, lack: str, remedy: str) -> Asyn
             raise PolicyError(f"the server at {client.base_url} {lack} ({error}); {remedy}") from error
         if is_held:
             await client.reset_prefix_cache()
-    except BaseException:  # a pause that failed may hold them all the same, and every call of the agents would hang
+    except BaseException:  # a failed pause may hold requests too, so that calls of agents hang
         if is_held:
-            with suppress(PolicyError):  # the first failure says more
+            with suppress(PolicyError):  # the first error says more
                 await client.resume()
         raise
     if is_held:
@@ -112,7 +112,10 @@ async def run_together(work: Iterable[Awaitable[object]]) -> None:
 
 FLOAT32_TOLERANCE = 1e-3
 TOLERANCE = 0.05
-"""Mean differences in nats that rounding may cause between two engines: above for float32, here for half precision."""
+"""Largest mean difference in nats that rounding causes between two engines in half precision.
+
+For float32 the limit is ``FLOAT32_TOLERANCE``.
+"""
 
 
 def probe_of(weights: Weights, *, name: str) -> WeightsProbe:

@@ -86,8 +86,12 @@ class PromptSearch(SearchTools):
             calls=self._calls,
             algorithm=self._algorithm,
         )
+        # Rollouts for the final measurement and for the trainer's validation are held back: the search cannot spend
+        # them.
         self.budget = Budget(self.plan.limits, kept=self.plan.final + self.plan.after)
         self.requests = Requests(self.settings.requests, folder=context.folder)
+        # The two roles of textual gradients: the critic reads failed runs and says what to change (the "gradient"), the
+        # editor writes a text that does so (the "step"). One model may have both.
         self.editor = self._open_optimizer(self.settings.optimizer)
         self.critic = self.editor if self.settings.critic is None else self._open_optimizer(self.settings.critic)
         texts = [text_of(rules.seed, name=rules.name) for rules in self.rules]
@@ -129,6 +133,7 @@ class PromptSearch(SearchTools):
         # A search that has stopped takes one more step, the final measurement.
         is_final = bool(self.progress.stop_reason)
         try:
+            # The first prompt comes first: it is the best candidate until another one wins a race against it.
             if step == 1:
                 await self._start(step)
             elif is_final:
@@ -138,8 +143,11 @@ class PromptSearch(SearchTools):
                 await self.improve(step)
                 self.progress.rounds += 1
         except BudgetExhaustedError:
+            # Raised by a reservation that no longer fits, before anything is spent; the best candidate so far stays the
+            # best.
             self.progress.stop("budget")
         except OptimizerDownError as error:
+            # Without the model there are no proposals. What the search has found is still measured again and reported.
             self.progress.stop("optimizer_unreachable", str(error))
         self.progress.step = step
         if self.progress.best != before:  # what was known of the old best one says nothing about the new
@@ -205,6 +213,7 @@ class PromptSearch(SearchTools):
             self.progress.stop_reason, self.progress.stop_detail = None, ""
             self.progress.barren = self.progress.idle = 0
             # The fresh rewards have been used for the report, so they may influence choices from here on.
+            # From here on they are as biased as all others, and the next report measures anew.
             self.evaluator.scores.keep_fresh()
             self.result = None
 
@@ -227,6 +236,7 @@ class PromptSearch(SearchTools):
         match progress.stop_reason:
             case "budget":
                 before = msgspec.convert(state["limits"], BudgetLimits)
+                # It goes on if any currency has more than before: rollouts, calls, tokens or money.
                 pairs = [(getattr(plan.limits, name), getattr(before, name)) for name in CURRENCIES]
                 is_over = not any(old is not None and (new is None or new > old) for new, old in pairs)
             case "rounds":
@@ -273,6 +283,8 @@ class PromptSearch(SearchTools):
         self.evaluator.environment = now
         # Rewards with other weights or tools say nothing about the texts now.
         self.evaluator.scores.clear()
+        # The best candidate is measured again, and the first prompt in the final measurement; the others leave the
+        # pool, because each would cost a whole measurement before it could be compared.
         for candidate in self.lineage.pool():
             if candidate.id not in (self.progress.best, self.progress.seed):
                 self.lineage.put(candidate.replace(status="beaten", reason="measured before other resources changed"))
@@ -306,6 +318,9 @@ class PromptSearch(SearchTools):
             await self.tidy(step)
         # The trainer's last validation stays reserved.
         self.budget.release(keeping=self.plan.after)  # the rest was held back for this
+        # The winner's curse: E[max_i X_i] >= max_i E[X_i], so the largest of several noisy means is above its
+        # expectation, and the rewards that chose the best candidate flatter it. Rollouts that have chosen nothing are
+        # unbiased.
         self.result = await measure_again(
             self.evaluator,
             self.lineage,
@@ -329,6 +344,8 @@ class PromptSearch(SearchTools):
         ours, theirs = (rewards_by(self.evaluator, each, result.how) for each in (judged, seed))
         gate = f"final measurement ({result.how})"
         report = GateReport(gate=gate, has_passed=not result.beaten, step=step, rival=seed)
+        # Paired by task: Var(x - y) = Var(x) + Var(y) - 2 Cov(x, y). Both candidates find the same tasks hard, so their
+        # differences vary less than two separate means do.
         self.journal.met(judged, compared(report, ours, theirs, tasks=sorted(ours), within=self.evaluator.range))
 
     def _final_tasks(self) -> FinalTasks:
@@ -340,7 +357,11 @@ class PromptSearch(SearchTools):
         paid = 0 if self.progress.stop_reason == "infrastructure" else self.plan.final
         split: Split = "test" if self.test else "val"
         size, tasks = paid // (2 if self.test else 3), self.test or self.order  # by the number of finalists
+        # All finalists run the same tasks, so that they are compared in pairs.
         drawn = self.random(0, "final").sample(tasks, min(size, len(tasks)))
+        # Test tasks are few, so rollouts beyond one per task pay for repeats: the mean of k repeats of a task has 1 / k
+        # of the variance of one. On validation tasks a number of its own keeps the fresh reward apart from those of
+        # races.
         repeats = tuple(range(size // len(tasks) or 1)) if self.test else (FRESH,)
         return FinalTasks(split, tuple(sorted(drawn)), repeats)
 

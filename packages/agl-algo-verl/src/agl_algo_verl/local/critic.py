@@ -55,6 +55,7 @@ class VerlCritic:
 
     def __init__(self, path: str, *, settings: VerlSettings, steps: int, device: torch.device) -> None:
         self._settings, self._device = settings.critic, device
+        # V and pi share no weights: a shared body would need a coefficient that weighs the two losses.
         self._worker = _open(path, settings, steps=steps, device=device)
 
     def values(self, samples: Sequence[RowSample]) -> list[Tensor]:
@@ -71,7 +72,9 @@ class VerlCritic:
         """
         # VERL divides a mean over sequences by `global_batch_size`: the number of rollouts, not of rows, as for the
         # policy.
+        # (V - R)^2 has its minimum at V = E[R | prefix], the baseline that removes most of the variance of A = R - V.
         batch = self._batch(samples, global_batch_size=rollouts, update_lr_scheduler=is_last)
+        # One step of AdamW on the mean of L_t, over all micro-batches together.
         found = plain_metrics(self._worker.train_batch(batch)["metrics"])
         # vf_loss, vf_clipfrac and vpred_mean exist only for the critic; the policy also reports grad_norm and lr.
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
@@ -96,6 +99,7 @@ class VerlCritic:
                 f"There is no checkpoint of the critic in {source}. "
                 "Resume where the run's files are, or start the run under a new name."
             )
+        # Moments and schedule come from the checkpoint; learning rate, betas and weight decay from the settings.
         with with_own_settings(self._worker.engine):
             self._worker.load_checkpoint(str(source), del_local_after_load=False)
 
@@ -109,6 +113,7 @@ def critic_config(critic: CriticKeys) -> Any:
     """Return VERL's own configuration of the value loss."""
     return verl_part("verl.workers.config:FSDPCriticConfig")(
         strategy="fsdp2",
+        # The gradient does not depend on micro-batches: L_t is summed and divided by the count of the whole update.
         use_dynamic_bsz=True,  # how micro-batches are really cut is said per batch (`batches.micro_batched`)
         cliprange_value=critic.cliprange_value,  # eps_v
         loss_agg_mode=critic.loss_agg_mode,
@@ -142,6 +147,7 @@ def check_family(config: Any, *, path: str) -> None:
 
 def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device) -> Any:
     critic = settings.critic
+    # The body starts from the policy's weights, which already read the prompts; only the head starts at random.
     loaded = model_config(
         path,
         use_remove_padding=settings.is_packed,
@@ -151,6 +157,7 @@ def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device
     check_family(config, path=path)
     # One label per token is the value. No dropout, which alone would make V differ from V_old.
     config.num_labels, config.classifier_dropout = 1, 0.0
+    # The head maps the hidden state h_t to one number, V_t = w h_t, in place of the logits over the vocabulary.
     config.architectures = [config.architectures[0].replace("ForCausalLM", "ForTokenClassification")]
     engine = engine_config(
         critic.fsdp,
@@ -163,6 +170,8 @@ def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device
     with _quietly():
         worker = open_worker("value_model", loaded, engine=engine, optim=critic.optim, steps=steps)
     loss = verl_part("verl.workers.utils.losses:value_loss")
+    # max of the clipped and the unclipped square: pessimistic, as in PPO's policy loss. Where V has left V_old +- eps_v
+    # towards R, the clipped term is the larger one and has no gradient, so one update cannot follow a noisy R far.
     worker.set_loss_fn(partial(loss, config=critic_config(critic)))
     return worker
 

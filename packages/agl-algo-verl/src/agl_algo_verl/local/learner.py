@@ -81,12 +81,14 @@ class VerlLearner:
         workdir: Path,
         steps: int,
     ) -> None:
+        # One infinite loss may be bad luck; many in a row mean that training has diverged, and end the run.
         self._skipped, self._critic_skipped = Skipped(settings.max_nonfinite), Skipped(settings.max_nonfinite)
         self._tried = 0  # updates of the policy that were asked for
         self._settings, self._workdir, self._steps = settings, workdir.absolute(), steps
         self._keep = settings.saving.keep
         self._worker: VerlWorker | None = None
         self._critic: VerlCritic | None = None
+        # beta of r - beta KL, the reward with the penalty.
         self._kl = KlController(settings.algorithm)
         self._opened = ""  # the version of the weights that the policy was opened from
         self._rate = 1.0  # factor of the configured learning rate
@@ -124,18 +126,23 @@ class VerlLearner:
         The policy also trains on the `replayed` rollouts, with their stored advantages; the critic does not. The rows
         `held` keep agents that are not trained near their start (`losses/anchor.py`).
         """
+        # Stages 1 to 4: pi_old, pi_ref, V and A_t are constants of the step, whatever number of updates follows.
         samples, metrics = await asyncio.to_thread(self._evaluate, prepared)
+        # Replayed rollouts keep the A_t of their own step, whose group they were compared with, but get pi_old of this
+        # one.
         every = await asyncio.to_thread(self._with_replayed, replace(prepared, samples=samples), replayed)
         correction = self._settings.correction
         # k_t = pi_old / pi_behaviour over the whole step: the statistics of a rollout need all of its rows.
         every = replace(every, samples=corrected(every.samples, correction))
         metrics |= correction_metrics(every.samples, correction)
+        # Own rows come first, so that this is the part of them, now with their weights k_t.
         samples = every.samples[: len(samples)]
         jobs: list[tuple[Callable[..., dict[str, float]], Part, bool]] = []
         actor, critic = self._settings.actor, self._settings.critic
         if self._critic is not None:
             # The critic uses the actor's mini-batches and epochs unless it has its own.
             mini, epochs = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, critic.ppo_epochs
+            # The returns of replayed rollouts belong to an older policy, and V is to predict those of today's.
             own = replace(prepared, samples=samples)
             jobs += self._jobs(self._update_critic, own, tasks=mini, epochs=epochs or actor.ppo_epochs)
         # A new critic's values, and advantages from them, are noise: before step `critic_warmup` only the critic
@@ -149,6 +156,8 @@ class VerlLearner:
             metrics |= self._update_policy([], rollouts=len(every.rollouts), is_last=True, held=())
         reports: list[dict[str, float]] = []
         for done, (update, (rows, count), is_last) in enumerate(jobs, start=1):
+            # theta moves here, E epochs over M mini-batches as in PPO's algorithm 1: from the second update on, pi /
+            # pi_old leaves 1 and the clip acts.
             reports.append(await asyncio.to_thread(update, rows, rollouts=count, is_last=is_last))
             progress(done, len(jobs), "update")
         metrics |= averaged(reports)
@@ -156,6 +165,7 @@ class VerlLearner:
 
     def trains_policy(self, step: int) -> bool:
         """Return true if a step trains the policy, false if it trains only the critic."""
+        # With A = R - V and a random V, the policy would follow noise.
         return not self._settings.has_critic or self._settings.trainer.critic_warmup <= step
 
     async def save(self, *, step: int, kept: Collection[int]) -> None:
@@ -220,6 +230,7 @@ class VerlLearner:
         place = 0 if self._worker is None else self._worker.place
         self._worker, self._rate = None, rate  # free the old model before the new one is loaded
         self._opened, self._kl.value = str(state.get("opened", "")), float(state.get("kl_coef", self._kl.value))
+        # theta goes back, the schedule does not: it follows the count of the experiment's steps, which goes on.
         self._behind = Behind(checkpoint=checkpoint, place=place)
         if checkpoint:
             await asyncio.to_thread(self._resume, Path(checkpoint))
@@ -240,6 +251,8 @@ class VerlLearner:
 
         worker = VerlWorker(origin=origin, settings=self._settings, steps=self._steps)
         # The schedule counts steps of the experiment, not steps since the model was opened.
+        # The learning rate eta_t is a function of the position t alone, so a position is all that a change of models
+        # carries over.
         self._place(worker, place)
         if self._settings.has_critic and self._critic is None:
             self._critic = self._make_critic(worker)
@@ -248,15 +261,18 @@ class VerlLearner:
     def _resume(self, checkpoint: Path) -> None:
         from agl_algo_verl.local.worker import VerlWorker
 
+        # AdamW continues with its moments m and v: with new ones the first steps would be of size lr in every weight.
         self._worker = VerlWorker.resume(checkpoint, settings=self._settings, steps=self._steps)
         self._place(self._worker, None)
         if self._settings.has_critic:
             self._critic = self._make_critic(self._worker)
+            # Policy and critic come from the same step: V_old must be the values of the policy that acted.
             self._critic.load(self._workdir, step=int(checkpoint.name))
 
     def _place(self, worker: VerlWorker, place: int | None) -> None:
         """Give a newly opened policy its learning rate: at `place` in the schedule, or where the run went back to."""
         place = place if self._behind is None else self._behind.place
+        # After going back eta_t is multiplied by `rate`: the same step size would diverge at the same place again.
         if place is not None or self._rate != 1.0:
             worker.use_rate(self._rate, place=place)
 
@@ -283,7 +299,10 @@ class VerlLearner:
         """Do one update of the policy, unless nothing has a gradient; the schedule counts the step in both cases."""
         from agl_algo_verl.rows.batches import has_gradient
 
+        # All A_t are 0 where all rollouts of a task have one reward; a KL term in the loss still has a gradient then.
         if has_gradient(rows, self._settings):
+            # The anchor's loss sum_U k3 / |U| is over the tokens U of agents that are not trained, next to the policy's
+            # loss.
             names = {row.rollout for row in rows}
             # Held rows belong to the update of their rollout; U counts their tokens there.
             own = [row for row in held if row.rollout in names]
@@ -313,6 +332,8 @@ class VerlLearner:
         rows = every.samples[len(prepared.samples) :]
         if not rows:
             return prepared
+        # log pi_old under today's weights: the ratio pi / pi_old starts at 1, and the distance to the policy that
+        # sampled them is the importance weight's affair.
         found, _ = self._policy.scores(rows, has_entropy=False)
         rows = [replace(row, old=values) for row, values in zip(rows, found, strict=True)]
         if self._settings.has_reference:
@@ -344,6 +365,8 @@ class VerlLearner:
             samples = self._with_reference(samples)
             metrics |= shaping.distance(samples)
         penalty = None
+        # r_t - beta * KL_t in place of r_t (Ouyang et al. 2022, arXiv 2203.02155, section 3): the penalty is part of
+        # the return, and so of the advantages; a KL term in the loss only pulls at each token's own probability.
         if algorithm.use_kl_in_reward:
             penalty = shaping.penalise(samples, settings=algorithm, beta=self._kl.value)
             metrics |= {"reward_kl": penalty.kl, "reward_kl_coef": self._kl.value}
@@ -351,6 +374,7 @@ class VerlLearner:
         if self._critic is not None:
             found = self._critic.values(samples)  # V before each token, [R] per row
             samples = [replace(sample, values=values) for sample, values in zip(samples, found, strict=True)]
+            # A_t from V by GAE, and R_t = A_t + V_t, towards which the critic is trained.
             samples = shaping.with_values(prepared, samples, penalty=penalty, settings=algorithm)
             metrics |= shaping.value_fit(samples)
         elif penalty is not None:
@@ -390,6 +414,7 @@ class KlController:
         config = verl_part("verl.trainer.config:KLControlConfig")(
             type=control.type, kl_coef=self.value, horizon=control.horizon, target_kl=control.target_kl
         )
+        # The fixed kind returns beta as it is; the adaptive one computes e and beta as the docstring has them.
         controller: Any = verl_part("verl.trainer.ppo.core_algos:get_kl_controller")(config)
         controller.update(current_kl=kl, n_steps=rollouts)  # VERL's `n_steps` are what the paper calls episodes
         self.value = float(controller.value)

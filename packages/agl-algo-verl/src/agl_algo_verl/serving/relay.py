@@ -25,6 +25,7 @@ from aiohttp import web
 
 from agl.contracts import POLICY_KEY_ENV
 from agl.errors import PolicyError
+from agl.served_calls import CallGate
 from agl_algo_verl.serving.replicas import Balance, digests
 
 if TYPE_CHECKING:
@@ -70,42 +71,6 @@ class Backend:
     key: str = ""
 
 
-class CallGate:
-    """Lets calls pass, or holds them while weights change; belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._inside = 0
-        self._open, self._empty = asyncio.Event(), asyncio.Event()
-        self._open.set()
-        self._empty.set()
-
-    async def __aenter__(self) -> None:
-        """Let a call enter; waits while calls are held."""
-        while not self._open.is_set():
-            await self._open.wait()
-        self._inside += 1
-        self._empty.clear()
-
-    async def __aexit__(self, *_: object) -> None:
-        """Record that a call has ended."""
-        self._inside -= 1
-        if not self._inside:
-            self._empty.set()
-
-    async def hold(self) -> None:
-        """Hold new calls; returns once no call is in flight."""
-        self.close()
-        await self._empty.wait()
-
-    def close(self) -> None:
-        """Hold new calls; idempotent."""
-        self._open.clear()
-
-    def release(self) -> None:
-        """Let calls pass again; idempotent."""
-        self._open.set()
-
-
 class ReplicaRelay:
     """Listens on one address and passes calls on; all methods belong to one event loop.
 
@@ -117,7 +82,8 @@ class ReplicaRelay:
     Attributes:
         lost: Set while no replica can be reached and calls wait for others.
         calls: The number of answers of each replica, by URL.
-        failures: The number of times that each replica could not be reached, by URL.
+        balance: Chooses the replicas, and counts the times that each could not be reached.
+        gate: Lets calls pass, or holds them while weights change.
     """
 
     def __init__(self, home: Callable[[], Awaitable[Backend]], *, key: str) -> None:
@@ -126,11 +92,10 @@ class ReplicaRelay:
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
         self._is_over = False
-        self._balance = Balance()
-        self._gate = CallGate()
+        self.balance = Balance()
+        self.gate = CallGate()
         self.lost = asyncio.Event()
         self.calls: Counter[str] = Counter()
-        self.failures: Counter[str] = Counter()
 
     async def start(self, listener: socket.socket) -> None:
         """Answer calls that arrive at a listening socket, which is closed in the end."""
@@ -154,20 +119,12 @@ class ReplicaRelay:
         if backend is not None:
             self.lost.clear()
         if not self.lost.is_set():
-            self._gate.release()
-
-    async def hold(self) -> None:
-        """Hold new calls until `use` or `stop`; returns once no call is in flight."""
-        await self._gate.hold()
-
-    def close_gate(self) -> None:
-        """Hold new calls without waiting for those in flight; idempotent."""
-        self._gate.close()
+            self.gate.resume()
 
     async def stop(self) -> None:
         """Stop listening, after the calls in flight; held calls are refused. Idempotent."""
         self._is_over = True
-        self._gate.release()
+        self.gate.resume()
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -180,7 +137,7 @@ class ReplicaRelay:
             return _error_response(401, f"this policy asks for its key, which its process has as {POLICY_KEY_ENV}")
         content = await request.read()
         while True:
-            async with self._gate:
+            async with self.gate.passed():
                 if self._is_over:
                     return _error_response(503, "the policy has stopped")
                 try:
@@ -195,18 +152,20 @@ class ReplicaRelay:
         """Return the answer, or None if the call has to wait for other replicas because all of these are gone."""
         body, opening = _addressed(content, backend.model)
         path = request.match_info["path"].removeprefix("v1/")
-        for url in self._balance.ranked(backend.urls, opening):
-            with self._balance.under_way(url):
-                try:
-                    answer = await self._pass_on(request, f"{url}/{path}", body, backend=backend)
-                except (*HANG_UPS, TimeoutError):
-                    self.failures[url] += 1
-                    self._balance.failed(url)
-                    continue
-            self._balance.answered(url, opening)
+        load = self.balance.load
+        for url in self.balance.ranked(backend.urls, opening):
+            load.in_flight[url] += 1
+            try:
+                answer = await self._pass_on(request, f"{url}/{path}", body, backend=backend)
+            except (*HANG_UPS, TimeoutError):
+                load.failed(url)
+                continue
+            finally:
+                load.in_flight[url] -= 1
+            self.balance.answered(url, opening)
             return answer
         if backend.is_awaited and not await self._any_answers(backend):
-            self._gate.close()
+            self.gate.close()
             self.lost.set()
             return None
         return _error_response(502, f"none of the replicas can be reached: {', '.join(backend.urls)}")

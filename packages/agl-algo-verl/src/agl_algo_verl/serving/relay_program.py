@@ -81,7 +81,7 @@ class RelayProgram:
 
     async def _follow(self, order: Order) -> None:
         if order.kind == "hold":
-            await self._relay.hold()
+            await self._relay.gate.pause()
         elif order.kind == "stop":
             await self._relay.stop()
             self._stopped.set()
@@ -90,7 +90,7 @@ class RelayProgram:
     def _use(self, order: Order) -> None:
         self._relay.use(order.backend)
         if order.is_held:
-            self._relay.close_gate()
+            self._relay.gate.close()
         elif not self._relay.lost.is_set():
             self._owner.begin(self._tell_loss(order.use))
         self._done(order)
@@ -119,7 +119,7 @@ class RelayProgram:
             self._owner.say(Note(kind="lost", use=use))
 
     def _done(self, order: Order) -> None:
-        calls, failures = dict(self._relay.calls), dict(self._relay.failures)
+        calls, failures = dict(self._relay.calls), dict(self._relay.balance.load.failures)
         self._owner.say(Note(kind="done", number=order.number, calls=calls, failures=failures))
 
 

@@ -1,6 +1,5 @@
 """Finds plugins by entry point, describes their origin in messages, and checks their required version of the core."""
 
-from collections.abc import Iterable
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 
 from agl._hookspecs import PROJECT
@@ -77,7 +76,9 @@ def check_bound(source: Source, core_version: str) -> None:
     from packaging.utils import canonicalize_name
 
     try:
-        requirements = [Requirement(line) for line in _lines_about_core(source.requires)]
+        # Nearly all lines are about other distributions, and parsing every one of them would slow down each start.
+        about = (each for each in source.requires if each.replace("_", "-").replace(".", "-").lower().startswith(CORE))
+        requirements = [Requirement(line) for line in about]
     except InvalidRequirement as error:
         raise BrokenPluginError(
             f"the plugin {source.shown_name} declares an unreadable requirement: {error}; {source.remedy}"
@@ -93,9 +94,3 @@ def check_bound(source: Source, core_version: str) -> None:
                 f"install releases that fit together (pip install --upgrade {CORE} {source.distribution}), "
                 f"or {source.remedy}"
             )
-
-
-def _lines_about_core(requires: Iterable[str]) -> list[str]:
-    # Nearly all lines are about other distributions, and parsing every one of them would slow down
-    # each start.
-    return [line for line in requires if line.replace("_", "-").replace(".", "-").lower().startswith(CORE)]

@@ -15,7 +15,6 @@ from agl._entries import (
     StoreEntry,
     TracerEntry,
 )
-from agl.contracts._export import Exporter
 from agl.contracts._replay import (
     DIVERGED,
     FORK,
@@ -33,7 +32,7 @@ from agl.contracts._replay import (
     sampling_mode,
 )
 from agl.contracts._serving import POLICY_KEY_ENV, Gateway, Policy, ServedModel
-from agl.contracts._sink import Cell, Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
+from agl.contracts._sink import Cell, Exporter, Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 from agl.contracts._statistics import Moments, Statistics
 from agl.contracts._store import (
     PAGE_BYTES,

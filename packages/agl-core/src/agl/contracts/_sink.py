@@ -1,4 +1,4 @@
-"""The contract of sinks, which show a run in a system where people keep their experiments, such as W&B or MLflow.
+"""The contracts of exporters of rollouts and of sinks, which show a run in another system, such as W&B or MLflow.
 
 A sink is registered and named like an exporter of rollouts: :class:`~agl.contracts.ExporterEntry`, ``[[exporter]]``.
 The experiment reads the numbers from its store and passes them to the sink. It also runs the sink's thread, and pauses
@@ -7,11 +7,13 @@ and retries after errors. So a sink is only a few blocking calls of a library.
 
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import Literal, Protocol, cast, runtime_checkable
 
+from agl.contracts._store import Recording
 from agl.schemas import Json, Record, to_json
 
-__all__ = ["Cell", "Sink", "SinkOutcome", "SinkRow", "SinkRun", "SinkTable", "flat_config", "shortened"]
+__all__ = ["Cell", "Exporter", "Sink", "SinkOutcome", "SinkRow", "SinkRun", "SinkTable", "flat_config", "shortened"]
 
 Cell = str | float | int | None
 """The value of one cell of a :class:`SinkTable`."""
@@ -21,6 +23,30 @@ LONGEST_NAME = 200
 
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_.\- /]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+
+
+class Exporter(Protocol):
+    """Sends finished rollouts to another system.
+
+    Used by one task at a time. After a restart or an error a rollout may be exported again, so sending a rollout twice
+    must do no harm.
+    """
+
+    @property
+    def destination(self) -> str:
+        """The other system as messages name it, such as a URL without its keys."""
+        ...
+
+    async def export(self, recordings: Sequence[Recording]) -> None:
+        """Send finished rollouts with all of their spans.
+
+        Raises :class:`~agl.errors.ExportError`; if its ``is_passing`` is true, the caller repeats the call later.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release connections; idempotent."""
+        ...
 
 
 class SinkRun(Record, frozen=True, kw_only=True):

@@ -170,8 +170,7 @@ class ExperimentRecord(Record, frozen=True, kw_only=True):
         status: ``finished`` once every algorithm has finished; until then the experiment may be resumed.
         live: The live version of every resource, by the resource's name.
         turn: Number of steps that all algorithms have taken together.
-        owner: Worker name of the process that runs the experiment or ran it last.
-        agent: The experiment's agent, such as ``module:function``; ``""`` in records of older releases.
+        agent: The experiment's agent, such as ``module:function``; ``""`` in the record of a trial.
     """
 
     name: str
@@ -181,7 +180,6 @@ class ExperimentRecord(Record, frozen=True, kw_only=True):
     status: Literal["running", "finished"] = "running"
     live: dict[str, str] = {}
     turn: int = 0
-    owner: str = ""
     agent: str = ""
 
 
@@ -196,14 +194,14 @@ class Trained(Record, frozen=True, kw_only=True):
 
 
 class Presence(Record, frozen=True, kw_only=True):
-    """The sign of life of one member of a running experiment.
+    """The lease of one member of an experiment, which the member renews while it lives.
 
     Attributes:
-        member: ``""`` for the process that runs the experiment, a worker's name for any other process.
-        session: A random id; every start of the experiment has its own.
+        member: ``""`` for the trainer, which is the only owner of the experiment; a worker's name for a worker.
+        session: The trainer's name, which is different at every start of the experiment; a worker has its trainer's.
         since: Unix seconds at which the member started, by its own clock.
-        seen_at: Unix seconds of this sign of life, by the store's clock; set by the store.
-        beat: A counter that grows while the member lives, so that readers notice its death without comparing clocks.
+        seen_at: Unix seconds of the last renewal, by the store's clock; set by the store.
+        lease_s: Seconds without a renewal after which the member counts as gone.
         details: The addresses and settings that others need to join; never a secret.
     """
 
@@ -213,8 +211,7 @@ class Presence(Record, frozen=True, kw_only=True):
     since: float = 0.0
     # By the store's clock, because the clocks of two machines may differ by more than a lease.
     seen_at: float = 0.0
-    # A reader compares the beat with the one that it read before, and needs no clock.
-    beat: int = 0
+    lease_s: float = 15.0
     details: dict[str, Json] = {}
 
 
@@ -388,19 +385,16 @@ class Store(Protocol):
         *,
         experiment: ExperimentRecord | None = None,
         trained: Sequence[Trained] = (),
-        # Compare and set: two trainers may both believe that they own an experiment, and only one
-        # of them may save.
-        expected: Mapping[str, bytes] | None = None,
+        # Two trainers may both believe that they own an experiment, and only one of them may save.
+        leases: Sequence[Presence] = (),
     ) -> None:
         """Write algorithm states by key, the experiment's record and new ledger entries, in one transaction.
 
-        An empty value deletes its key. ``expected`` maps keys to the values that they must have before the call, where
-        an empty value stands for a missing key. A key may also already have the value that this call writes, because
-        then the call is a repetition. Of several concurrent calls that expect the same value, one succeeds.
+        An empty value deletes its key. ``leases`` are presences that the store must still hold with the same sessions.
 
         Raises:
             ConflictError: A rollout in ``trained`` was trained on by another step of the same algorithm and run.
-            FencedError: A key has neither the expected value nor the value that this call writes.
+            FencedError: The store holds a lease for another session, or for none.
         """
 
     async def load_state(self, prefix: str) -> dict[str, bytes]:
@@ -417,8 +411,15 @@ class Store(Protocol):
         """The step that trained on each rollout, by rollout id; for ``rollout_ids``, or for the whole ledger."""
         ...
 
-    async def announce(self, presence: Presence) -> None:
-        """Announce that a member of an experiment lives; replaces its earlier announcement."""
+    async def announce(self, presence: Presence, *, replaces: str | None = None) -> None:
+        """Announce that a member of an experiment lives; replaces its earlier announcement.
+
+        With ``replaces``, the store must hold the member's presence with this session (``""``: no presence), or with
+        the session of ``presence``. Of several concurrent calls that replace the same session, one succeeds.
+
+        Raises:
+            FencedError: The store holds the presence of another session, or none.
+        """
 
     async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
         """Remove members; unknown ones are ignored."""

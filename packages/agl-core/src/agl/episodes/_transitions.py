@@ -1,6 +1,8 @@
 """Turns an attempt's spans into an episode: every recorded call as a transition, and the rows that train.
 
 There is no recursion and only one sort, so an attempt may have a hundred thousand spans, nested to any depth.
+A row is one branch of the call forest as packed arrays: int32 ids, uint8 mask, float32 log-probabilities. The trainer
+adds the advantages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +13,9 @@ from agl._actors import Enclosing, Who
 from agl.episodes._agreement import Agreement, Verdict, find_disagreement
 from agl.episodes._forest import Decode, build_forest
 from agl.episodes._rejects import Reject, find_rejects
-from agl.episodes._rows import make_rows
 from agl.episodes._scores import ScoreOptions, call_rewards, counts, score
 from agl.episodes._timeline import Timeline, chronological
-from agl.schemas import Attempt, Episode, Record, Reward, Rollout, Sampling, Span, Transition
+from agl.schemas import Attempt, Episode, Record, Reward, Rollout, Row, Sampling, Segment, Span, Transition
 
 _KEPT = Reject(reason="", detail="")
 _PLAIN = Sampling()
@@ -202,4 +203,46 @@ def _transition(
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
         is_distribution_changed=sampling != _PLAIN and sampling.changes_distribution,
         finish_reason=call.finish_reason,
+    )
+
+
+def make_rows(transitions: Sequence[Transition], *, group_id: str) -> tuple[Row, ...]:
+    """One row per branch of an attempt's transitions, in order of the branches.
+
+    The row's tokens are the prompt and response of the branch's last call, which contain those of every earlier call as
+    a prefix. The mask is 1 for the branch's own responses. A prefix that comes from another branch trains there and has
+    mask 0 here, so that each sampled token trains in exactly one row.
+    """
+    # Transitions are in order of time, and so are the calls of a branch.
+    branches: dict[int, list[Transition]] = {}
+    for transition in transitions:
+        if not transition.reject:
+            branches.setdefault(transition.branch, []).append(transition)
+    return tuple(_row(branches[branch], group_id) for branch in sorted(branches))
+
+
+def _row(calls: Sequence[Transition], group_id: str) -> Row:
+    last = calls[-1]
+    ids = last.prompt_ids + last.response_ids
+    # mask: uint8 [T]; logprobs: float32 [T] as bytes, 4 each.
+    mask, logprobs = bytearray(len(ids) // 4), bytearray(len(ids))
+    segments: list[Segment] = []
+    # Only the branch's own answers: a shared prefix has its mask in the branch that sampled it, so
+    # that each sampled token has weight in exactly one row.
+    for call in calls:
+        start, stop = call.start, call.start + len(call.response_ids) // 4
+        mask[start:stop] = b"\x01" * (stop - start)
+        logprobs[start * 4 : stop * 4] = call.logprobs
+        segments.append(
+            Segment(start=start, stop=stop, span_id=call.span_id, agent=call.agent, model_version=call.model_version)
+        )
+    return Row(
+        rollout_id=last.rollout_id,
+        attempt_id=last.attempt_id,
+        group_id=group_id,
+        branch=last.branch,
+        ids=ids,
+        mask=bytes(mask),
+        logprobs=bytes(logprobs),
+        segments=tuple(segments),
     )

@@ -18,14 +18,7 @@ _THOUGHTS = (
     *("thoughtsTokenCount", "output_token_details.reasoning"),
 )
 _WITHOUT_CACHE = ("input_tokens", "inputTokens")
-"""Prompt counts of Anthropic and Bedrock. They exclude cached tokens, which are reported in separate fields."""
-
-_CACHE_BESIDE = (
-    "cache_read_input_tokens",
-    "cache_creation_input_tokens",
-    "cacheReadInputTokens",
-    "cacheWriteInputTokens",
-)
+"""Prompt counts of Anthropic and Bedrock. They exclude cached tokens, which stand in fields of the same level."""
 
 
 class Usage(Record, frozen=True, kw_only=True):
@@ -52,7 +45,7 @@ class Usage(Record, frozen=True, kw_only=True):
         name, prompt = _first(given, _PROMPT)
         _, answer = _first(given, _ANSWER)
         cached, written, thoughts = (_first(given, names)[1] for names in (_CACHED, _WRITTEN, _THOUGHTS))
-        if name in _WITHOUT_CACHE and any(other in given for other in _CACHE_BESIDE):
+        if name in _WITHOUT_CACHE and any(other in given for other in (*_CACHED, *_WRITTEN)):
             prompt += cached + written
         if name == "promptTokenCount":  # Google counts a tool's results and thoughts apart
             prompt += _first(given, ("toolUsePromptTokenCount",))[1]

@@ -8,7 +8,7 @@ from agl.stores._store import TableStore
 from agl.stores._tables import Backend, Reads, Tables, Work
 from agl.stores._tallies import counted, place_of, reward_of, share_of
 from agl.stores._urls import shown_url, web_parts, without_credentials
-from agl.stores._values import MAX_SEQUENCE, placed
+from agl.stores._values import MAX_SEQUENCE, check_recording, placed, readable
 from agl.stores._wake_up import WakeUp
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "WakeUp",
     "Work",
     "all_spans",
+    "check_recording",
     "closed",
     "counted",
     "deadline",
@@ -32,6 +33,7 @@ __all__ = [
     "place_of",
     "placed",
     "read_recordings",
+    "readable",
     "reward_of",
     "select",
     "share_of",

@@ -278,7 +278,7 @@ class MemoryTables:
     def resources(self, name: str | None = None) -> list[ResourceVersion]:
         if name is None:
             return [found for each in sorted(self._versions) if (found := self.version(each, None)) is not None]
-        return [codec.decode(data, ResourceVersion) for data in self._versions.get(name, {}).values()]
+        return values.readable(self._versions.get(name, {}).values(), ResourceVersion)
 
     def add_version(self, version: ResourceVersion) -> None:
         self._versions.setdefault(version.name, {})[version.version] = codec.encode(version)

@@ -83,8 +83,7 @@ def enqueue(tables: Tables, rollouts: Sequence[Rollout]) -> list[Rollout]:
         known = new.get(rollout.rollout_id) or tables.rollout(rollout.rollout_id)
         if known is None:
             known = new[rollout.rollout_id] = values.new_rollout(rollout, now=tables.now)
-        # Copied first, as the known one was: a tuple in a task comes back as a list.
-        elif not values.is_same(values.definition(known), values.definition(values.copied(rollout))):
+        elif not values.is_same(values.definition(known), values.definition(rollout)):
             raise values.conflict("rollout", rollout.rollout_id)
         stored.append(known)
     tables.add(list(new.values()))
@@ -280,9 +279,11 @@ def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[
     A rollout that this store already has stays unchanged.
 
     Raises:
-        ConflictError: A rollout is running, or this store has the same id with another definition; nothing is added.
+        ConflictError: A rollout is running, this store has the same id with another definition, or a recording has an
+            attempt or a span of another rollout; nothing is added.
     """
-    values.check_ids([recording.rollout for recording in recordings])
+    for recording in recordings:
+        values.check_recording(recording)
     known = {recording.rollout.rollout_id: tables.rollout(recording.rollout.rollout_id) for recording in recordings}
     for recording in recordings:
         there, here = recording.rollout, known[recording.rollout.rollout_id]
@@ -312,7 +313,6 @@ def publish(tables: Tables, versions: Sequence[ResourceVersion]) -> None:
     new: dict[tuple[str, str], ResourceVersion] = {}
     for version in versions:
         values.check_secrets(version)
-        version = values.copied(version)
         key = (version.name, version.version)
         known = new.get(key) or tables.version(*key)
         if known is None:
@@ -375,13 +375,11 @@ def save_state(
     *,
     experiment: ExperimentRecord | None = None,
     trained: Sequence[Trained] = (),
-    expected: Mapping[str, bytes] | None = None,
+    leases: Sequence[Presence] = (),
 ) -> None:
     """See :meth:`agl.contracts.Store.save_state`."""
-    for key, value in (expected or {}).items():
-        # The second value: this very call may have been carried out before, and its answer lost.
-        if (tables.get(document("state", last=key)) or b"") not in (value, states.get(key, value)):
-            raise FencedError(f"state {key!r} was changed by another process; nothing was saved: load it again")
+    for lease in leases:
+        _require_session(tables, lease, lease.session)
     pairs = documents_of(states)
     for entry in trained:
         for key, step in documents_of(entry).items():
@@ -420,9 +418,19 @@ def trained(
     return {rollout_id: int(step) for rollout_id, step in found if step is not None}
 
 
-def announce(tables: Tables, presence: Presence) -> None:
+def announce(tables: Tables, presence: Presence, *, replaces: str | None = None) -> None:
     """See :meth:`agl.contracts.Store.announce`."""
+    if replaces is not None:
+        # Its own session: this very call may have been carried out before, and its answer lost.
+        _require_session(tables, presence, replaces, presence.session)
     tables.put(documents_of(replace(presence, seen_at=tables.now)).items())
+
+
+def _require_session(tables: Tables, presence: Presence, *sessions: str) -> None:
+    (key,) = documents_of(presence)
+    found = tables.get(key)
+    if (codec.decode(found, Presence).session if found else "") not in sessions:
+        raise FencedError(f"another process holds the lease of experiment {presence.experiment!r}; nothing was saved")
 
 
 def withdraw(tables: Tables, experiment: str, members: Sequence[str]) -> None:
@@ -485,4 +493,4 @@ def documents(reads: Reads, *kind: str, last: str = "") -> dict[str, bytes]:
 def records(reads: Reads, type: type[R], *kind: str, last: str | None = None) -> list[R]:
     """All documents of a kind as records, or only the one whose last part is ``last``."""
     data = documents(reads, *kind).values() if last is None else [reads.get(document(*kind, last=last))]
-    return [codec.decode(each, type) for each in data if each is not None]
+    return values.readable(data, type)

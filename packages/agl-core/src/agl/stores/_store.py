@@ -10,7 +10,7 @@ from agl.schemas import Claim
 from agl.stores import _operations as operations
 from agl.stores._queries import check_page
 from agl.stores._tables import Backend, Reads, Tables, Work
-from agl.stores._values import check_ids
+from agl.stores._values import check_ids, copied
 from agl.stores._wake_up import WakeUp
 
 if TYPE_CHECKING:
@@ -28,9 +28,12 @@ def _writes(
     @wraps(act)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
         check_ids((*args, *kwargs.values()))
+        # Copied, so that what is stored never aliases what the caller holds.
+        given = tuple(copied(each) for each in args)
+        named = {name: copied(each) for name, each in kwargs.items()}
         # As a value and not as a closure: a store in another process, or in batches, carries out
         # the same operation by its name.
-        return await self.backend.write(Work(act=act, args=args, kwargs=kwargs))
+        return await self.backend.write(Work(act=act, args=given, kwargs=named))
 
     return method
 

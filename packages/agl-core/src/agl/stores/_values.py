@@ -1,20 +1,23 @@
 """Checks and copies the values that are written to a store, by the same rules for all stores."""
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence
-from agl.errors import ConflictError, InvalidIdError, StoreError
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, Recording
+from agl.errors import ConflictError, InvalidIdError, InvalidRecordError, StoreError
 from agl.schemas import LLM, ResourceVersion, RetryPolicy, Rollout, Span
 from agl.schemas import _codec as codec
-from agl.schemas._ids import rollout_id_of
+from agl.schemas._ids import attempt_id_of, rollout_id_of
 from agl.stores._leases import MAX_ATTEMPTS
 
-_R = TypeVar("_R", bound=Struct)
+_R = TypeVar("_R")
+
+_LOG = logging.getLogger(__name__)
 
 MAX_SEQUENCE = (1 << 24) - 1
 """The highest sequence of a span of an attempt."""
@@ -54,7 +57,7 @@ def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
     """A copy of the rollout, ready for the queue.
 
     Raises:
-        StoreError: The rollout was started before, allows too many attempts, or has values that msgpack cannot encode.
+        StoreError: The rollout was started before, or allows too many attempts.
     """
     if rollout.status != "queued" or rollout.attempts or rollout.attempt_id is not None:
         raise ConflictError(
@@ -70,21 +73,49 @@ def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
                 f"rollout {rollout.rollout_id!r} has retry.{name} = {limit}; choose between {least} and {MAX_ATTEMPTS}"
             )
     # The store's clock, unless the rollout is copied from another store.
-    return replace(copied(rollout), created_at=rollout.created_at or now)
+    return replace(rollout, created_at=rollout.created_at or now)
 
 
-def copied(record: _R) -> _R:
-    """A deep copy of any record; raises :class:`StoreError` if the record cannot be stored."""
-    # By encoding and decoding, which also tests whether the record can be stored.
-    data = encoded(record)
+def copied(value: Any) -> Any:
+    """A deep copy of a record, or of the records in a list; other values are returned as they are.
+
+    Raises:
+        InvalidRecordError: A value in a record has another type than its field, is not JSON, or is an integer that
+            takes more than 64 bits.
+    """
+    if isinstance(value, list | tuple):
+        return [copied(each) for each in cast("Sequence[object]", value)]
+    if not isinstance(value, Struct):
+        return value
+    large = [name for name in value.__struct_fields__ if _is_large(getattr(value, name))]
+    if large:
+        raise _unfit(value, OverflowError(f"{large[0]} is an integer of more than 64 bits"))
+    # Types are checked by decoding: a record that is made in Python may hold anything.
+    data = encoded(value)
     try:
-        return codec.decode(data, type(record))
+        return codec.decode(data, type(value))
     except ValueError as error:
-        raise _unfit(record, error) from error
+        raise _unfit(value, error) from error
+
+
+def _is_large(value: object) -> bool:
+    return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
+
+
+def readable(found: Iterable[bytes | None], type: type[_R]) -> list[_R]:
+    """Decode records of a page; logs and leaves out those that cannot be read, so that they do not hide the others."""
+    records: list[_R] = []
+    for data in found:
+        try:
+            if data is not None:
+                records.append(codec.decode(data, type))
+        except ValueError as error:
+            _LOG.warning("a stored %s cannot be read (%s) and is left out", type.__name__, error)
+    return records
 
 
 def encoded(value: object) -> bytes:
-    """The value as bytes; raises :class:`StoreError` if it cannot be stored."""
+    """The value as bytes; raises :class:`InvalidRecordError` if it cannot be stored."""
     try:
         return codec.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -97,14 +128,17 @@ def is_same(one: Struct, other: Struct) -> bool:
     return one == other or codec.encode(one) == codec.encode(other)
 
 
-def _unfit(value: object, error: Exception) -> StoreError:
+def _unfit(value: object, error: Exception) -> InvalidRecordError:
     try:
         shown = str(value)[:200]
     except (ValueError, RecursionError):  # an integer of thousands of digits, or lists in lists
         shown = "too large to show"
-    return StoreError(
-        f"{type(value).__name__} cannot be stored: {error}; values must be JSON: "
-        f"None, bool, int, float, str, list and dict with str keys; it was {shown}"
+    name = type(value).__name__
+    if isinstance(value, Span):
+        name = f"span {value.span_id!r} ({value.name!r}) of attempt {value.attempt_id!r}"
+    return InvalidRecordError(
+        f"{name} cannot be stored: {error}; values must be JSON: None, bool, int, float, str, list and dict with str "
+        f"keys, and fields of the declared type; it was {shown}"
     )
 
 
@@ -155,6 +189,27 @@ def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None
                 f"span {span.span_id!r} names rollout {span.rollout_id!r} and attempt {span.attempt_id!r} of another; "
                 "set rollout_id to the attempt's rollout"
             )
+
+
+def check_recording(recording: Recording) -> None:
+    """Refuse a recording of another store that has an invalid id, or an attempt or a span of another rollout."""
+    check_ids([recording.rollout])
+    rollout_id = recording.rollout.rollout_id
+    for attempt in recording.attempts:
+        if (attempt.rollout_id, attempt.attempt_id) != (rollout_id, attempt_id_of(rollout_id, attempt.number)):
+            raise ConflictError(
+                f"the recording of rollout {rollout_id!r} has the attempt {attempt.attempt_id!r} of rollout "
+                f"{attempt.rollout_id!r}; the file is damaged or was changed: get it again from where it was made"
+            )
+    known = {"", *(attempt.attempt_id for attempt in recording.attempts)}
+    for span in recording.spans:
+        if span.rollout_id != rollout_id or span.attempt_id not in known:
+            raise ConflictError(
+                f"the recording of rollout {rollout_id!r} has the span {span.span_id!r} of attempt "
+                f"{span.attempt_id!r} of rollout {span.rollout_id!r}; the file is damaged or was changed: get it again "
+                "from where it was made"
+            )
+    check_spans(recording.spans)
 
 
 def placed(span: Span, *, last: int, is_late: bool) -> Span:

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
+from agl import semconv
 from agl.contracts import Tracer
 from agl.hints import pip_install
 from agl.schemas import SpanEvent
@@ -150,9 +151,24 @@ def _opened(span: sdk.Span, attempt: ActiveAttempt) -> OpenSpan:
         span_id=trace.format_span_id(found.span_id),
         trace_id=trace.format_trace_id(found.trace_id),
         kind=span.kind.name.lower(),  # pyright: ignore[reportArgumentType]  # the five names are agl's too
-        attributes=lambda: {**library, **(span.attributes or {})},
+        attributes=lambda: {**library, **_actor(span), **(span.attributes or {})},
         is_current=False,
     )
+
+
+def _actor(span: sdk.Span) -> dict[str, str]:
+    """The standard attributes that name the actor of a span of OpenInference, which has its own; else none."""
+    about = span.attributes or {}
+    match about.get("openinference.span.kind"):
+        case "AGENT":
+            name = about.get("agent.name") or about.get("graph.node.name") or span.name.removesuffix(".run")
+            return {semconv.OPERATION: semconv.OP_INVOKE_AGENT, semconv.AGENT_NAME: str(name)}
+        case "LLM":
+            return {semconv.OPERATION: semconv.OP_CHAT}  # a model's client names no actor
+        case "CHAIN" if span.name.endswith(".__call__"):
+            return {semconv.OPERATION: ""}  # DSPy's adapter, within the module that asks
+        case _:
+            return {}
 
 
 def _parent_of(span: sdk.ReadableSpan, attempt: ActiveAttempt) -> str:

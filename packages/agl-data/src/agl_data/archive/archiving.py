@@ -33,7 +33,7 @@ _WRITER = f"experiment/{_TURN}/writer"
 
 
 class Choice(Record, frozen=True, kw_only=True):
-    """The finished rollouts to archive.
+    """Selects the finished rollouts to archive.
 
     Attributes:
         experiments: Experiments to archive; empty for all.
@@ -50,15 +50,13 @@ class Archived(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The result of an archiving.
 
     Attributes:
-        rollouts: Number of archived rollouts; in a dry run, the number that would be archived.
-        known: Number of rollouts that the archive already had.
-        others: Ids under which the archive holds a rollout with another time of finishing, for example from another
-            store with the same experiment. The store's rollouts with these ids are not archived, and stay in the store.
-        removed: Number of rollouts removed from the store.
-        changed: Ids of rollouts that changed in the store after they were archived; they stay in the store.
-        needed: Number of rollouts that stay in the store because their experiments run or can be resumed.
-        bytes: Total size of the files that were written.
-        compaction: The store's size before and after; ``None`` if nothing was removed, or the store cannot be
+        rollouts: Number of archived rollouts; in a dry run, the number that would be archived. known: Number of
+        rollouts that the archive already had. others: Ids under which the archive holds a different rollout, one that
+        finished at another time, for example from another store with the same experiment. The store's rollouts with
+        these ids are not archived, and stay. removed: Number of rollouts removed from the store. changed: Ids of
+        rollouts that changed in the store after they were archived; they stay in the store. needed: Number of rollouts
+        that stay in the store because their experiments run or can be resumed. bytes: Total size of the files that were
+        written. compaction: The store's size before and after; ``None`` if nothing was removed, or the store cannot be
             compacted.
     """
 
@@ -156,7 +154,7 @@ class Archiving:
         return replace(self._done, is_dry_run=True)
 
     async def _archive(self, experiment: str, names: set[str]) -> None:
-        """Archive an experiment: first the resources and metrics that its rollouts refer to, then its rollouts."""
+        """Archive an experiment: first the resources and metrics that the rollouts refer to, then the rollouts."""
         folder = self._folder(experiment)
         manifests = await asyncio.to_thread(folder.manifests)
         for begun in [each for each in manifests if not each.is_whole and each.writer == self._writer]:
@@ -168,7 +166,7 @@ class Archiving:
                 pass
 
     async def _write_part(self, folder: Folder, experiment: str, recordings: AsyncIterator[Recording]) -> bool:
-        """Write the next recordings as one part; returns false once there are no more."""
+        """Write recordings as one part until it is full; returns false if the recordings ended before."""
         with PartWriter(folder, experiment, writer=self._writer) as part:
             async for recording in recordings:
                 part.add(recording)
@@ -205,7 +203,7 @@ class Archiving:
         return new
 
     async def _remove(self, experiment: str) -> None:
-        """Remove the chosen rollouts whose archived copy equals the store's, unless their experiment needs them."""
+        """Remove chosen rollouts whose archived copies equal the store's, unless their experiment still needs them."""
         folder = self._folder(experiment)
         if await needed_experiments(self._store, [experiment]):
             async for rollouts in pages(self._store, self._query(experiment)):
@@ -251,7 +249,7 @@ class Archiving:
 
 
 async def _writer_of(store: Store) -> str:
-    """Return the name with which a store marks the parts that it writes, on any machine; created at the first use."""
+    """Return the name that marks this store's parts in archives, on any machine; created at the first use."""
     found = (await store.load_state(_WRITER)).get(_WRITER)
     if found is None:
         found = secrets.token_hex(8).encode()

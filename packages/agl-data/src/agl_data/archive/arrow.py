@@ -32,6 +32,9 @@ _ROWS, _BYTES = 5_000, 8 << 20
 _PAGE = 1_000
 """The largest number of rows that are read at once."""
 
+_MOST = 128 << 20
+"""The most bytes of one column of a row group, and about the most that are read at once from a column."""
+
 _TYPES: dict[Kind, Any] = {
     "text": _pa.string(),
     "texts": _pa.list_(_pa.string()),
@@ -48,7 +51,7 @@ _VERSION = b"agl-data"
 
 _MICRO = 1_000_000
 _MOST_MICROS = 253_402_300_800 * _MICRO
-"""The start of the year 10000 in microseconds; libraries cannot show later times."""
+"""The start of the year 10000 in Unix microseconds; many libraries cannot represent later times."""
 
 
 class TableWriter:
@@ -102,7 +105,7 @@ class TableWriter:
 
 
 def write_table(path: Path, columns: Mapping[str, Kind], rows: Iterable[Row]) -> None:
-    """Write a whole table."""
+    """Write all rows to a Parquet file."""
     writer = TableWriter(path, columns)
     try:
         for row in rows:
@@ -127,12 +130,22 @@ def read_rows(path: Path, columns: Mapping[str, Kind], *, place: Place, name: st
     try:
         with _parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20) as file:
             _check(file.schema_arrow, columns, place, name)
-            for batch in file.iter_batches(batch_size=_PAGE, columns=list(columns)):
+            largest = _largest_chunk(file.metadata)
+            if largest > _MOST:
+                raise damaged(place, name, f"it has values of {largest >> 20:,} MiB, and {_MOST >> 20} are allowed")
+            # Repeated values are stored once, so a small file may hold many large rows.
+            for batch in file.iter_batches(batch_size=max(1, min(_PAGE, _MOST // largest)), columns=list(columns)):
                 values = [_values(kind, batch.column(column)) for column, kind in columns.items()]
                 for row in zip(*values, strict=True):
                     yield dict(zip(columns, row, strict=True))
     except (_pa.ArrowException, OSError) as error:
         raise damaged(place, name, " ".join(str(error).split())) from error
+
+
+def _largest_chunk(metadata: Any) -> int:
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(column) for group in groups for column in range(group.num_columns)]
+    return max((int(chunk.total_uncompressed_size) for chunk in chunks), default=1) or 1
 
 
 def _check(schema: Any, columns: Mapping[str, Kind], place: Place, name: str) -> None:
@@ -192,7 +205,7 @@ def _as_column(value: Any, kind: Kind) -> Any:
 
 
 def json_text(value: Any) -> tuple[str, bool]:
-    """Return a value as JSON, and whether decoding the JSON gives the same value."""
+    """Return a value as JSON text, and true if decoding the text gives the same value."""
     data = to_json(value)
     try:
         is_exact = encode(from_json(data, object)) == encode(value)
@@ -207,7 +220,7 @@ def micros(seconds: float) -> int | None:
 
 
 def micros_of_ns(nanoseconds: int) -> int | None:
-    """Return Unix nanoseconds as microseconds; ``None`` as for :func:`micros`."""
+    """Return Unix nanoseconds as microseconds; ``None`` for 0, which means no time, and for values out of range."""
     return _time(nanoseconds // 1000)
 
 

@@ -1,4 +1,4 @@
-"""The tables that go with an experiment's rollouts: versions, labels and scores of its resources, and its metrics.
+"""The tables that go with an experiment's rollouts: versions, labels and scores of resources, and metrics.
 
 Each table is one file. Every archiving adds the store's new records, and rewrites the file if there are any. The file
 needs no manifest, because its Parquet pages have checksums.
@@ -52,7 +52,7 @@ class Table(NamedTuple, Generic[R]):
             try:
                 rows = read_rows(path, {"record": "bytes"}, place=folder.place, name=name)
                 return [decode(row["record"], self.type) for row in rows]
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 raise damaged(folder.place, name, str(error)) from error
 
     def write(self, folder: Folder, records: Iterable[R]) -> None:
@@ -159,6 +159,10 @@ async def restore_context(folder: Folder, store: TableStore, *, experiment: str)
     await store.save_scores([score for score in SCORES.read(folder) if SCORES.key_of(score) not in known])
     await store.restore([], moves=lacking_moves)
     numbers = METRICS.read(folder)
+    if any(metric.experiment != experiment for metric in numbers):
+        raise damaged(
+            folder.place, folder.file(METRICS.name), f"it has metrics of other experiments than {experiment!r}"
+        )
     logged = {METRICS.key_of(metric) for metric in await store.metrics(experiment)} if numbers else set[Any]()
     numbers = [metric for metric in numbers if METRICS.key_of(metric) not in logged]
     for start in range(0, len(numbers), _BATCH):

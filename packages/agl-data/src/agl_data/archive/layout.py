@@ -39,14 +39,14 @@ _LONGEST = 100
 
 
 class Mark(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The contents of ``agl-data.json``."""
+    """The contents of ``agl-data.json``, the file that marks a folder as an archive."""
 
     format: str = "agl-data"
     version: int = FORMAT
 
 
 class Sum(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The size of a file in bytes, its SHA-256 in hex digits and its number of rows."""
+    """The size of a file in bytes, the SHA-256 in hex digits and the number of rows."""
 
     size: int
     sha256: str
@@ -57,14 +57,11 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The description of one part of an archive.
 
     Attributes:
-        part: The name of the part's files, without suffix.
-        experiment: The experiment that all rollouts of the part belong to.
-        first: The smallest id among the part's rollouts.
-        last: The greatest id among the part's rollouts.
-        files: Size, checksum and rows of each file, by table.
-        is_whole: True once all files are written.
-        writer: The name of the store that the part came from. The store's next archiving discards unfinished parts
-            under this name, which a killed one left.
+        part: The name of the part's files, without suffix. experiment: The experiment that all rollouts of the part
+        belong to. first: The smallest id among the part's rollouts. last: The greatest id among the part's rollouts.
+        files: Size, checksum and rows of each file, by table. is_whole: True once all files are written. writer: The
+        name of the store that the part came from. When that store is archived again, its unfinished parts, which a
+        killed process left, are discarded.
     """
 
     part: str
@@ -78,7 +75,7 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def rollouts(self) -> int:
-        """The number of rollouts."""
+        """The number of rollouts in the part."""
         return self.files["rollouts"].rows
 
 
@@ -90,17 +87,27 @@ class Folder:
         self.name = name
 
     def file(self, table: str, part: str = "") -> str:
-        """Return the path of a table's file in the given part, or of a table that is a single file."""
+        """Return the path of a table's file within ``part``, or without ``part`` if the table is a single file."""
         return f"{self.name}/{table}/{part}.parquet" if part else f"{self.name}/{table}.parquet"
 
     def manifests(self) -> list[Manifest]:
         """Read the manifests of all parts, including unfinished ones, sorted by first id."""
-        paths = [f"{self.name}/manifests/{name}" for name in self.place.names(f"{self.name}/manifests")]
-        found = [_decoded(self.place, path, Manifest) for path in paths if path.endswith(".json")]
-        return sorted((each for each in found if each is not None), key=lambda each: (each.first, each.part))
+        found: list[Manifest] = []
+        for name in self.place.names(f"{self.name}/manifests"):
+            path = f"{self.name}/manifests/{name}"
+            manifest = _decoded(self.place, path, Manifest) if name.endswith(".json") else None
+            if manifest is None:
+                continue
+            # What a manifest names is read and removed, so it may name only files of its own part.
+            if (f"{manifest.part}.json", folder_of(manifest.experiment)) != (name, self.name):
+                raise damaged(self.place, path, f"it describes {manifest.part!r} of {manifest.experiment!r}")
+            if not manifest.files.keys() >= set(TABLES):
+                raise damaged(self.place, path, f"it lacks one of the tables {', '.join(TABLES)}")
+            found.append(manifest)
+        return sorted(found, key=lambda each: (each.first, each.part))
 
     def save(self, manifest: Manifest) -> None:
-        """Write a manifest."""
+        """Write the manifest of a part."""
         self.place.write(f"{self.name}/manifests/{manifest.part}.json", to_json(manifest))
 
     def discard(self, manifest: Manifest) -> None:
@@ -208,5 +215,5 @@ def _decoded(place: Place, name: str, type: type[R]) -> R | None:
         if version > FORMAT:
             raise newer(place, name, version)
         return from_json(data, type)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise damaged(place, name, str(error)) from error

@@ -10,9 +10,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from agl.contracts import Recording
+from agl.errors import StoreError
 from agl.schemas import encode
+from agl.stores import check_recording
 from agl_data.archive.arrow import Kind, Row, TableWriter, read_rows
-from agl_data.archive.layout import TABLES, Folder, Manifest, Sum, sha256
+from agl_data.archive.layout import TABLES, Folder, Manifest, Sum, damaged, sha256
 from agl_data.archive.tables import COLUMNS, STORED, attempt_of, rollout_of, rows_of, span_of
 
 PART_ROLLOUTS, PART_BYTES = 10_000, 256 << 20
@@ -63,7 +65,7 @@ class PartWriter:
             self._bytes += sum(map(self._tables[table].add, getattr(rows, table)))
 
     def upload(self) -> Manifest:
-        """Upload the part: its manifest, marked as unfinished, then its files, then the manifest, marked as whole."""
+        """Upload the part: the manifest, marked as unfinished, then the files, then the manifest, marked as whole."""
         for table in self._tables.values():
             table.close()
         files = {table: self._sum(table) for table in TABLES}
@@ -121,30 +123,54 @@ class PartReader:
 
     def ids(self) -> list[str]:
         """Return the ids of the rollouts, in order."""
-        return [row["rollout_id"] for row in self._rows("rollouts", {"rollout_id": "text"})]
+        return [row["rollout_id"] for row in self._ordered({"rollout_id": "text"})]
 
     def ends(self) -> dict[str, int | None]:
         """Return the time at which each rollout finished, in Unix microseconds, by rollout id in ascending order."""
-        rows = self._rows("rollouts", {"rollout_id": "text", "finished_at": "time"})
+        rows = self._ordered({"rollout_id": "text", "finished_at": "time"})
         return {row["rollout_id"]: row["finished_at"] for row in rows}
 
     def recordings(self) -> Iterator[Recording]:
-        """Read the recordings, in order of id."""
+        """Read the recordings, in order of id.
+
+        Raises:
+            StoreError: A record cannot be read, or belongs to another rollout or experiment than its row.
+        """
         by_id = itemgetter("rollout_id")
         groups = {table: itertools.groupby(self._rows(table, STORED[table]), by_id) for table in ("attempts", "spans")}
         ahead = {table: next(rows, None) for table, rows in groups.items()}
-        for row in self._rows("rollouts", STORED["rollouts"]):
+        for row in self._ordered(STORED["rollouts"]):
             found: dict[str, list[Row]] = {}
             for table, group in ahead.items():
                 is_mine = group is not None and group[0] == row["rollout_id"]
                 found[table] = list(group[1]) if group is not None and is_mine else []
                 if is_mine:
                     ahead[table] = next(groups[table], None)
-            yield Recording(
-                rollout=rollout_of(row),
-                attempts=[attempt_of(each) for each in found["attempts"]],
-                spans=[span_of(each) for each in found["spans"]],
-            )
+            try:
+                recording = Recording(
+                    rollout=rollout_of(row),
+                    attempts=[attempt_of(each) for each in found["attempts"]],
+                    spans=[span_of(each) for each in found["spans"]],
+                )
+                check_recording(recording)
+            except (ValueError, TypeError, KeyError, RecursionError, StoreError) as error:
+                raise self._damaged(f"the records of {row['rollout_id']!r} do not fit: {error}") from error
+            rollout = recording.rollout
+            if (rollout.rollout_id, rollout.experiment) != (row["rollout_id"], self._manifest.experiment):
+                raise self._damaged(f"the row {row['rollout_id']!r} holds the rollout {rollout.rollout_id!r}")
+            yield recording
+
+    def _ordered(self, columns: dict[str, Kind]) -> Iterator[Row]:
+        """Read the rows of the rollouts, which must be in ascending order of id, each id once."""
+        last = ""
+        for row in self._rows("rollouts", columns):
+            if not isinstance(row["rollout_id"], str) or row["rollout_id"] <= last:
+                raise self._damaged(f"the id {row['rollout_id']!r} follows on {last!r}")
+            last = row["rollout_id"]
+            yield row
+
+    def _damaged(self, what: str) -> StoreError:
+        return damaged(self._folder.place, self._folder.file("rollouts", self._manifest.part), what)
 
     def _rows(self, table: str, columns: dict[str, Kind]) -> Iterator[Row]:
         name = self._folder.file(table, self._manifest.part)

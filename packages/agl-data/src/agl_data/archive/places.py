@@ -43,7 +43,8 @@ class Place:
         """Return the contents of a small file; ``None`` if it does not exist."""
         with self._reaching(f"read {name!r}"):
             try:
-                return bytes(self._fs.cat_file(self._path(name)))
+                path = self._path(name)
+                return bytes(self._fs.cat_file(path)) if self._is_file(path) else None
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
                 return None
 
@@ -52,7 +53,7 @@ class Place:
         self._put(name, lambda target: self._fs.pipe_file(target, data))
 
     def put(self, name: str, source: Path) -> None:
-        """Write a file from a local one, replacing an existing one."""
+        """Copy a local file to the folder, replacing an existing file."""
         self._put(name, lambda target: self._fs.put_file(str(source), target))
 
     def _put(self, name: str, write: Callable[[str], None]) -> None:
@@ -73,10 +74,13 @@ class Place:
                 path.unlink(missing_ok=True)
 
     def fetch(self, name: str, target: Path) -> bool:
-        """Copy a file to a local one; returns false if it does not exist."""
+        """Copy a file of the folder to a local file; return false if it does not exist."""
         with self._reaching(f"read {name!r}"):
             try:
-                self._fs.get_file(self._path(name), str(target))
+                path = self._path(name)
+                if not self._is_file(path):
+                    return False
+                self._fs.get_file(path, str(target))
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
                 return False
             return True
@@ -109,7 +113,14 @@ class Place:
                 return
 
     def _path(self, name: str) -> str:
+        """Return the path of a file of this folder; names may come from the files of the archive itself."""
+        if {"..", "."} & set(name.split("/")) or name.startswith("/") or "\\" in name or "\0" in name:
+            raise StoreError(f"{name!r} leads out of the archive {self.shown}; the archive was changed: do not use it")
         return f"{self._root}/{name}" if name else self._root or "/"
+
+    def _is_file(self, path: str) -> bool:
+        # Opening a named pipe on a disk would wait for its writer.
+        return not self._is_disk or os.path.isfile(path)
 
     @contextmanager
     def _reaching(self, what: str) -> Generator[None]:

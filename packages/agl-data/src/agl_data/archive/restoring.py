@@ -148,7 +148,7 @@ async def _restore(store: TableStore, part: ArchivedPart, reader: PartReader, kn
 
 
 def _naming(parts: Sequence[ArchivedPart], names: Sequence[str]) -> list[ArchivedPart]:
-    """Return the parts that hold the named rollouts; reads the ids of one part at a time."""
+    """Return the parts that hold the named rollouts, each limited to these rollouts; reads one part's ids at a time."""
     found: dict[str, set[str]] = {name: set() for name in names}
     fitting: list[tuple[ArchivedPart, set[str]]] = []
     for part in parts:

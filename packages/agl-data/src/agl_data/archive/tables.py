@@ -202,7 +202,7 @@ def _span_row(span: Span, experiment: str, agent: str) -> Row:
 
 
 def _call_columns(call: ModelCall) -> tuple[Row, dict[str, Any]]:
-    """Return a call's columns, and empty values for the fields of its record that the columns hold exactly."""
+    """Return the columns of a call, and empty values for those fields of its record that a column holds exactly."""
     packed = {name: getattr(call, name) for name in _PACKED}
     bodies = {name: json_text(getattr(call, name)) for name in _BODIES}
     columns = {

@@ -1,7 +1,7 @@
 """Makes the object ``agl``, which holds the fields of a rollout and its calls that an export format has no name for.
 
-Each format writes the object into a free field, and ``agl data import`` reads it back. It repeats parts of the record
-and adds nothing to it.
+Each format writes the object into a free field, and ``agl data import`` reads it back. The object only repeats fields
+of the record.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def rollout_about(item: Exported) -> dict[str, Json]:
 
 
 def call_about(span: Span, seen: Transition) -> dict[str, Json]:
-    """Return a model call's span id, times and reward, and its record without ids, request and response."""
+    """Return a model call's span id, times and reward, and its record without token ids, request and response."""
     call = span.call
     assert call is not None  # noqa: S101  # transitions are made of calls
     bare = replace(call, prompt_ids=b"", response_ids=b"", logprobs=b"")
@@ -74,9 +74,9 @@ def rewards_about(item: Exported, calls: set[str], losses: Losses) -> list[dict[
 
 
 def target_of(span: Span, reward: Reward) -> str:
-    """Return the id of the span that a reward is about.
+    """Return the id of the span that a reward is about; ``""`` if the reward names no span.
 
-    ``""`` means that the reward names no span: it is about the rollout, or about the newest call before it.
+    Such a reward is about the rollout, or about the newest call before the reward.
     """
     if reward.scope == "rollout":
         return ""

@@ -54,7 +54,7 @@ class Conversation:
 
 
 def conversations_of(item: Exported, losses: Losses) -> list[Conversation]:
-    """Return the conversations of the deciding attempt, ordered by first call; counts calls it leaves out as losses."""
+    """Return the conversations of the deciding attempt, by first call; calls that are left out count as losses."""
     spans = {(span.attempt_id, span.span_id): span for span in item.recording.spans}
     found: list[Conversation] = []
     ends: dict[bytes, list[Conversation]] = {}

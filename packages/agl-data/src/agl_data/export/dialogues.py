@@ -11,7 +11,7 @@ from agl_inspect.rollouts.conversations import comparable
 
 
 def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the conversations of an episode in order, each with its tools, its agent and the episode's reward.
+    """Return the conversations of an episode in order, each with the tools, the agent and the episode's reward.
 
     If a later call continues an earlier one, only the dialogue of the later call is returned, which includes the other.
     Calls without an answer are left out, and so are calls with a reject reason in ``LEFT_OUT``, such as those of other

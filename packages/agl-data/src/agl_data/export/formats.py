@@ -20,7 +20,7 @@ _BELOW = "export"
 
 
 class FormatName(click.ParamType[str]):
-    """The type of the option ``--format``: the name of a built-in format or of a plugin's.
+    """The type of the option ``--format``: the name of a built-in format, or of a format that a plugin adds.
 
     Args:
         own: The names of the built-in formats.

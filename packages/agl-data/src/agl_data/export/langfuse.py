@@ -16,7 +16,7 @@ from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers, storable, wi
 from agl_inspect.exports import Exported, ExportSetup, Losses, call_record
 
 MAX_BYTES = 3 << 20
-"""Largest size of a batch's events in bytes; a single larger event becomes a batch of its own."""
+"""Largest size of a batch's events in bytes; a single larger event becomes a separate batch."""
 
 _OTHERS = "spans and rewards of attempts that did not decide: left out"
 _EVENTS = "events of spans: left out"
@@ -67,7 +67,7 @@ class _Events:
         self._spans = {span.span_id: span for span in own if span is not self._root}
 
     def made(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of the rollout: its trace, then observations and scores in the order of their spans."""
+        """Yield the events of the rollout: the trace, then observations and scores in the order of the spans."""
         rollout = self._rollout
         about = rollout_about(self._item)
         at_ns = int((rollout.started_at or rollout.created_at) * 1e9)

@@ -18,7 +18,7 @@ GAP = 1e-6
 
 
 class Ends(NamedTuple):
-    """The best and the worst run of a task, each as its reward and rollout id."""
+    """The best and the worst run of a task, each as a reward and a rollout id."""
 
     best: tuple[float, str]
     worst: tuple[float, str]

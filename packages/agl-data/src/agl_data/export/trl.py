@@ -41,7 +41,7 @@ def reward(prompts: Sequence[Any], completions: Sequence[Any], **fields: Any) ->
 
 
 def prompt_of(task: Json) -> Any:
-    """Return the prompt of a task: its field ``prompt`` if it has one, the task itself if it is text, else its JSON."""
+    """Return a task's prompt: the field ``prompt`` if there is one, the task itself if it is text, else JSON."""
     if isinstance(task, dict) and "prompt" in task:
         return cast("dict[str, Any]", task)["prompt"]
     return task if isinstance(task, str) else to_json(task).decode()

@@ -19,7 +19,7 @@ from agl_data.importing.runs import Target
 from agl_inspect.stores import as_url, build_store, command
 from agl_inspect.terminal.opening import pass_manager
 from agl_inspect.terminal.output import json_option, print_json
-from agl_inspect.text import visible
+from agl_inspect.text import count_of, visible
 
 FIRST_USER = "first-user"
 DEFAULT_STORE = "sqlite:///runs/agl.db"
@@ -111,20 +111,20 @@ async def _import(
 
 def report(done: Imported, url: str) -> Iterator[str]:
     """Yield the lines that describe an import: the records that arrived, the losses, and the next command."""
-    sources = ", ".join(f"{_counted(count, 'file')} of {name}" for name, count in done.files.items())
+    sources = ", ".join(f"{count_of(count, 'file')} of {name}" for name, count in done.files.items())
     ids = f", {done.calls_with_ids} with token ids" if done.calls_with_ids else ""
     yield (
-        f"{'would import' if done.is_dry else 'imported'} {_counted(done.rollouts, 'run')} into {done.experiment!r} "
-        f"from {sources}: {_counted(done.calls, 'model call')}{ids}, {_counted(done.tasks, 'task')}, "
-        f"{_counted(done.rewards, 'new reward')}"
+        f"{'would import' if done.is_dry else 'imported'} {count_of(done.rollouts, 'run')} into {done.experiment!r} "
+        f"from {sources}: {count_of(done.calls, 'model call')}{ids}, {count_of(done.tasks, 'task')}, "
+        f"{count_of(done.rewards, 'new reward')}"
     )
     if done.agents:
         yield f"agents: {', '.join(f'{name} ({count})' for name, count in list(done.agents.items())[:_NAMES])}"
     if done.known:
-        yield f"{_counted(done.known, 'run')} in the store already: not imported again"
+        yield f"{count_of(done.known, 'run')} in the store already: not imported again"
     if done.changed:
         yield (
-            f"{_counted(done.changed, 'run')} of them other than in the store, such as a session that went on, or with "
+            f"{count_of(done.changed, 'run')} of them other than in the store, such as a session that went on, or with "
             "another task or mode; they stay as they are. Import them into another --experiment, or remove them first "
             "with agl runs rm"
         )
@@ -136,7 +136,3 @@ def report(done: Imported, url: str) -> Iterator[str]:
     if done.rollouts and not done.is_dry:
         own = "" if url == DEFAULT_STORE else url
         yield f"look with: {command('runs', '--experiment', done.experiment, store_url=own)}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

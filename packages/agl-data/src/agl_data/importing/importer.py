@@ -67,7 +67,7 @@ class Imported(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class File(NamedTuple):
-    """A file to import, its format, and its size in bytes and modification time (ns) when it was found."""
+    """A file to import, with the format, and the size in bytes and modification time (ns) when it was found."""
 
     path: Path
     format: Format
@@ -164,7 +164,7 @@ async def import_files(
 
 
 class _Item(NamedTuple):
-    """An imported run: its recording, or ``None`` if it has no model call, and its losses."""
+    """The result of reading one run: the recording, or ``None`` if the run has no model call, and the losses."""
 
     recording: Recording | None
     lost: Counter[str]
@@ -240,7 +240,7 @@ class _Survey:
     """Counts the runs, calls and rewards in the files, separating those that the store already has.
 
     Attributes:
-        first: The runs that the store lacks: the fingerprint of the first run in the files, by rollout id.
+        first: For each rollout id that the store lacks, the fingerprint of the first run with that id in the files.
     """
 
     def __init__(self, target: Target, lost: Counter[str], there: dict[str, int]) -> None:
@@ -325,10 +325,10 @@ def _fingerprint(rollout: Rollout) -> int:
 async def _write(
     store: TableStore, recordings: Sequence[Recording], there: Mapping[str, int], first: Mapping[str, int]
 ) -> None:
-    """Add the runs that the store lacks, and the rewards that the other runs lack.
+    """Add the runs that the store lacks, and the missing rewards of the runs that it has.
 
-    ``there`` has the fingerprints of the runs that were in the store before, and ``first`` those of the other runs. Of
-    several different runs with one id, only the first in the files is added.
+    ``there`` has the fingerprints of the runs in the store, and ``first`` those of the runs that are new. If several
+    different runs have the same id, only the first in the files is added.
     """
     same = [each for each in recordings if _fingerprint(each.rollout) == _number_of(each, there, first)]
     new: dict[str, Recording] = {}

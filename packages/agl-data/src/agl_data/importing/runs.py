@@ -207,7 +207,7 @@ class Run:
         self._rewards.setdefault(key, (key, about, replace(span, start_ns=at_ns, end_ns=at_ns, is_late=is_late)))
 
     def _in_order(self) -> list[tuple[str, str, Span]]:
-        """Return the spans in the order they were added; if every call has a sequence, calls are sorted by it."""
+        """Return the spans in the order they were added; if every call has a sequence number, these sort the calls."""
         places = [place for place, (_, _, span) in enumerate(self._spans) if span.call is not None]
         calls = [self._spans[place] for place in places]
         found = list(self._spans)

@@ -167,6 +167,8 @@ def _refuse_size(path: Path, what: str) -> NoReturn:
 def opened(path: Path) -> Generator[IO[bytes]]:
     """Open a file, decompressing gzip and zstd up to a limit; read errors become a :class:`DatasetError`."""
     try:
+        if path.exists() and not path.is_file():  # opening a named pipe would wait for its writer
+            raise DatasetError(f"{path} is not a file; name a file of runs, or a folder of such files")
         with path.open("rb") as plain:
             start = plain.read(6)
             plain.seek(0)

@@ -104,7 +104,7 @@ class Part(msgspec.Struct, kw_only=True):
 
 
 def marked(line: Line, parts: Iterable[tuple[str, Part]]) -> Iterator[tuple[str, Part]]:
-    """Yield the parts of a record; if values of the record were replaced, its first part carries that loss."""
+    """Yield the parts of a record; if values of the record were replaced, add that loss to the first part."""
     for trace, part in parts:
         part.lost = [*part.lost, CHANGED_TEXT] if line.is_changed else part.lost
         yield trace, part
@@ -112,7 +112,7 @@ def marked(line: Line, parts: Iterable[tuple[str, Part]]) -> Iterator[tuple[str,
 
 
 def judged(value: float | None, words: Json, comment: str, *, name: str, source: RewardSource | None) -> Reward:
-    """Return a judgement as a reward; without a value, the feedback is its words followed by the comment."""
+    """Return a judgement as a reward; if it has no value, the feedback is ``words`` followed by ``comment``."""
     said = "" if value is not None or words is None else json_text(words)
     return Reward(
         value=value, name=name, source=source or "evaluator", feedback=": ".join(filter(None, (said, comment)))
@@ -177,7 +177,7 @@ def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) ->
 
 def _once(parts: list[Part]) -> list[Part]:
     """Return each span once, in its last copy: an exporter sends a span again if it got no response."""
-    return list({part.id or str(number): part for number, part in enumerate(parts)}.values())
+    return list({part.id or number: part for number, part in enumerate(parts)}.values())
 
 
 def _add_rewards(run: Run, parts: list[Part], calls: set[str]) -> None:

@@ -57,7 +57,7 @@ def _is_batch(head: bytes, most: int = MAX_RECORD) -> bool:
 
 
 def _head_varint(head: bytes) -> tuple[int, int]:
-    """Decode a varint at the start; return its value and its length in bytes, or ``(0, 0)`` if it is not a varint."""
+    """Decode the varint at the start of ``head``; return its value and length in bytes, ``(0, 0)`` if it is invalid."""
     value = 0
     for index, byte in enumerate(head[:5]):
         value |= (byte & 0x7F) << (7 * index)
@@ -125,7 +125,7 @@ class _Reader:
     def delimited(self, place: str, has_tag: bool) -> bytes | None:
         """Return the next message, or ``None`` at the end of the file.
 
-        A varint with the message's length comes before it, and a tag before that if ``has_tag``.
+        Before the message come, if ``has_tag``, a tag, and then a varint with the message's length.
         """
         byte = self._file.read(1)
         if not byte:
@@ -162,7 +162,7 @@ def _too_large(place: str) -> DatasetError:
 
 
 def _requests(place: str, data: bytes) -> Json:
-    """Decode a request to OTLP's JSON form; ids come out in base64."""
+    """Decode a request to OTLP's JSON form, with ids in base64."""
     try:
         service: Any = importlib.import_module("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
         json_format: Any = importlib.import_module("google.protobuf.json_format")

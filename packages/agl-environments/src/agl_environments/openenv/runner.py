@@ -115,9 +115,12 @@ class OpenEnvRunner:
         return outcome
 
     async def _open(self) -> Session:
-        """Open a session; waits for a free session, and for a server that restarts.
+        """Open a session; wait while all sessions are in use or the server restarts.
 
-        When a server refuses a session, it reports how many sessions it has.
+        Raises:
+            OpenEnvError: No session was free within ``wait_s``. The message has the number of sessions, if the server
+                reported it.
+            ServerLostError: The server did not come back.
         """
         assert self._client is not None  # noqa: S101  # started
         settings, since = self._settings, time.monotonic()
@@ -150,7 +153,7 @@ class OpenEnvRunner:
             ) from None
 
     async def _until_closed(self) -> None:
-        """Wait for a session of this runner to close, for at most a second: other clients may also free a session."""
+        """Wait until this runner closes a session, but at most a second, as other clients may free sessions too."""
         try:
             async with asyncio.timeout(_RETRY_S), self._changed:
                 await self._changed.wait()
@@ -180,7 +183,7 @@ class OpenEnvRunner:
         return play_in_thread
 
     def _session(self) -> Session:
-        """Return the session of the attempt that runs here; its rollout may have another session, of a lost attempt."""
+        """Return the session of the current attempt; a lost attempt of the same rollout may hold another one."""
         attempt = current()
         assert attempt is not None  # noqa: S101  # agents run inside their attempts
         return self._sessions[attempt.attempt_id]

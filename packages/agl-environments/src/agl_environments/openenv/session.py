@@ -27,8 +27,10 @@ RECORDED = 32_000
 """Largest number of characters of an observation in its span; the agent always gets the whole observation."""
 
 _INTERRUPTIBLE_S = 0.2
-"""Longest uninterrupted wait of a thread in seconds. An attempt beyond its time limit is ended by an exception in its
-thread, which is raised only between two waits."""
+"""Longest uninterrupted wait of a thread in seconds.
+
+An attempt over the time limit is ended by an exception in the attempt's thread, raised only between two waits.
+"""
 
 _REFUSED = frozenset({"VALIDATION_ERROR", "EXECUTION_ERROR"})
 
@@ -326,7 +328,7 @@ def _message(answer: Mapping[str, Any]) -> str:
 
 
 def _bounded(step: Step) -> Json:
-    """Return a step as it is recorded in its span, with a long observation cut."""
+    """Return a step in the form that its span records, in which a long observation is cut."""
     text = json.dumps(step.observation, ensure_ascii=False)
     shown: Json = step.observation
     if len(text) > RECORDED:

@@ -17,7 +17,7 @@ from agl_environments.verifiers.environment import Model, checked_reward, failur
 from agl_run.programs import TaskSets
 
 MAX_TASKS = 100_000
-"""Largest number of tasks in a taskset, because a taskset may yield tasks forever."""
+"""Largest number of tasks that are read from a taskset, which may yield tasks forever."""
 
 ROLLOUTS_PER_SERVER = 200
 """Number of rollouts after which the interception server is replaced, to free its clients."""
@@ -25,7 +25,7 @@ ROLLOUTS_PER_SERVER = 200
 
 @dataclass(kw_only=True, eq=False)
 class _Serving:
-    """An environment with running servers, and the numbers of rollouts begun and active in it."""
+    """A running environment with its servers, and the numbers of rollouts that began in it and that are active."""
 
     environment: Any
     context: Any
@@ -160,7 +160,8 @@ class TasksetEnvironment:
     async def _served(self) -> AsyncGenerator[Any]:
         """Yield the environment for one rollout.
 
-        After :data:`ROLLOUTS_PER_SERVER` rollouts it is replaced; its servers stop once its last rollout has ended.
+        A new environment replaces it after :data:`ROLLOUTS_PER_SERVER` rollouts; the old servers stop once their last
+        rollout has ended.
         """
         async with self._lock:
             serving = self._serving

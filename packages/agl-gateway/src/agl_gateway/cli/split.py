@@ -7,8 +7,9 @@ import click
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
-from agl_gateway.traffic.splits import ArmReport, SplitReport, check_labels, differing, pins_of, samples, split_report
+from agl_gateway.traffic.splits import SplitReport, check_labels, differing, pins_of, samples, split_report
 from agl_inspect.records.labels import move
+from agl_inspect.records.splits import ArmReport
 from agl_inspect.statistics import Criterion, check_better
 from agl_inspect.terminal.opening import pass_manager, store_option, with_store
 from agl_inspect.terminal.output import json_option, print_json, print_table

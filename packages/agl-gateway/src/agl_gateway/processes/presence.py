@@ -18,6 +18,7 @@ from agl.contracts import Presence, Store
 from agl.errors import StoreError
 from agl.schemas import Record, new_trace_id, to_builtins
 from agl_gateway.record.recorder import Recorder
+from agl_inspect.presence import is_gone, renew
 
 _log = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ GATEWAYS = "agl-gateways"
 """The experiment under whose name gateways announce themselves."""
 
 BEAT_S = 10.0
-SILENT_S = 60.0
-"""Seconds without a sign of life after which a gateway counts as gone."""
+LEASE_S = 60.0
+"""Seconds without a renewal after which a gateway counts as gone; long, because attempts then end without its calls."""
 
 
 class GatewayRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -37,8 +38,8 @@ class GatewayRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
         group: The id of the whole gateway that this process belongs to; ``member`` if it is the only process.
         calls: The number of calls that it held and that were not in the store.
         seen_at: Unix seconds of the last sign of life, by the store's clock.
-        silent_s: Seconds since ``seen_at``.
         is_ended: The gateway shut down in good order, and left ``calls`` calls in its spool.
+        is_gone: No gateway serves from this spool any more.
         is_shared: The gateway answers calls of any attempt of the store, as with ``agl serve``.
         start: The id of its newest start.
     """
@@ -51,15 +52,10 @@ class GatewayRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
     calls: int = 0
     size: int = 0
     is_ended: bool = False
+    is_gone: bool = False
     is_shared: bool = False
     start: str = ""
     seen_at: float = 0.0
-    silent_s: float = 0.0
-
-    @property
-    def is_gone(self) -> bool:
-        """Return true if no gateway serves from this spool any more."""
-        return self.is_ended or self.silent_s > SILENT_S
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.seen_at))
@@ -77,9 +73,11 @@ async def gateways_of(store: Store, *, now: float = 0.0) -> list[GatewayRecord]:
     """
     found = await store.presences(GATEWAYS)
     now = max((now, *(one.seen_at for one in found)))
-    given = [{**one.details, "member": one.member, "seen_at": one.seen_at} for one in found]
-    records = [msgspec.convert(details, GatewayRecord) for details in given]
-    return [replace(record, silent_s=now - record.seen_at) for record in records]
+    records = [msgspec.convert(one.details, GatewayRecord) for one in found]
+    return [
+        replace(record, member=one.member, seen_at=one.seen_at, is_gone=record.is_ended or is_gone(one, now=now))
+        for one, record in zip(found, records, strict=True)
+    ]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -101,7 +99,7 @@ class GatewayPresence:
     group: str = ""
 
     def __post_init__(self) -> None:
-        self._session, self._since, self._beat = new_trace_id(), time.time(), 0
+        self._session, self._since = new_trace_id(), time.time()
 
     async def leave(self, left: int) -> None:
         """Withdraw a gateway that ends with an empty spool; one with ``left`` calls there is recorded as ended."""
@@ -118,22 +116,19 @@ class GatewayPresence:
 
     async def run(self) -> None:
         """Announce the gateway every ten seconds; warns once of gateways that are gone with calls in their spools."""
-        spool, has_looked = self.recorder.spool, False
-        while spool is not None:
-            try:
-                await self._announce()
-                if not has_looked:
-                    for gone in await gone_gateways(self.store, own=spool.gateway_id):
-                        _log.warning("%s; start a gateway on that machine to have them stored", gone)
-                    has_looked = True
-            except StoreError as error:
-                _log.debug("the gateway could not announce itself: %s", error)
-            await asyncio.sleep(BEAT_S)
+        if self.recorder.spool is None:
+            return
+        try:
+            await self._announce()
+            for gone in await gone_gateways(self.store, own=self.recorder.spool.gateway_id):
+                _log.warning("%s; start a gateway on that machine to have them stored", gone)
+        except StoreError as error:
+            _log.debug("the gateway could not announce itself: %s", error)
+        await renew(self._announce, every_s=BEAT_S, title=f"the gateway {self.url()}")
 
     async def _announce(self, *, is_ended: bool = False) -> None:
         spool = self.recorder.spool
         assert spool is not None  # noqa: S101  # callers look
-        self._beat += 1
         own = GatewayRecord(
             member=spool.gateway_id,
             group=self.group or spool.gateway_id,
@@ -152,7 +147,7 @@ class GatewayPresence:
                 member=own.member,
                 session=self._session,
                 since=self._since,
-                beat=self._beat,
+                lease_s=LEASE_S,
                 details=to_builtins(own),
             )
         )

@@ -78,10 +78,9 @@ class Recorder:
         self._flush_now = asyncio.Event()
         self._waiters = 0
         self._put = 0
-        self._unwritten: dict[int, asyncio.Future[None] | None] = {}
+        self._unwritten: dict[int, tuple[float, asyncio.Future[None]]] = {}
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
-        self._oldest_at = 0.0
         self.lost = 0
         self.spool: Spool | None = None
         if self.spools:
@@ -108,7 +107,8 @@ class Recorder:
     @property
     def pending_s(self) -> float:
         """Seconds for which the oldest call that is not in the store has waited."""
-        in_memory = time.monotonic() - self._oldest_at if self._unwritten else 0.0
+        oldest = next(iter(self._unwritten.values()), None)
+        in_memory = time.monotonic() - oldest[0] if oldest else 0.0
         return max(in_memory, self.spool.age_s if self.spool else 0.0)
 
     @property
@@ -155,9 +155,7 @@ class Recorder:
         recorded.number = self._put
         self._pending[recorded.attempt_id] += 1
         self._hold(1)
-        if not self._unwritten:
-            self._oldest_at = time.monotonic()
-        self._unwritten[self._put] = None
+        self._unwritten[self._put] = (time.monotonic(), asyncio.get_running_loop().create_future())
         self._queue.append(recorded)
         self._bytes += recorded.size
         if len(self._unwritten) >= _MAX_QUEUED or self._bytes >= _MAX_BYTES:
@@ -168,10 +166,7 @@ class Recorder:
     async def durable(self, number: int) -> None:
         """Return once the exchange with this number is in the store or in the spool, or is lost."""
         if number in self._unwritten:
-            waiting = self._unwritten[number]
-            if waiting is None:
-                waiting = self._unwritten[number] = asyncio.get_running_loop().create_future()
-            await asyncio.shield(waiting)
+            await asyncio.shield(self._unwritten[number][1])
 
     async def written(self, number: int, attempt_id: str) -> None:
         """Return once the attempt's exchange with this number is in the store or in the spool.
@@ -327,11 +322,8 @@ class Recorder:
     def _acknowledge(self, batch: Sequence[CallRecord]) -> None:
         """Free the queue's room of these exchanges, and wake the callers that wait until they are durable."""
         self._bytes -= sum(queued.size for queued in batch)
-        self._oldest_at = time.monotonic()
         for queued in batch:
-            waiting = self._unwritten.pop(queued.number, None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(None)
+            self._unwritten.pop(queued.number)[1].set_result(None)
         if len(self._unwritten) < _MAX_QUEUED and self._bytes < _MAX_BYTES:
             self._room.set()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from agl.contracts import Store
+from agl.contracts import Presence, Store
 from agl.errors import ConfigError, FencedError, StoreError
 from agl.schemas import Span, decode, encode, new_trace_id
 from agl.stores import MemoryStore
@@ -318,7 +318,7 @@ def _failure(path: Path, error: Exception) -> str:
     )
 
 
-STORE_ID_KEY = "gateway/store-id"
+_STORE_ID = "agl-store"
 OFF = "off"
 
 
@@ -343,12 +343,11 @@ def folder_of(choice: str, store: Store) -> Path | None:
 async def store_identity(store: Store) -> str:
     """Return the identity that a store holds, created on the first call; all users of the store get the same one."""
     while True:
-        if known := (await store.load_state(STORE_ID_KEY)).get(STORE_ID_KEY):
-            return known.decode()
-        try:
-            await store.save_state({STORE_ID_KEY: new_trace_id()[:16].encode()}, expected={STORE_ID_KEY: b""})
-        except FencedError:  # another gateway was first
-            continue
+        # A lease that nobody renews or withdraws: the first gateway takes it, and its session is the identity.
+        for known in await store.presences(_STORE_ID):
+            return known.session
+        with suppress(FencedError):  # another gateway was first
+            await store.announce(Presence(experiment=_STORE_ID, session=new_trace_id()[:16]), replaces="")
 
 
 async def spools_for(store: Store, choice: str, *, shown: str, without: Collection[Path] = ()) -> list[SpoolFile]:

@@ -85,7 +85,6 @@ ENCODINGS = ("gzip", "x-gzip", "deflate", "zstd")
 
 READABLE = "gzip, deflate or zstd"
 
-_MAX_INFLATED = 64 * 1024 * 1024
 _STEP, _PIECE = 64 * 1024, 256 * 1024
 _GZIP, _ZLIB, _RAW = 31, 15, -15
 
@@ -137,12 +136,11 @@ def too_large(limit: int) -> Problem:
 
 
 def plain_bytes(body: bytes, encoding: str) -> bytes:
-    """Return the decompressed ``body`` of an answer, cut at 64 MiB; the body itself if decompression fails."""
-    if encoding not in ("gzip", "deflate"):
+    """Return the decompressed ``body`` of an answer, as far as it came; the body itself if decompression fails."""
+    if not body or encoding not in ("gzip", "deflate"):
         return body
-    inflater = zlib.decompressobj(wbits=47 if encoding == "gzip" else 15)
     try:
-        return inflater.decompress(body, _MAX_INFLATED)
+        return zlib.decompressobj(_wbits(body, encoding)).decompress(body)
     except zlib.error:
         return body
 

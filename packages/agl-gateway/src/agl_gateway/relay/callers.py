@@ -21,9 +21,9 @@ from agl.errors import ConfigError
 from agl.tracing import WHO_HEADER, decode_names
 from agl_gateway.processes.attempt_facts import AttemptFacts, RequestIds
 from agl_gateway.record.exchanges import CallContext, Origin
-from agl_gateway.traffic.conversations import Conversations, conversation_of, opening_of, rollout_id_of
+from agl_gateway.traffic.conversations import Conversations, conversation_of, rollout_id_of
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
-from agl_gateway.wire.translation import as_object, object_of, text_in
+from agl_gateway.wire.translation import as_object, object_of, opening_of, text_in
 from agl_run.access import AttemptToken
 
 ROLE_HEADER = "x-agl-role"

@@ -67,11 +67,11 @@ class Relay:
             await self._translate(record, outgoing)
             async with route.target.gate.passed() as version:
                 record.model_version = route.version or version
-                answer, url = await self._send(request, record, outgoing)
+                answer, server = await self._send(request, record, outgoing)
                 try:
                     return await self._pass_on(request, answer, record, owner)
                 finally:
-                    route.target.replicas.ended(url)
+                    route.target.replicas.load.in_flight[server] -= 1
                     answer.response.close()
         except Problem as problem:
             body = problem_body(problem, record.outgoing.request.dialect)
@@ -124,9 +124,9 @@ class Relay:
             return await self._ask(request, record)
         except NotSpokenError:
             await self._translate(record, asked, to_chat=True)
-            answer, url = await self._ask(request, record)
+            answer, server = await self._ask(request, record)
             self.sender.apis.learn(record.upstream, asked.request.dialect, answer.response.status)
-            return answer, url
+            return answer, server
 
     async def _ask(self, request: web.BaseRequest, record: CallRecord) -> tuple[Answer, str]:
         route, outgoing, context = record.route, record.outgoing, record.context
@@ -137,10 +137,12 @@ class Relay:
         headers |= await self.sampling.seed(
             asked, target.upstream, rollout_id=context.rollout_id, attempt_id=context.attempt_id
         )
-        query = request.query_string if outgoing.client_api == asked.dialect else ""
-        urls = target.urls(context.rollout_id, outgoing.endpoint, query)
+        path = outgoing.endpoint
+        if request.query_string and outgoing.client_api == asked.dialect:
+            path += f"?{request.query_string}"
+        servers = target.replicas.ranked(context.rollout_id)
         body = asked.prepared(want_ids=target.upstream.is_trained, model=model)
-        return await self.sender.ask_policy(target, urls, body, headers, dialect=asked.dialect)
+        return await self.sender.ask_policy(target, servers, path, body, headers, dialect=asked.dialect)
 
     async def _pass_on(
         self, request: web.BaseRequest, answer: Answer, record: CallRecord, owner: Owner

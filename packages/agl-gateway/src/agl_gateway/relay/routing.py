@@ -3,52 +3,29 @@
 All calls of a rollout go to one server, which then has the rollout's prompt prefixes cached. The choice is rendezvous
 hashing (Thaler and Ravishankar 1998): servers rank by a hash of rollout and address. So a server that leaves or returns
 moves only its own rollouts, and all gateways choose alike without communication. A server with far more calls in flight
-than the others passes calls on to the rollout's next server, as in consistent hashing with bounded loads (Mirrokni,
-Thorup and Zadimoghaddam, arXiv 1608.01350). Each gateway counts only its own calls.
+than the others passes calls on to the rollout's next server.
 """
 
-import asyncio
-import math
 import os
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.schemas import Dialect
+from agl.served_calls import CallGate, ServerLoad
 from agl.tracing import upstreams_for
 from agl_gateway.wire.problems import Problem
 
-_REST_S = 5.0
-"""Seconds for which a failed server ranks last."""
-
-_SLACK = 1.25
-"""A server keeps its rollouts while its calls in flight stay below this multiple of the mean."""
-
-_FEW = 4
-"""A server with fewer calls in flight than this keeps its rollouts, however idle the others are."""
-
 
 class Replicas:
-    """The servers of one policy, at least one. Used in one event loop only.
-
-    Attributes:
-        rerouted: The number of calls that another server took over.
-    """
+    """The servers of one policy, at least one. Used in one event loop only."""
 
     def __init__(self, base_urls: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._base_urls = tuple(base_urls)
-        self._clock = clock
-        self._failed_at: dict[str, float] = {}
-        self._under_way: Counter[str] = Counter()
-        self.rerouted = 0
-
-    def __len__(self) -> int:
-        return len(self._base_urls)
+        self.load = ServerLoad(clock=clock)
 
     def ranked(self, rollout_id: str) -> list[str]:
         """Return the base URLs in the order to try: the rollout's own first, recently failed servers last.
@@ -57,93 +34,9 @@ class Replicas:
         """
         if len(self._base_urls) == 1:
             return [*self._base_urls]
-        bound = max(_FEW, math.ceil(_SLACK * (self._under_way.total() + 1) / len(self._base_urls)))
+        busy = self.load.busy(self._base_urls)
         keys = {url: blake2b(f"{rollout_id}\n{url}".encode(), digest_size=8).digest() for url in self._base_urls}
-        resting_since = self._clock() - _REST_S
-        return sorted(
-            self._base_urls,
-            key=lambda url: (
-                self._failed_at.get(url, float("-inf")) > resting_since,
-                self._under_way[url] >= bound,
-                keys[url],
-            ),
-        )
-
-    def begun(self, url: str) -> None:
-        """Count a call to ``url`` as in flight at its server, until :meth:`ended`."""
-        self._under_way[self._base_of(url)] += 1
-
-    def ended(self, url: str) -> None:
-        """Record the end of a call that :meth:`begun` counted."""
-        self._under_way[self._base_of(url)] -= 1
-
-    def failed(self, url: str) -> None:
-        """Record that the server of ``url`` did not answer, so that another was asked; it ranks last for 5 seconds."""
-        self._failed_at[self._base_of(url)] = self._clock()
-        self.rerouted += 1
-
-    def _base_of(self, url: str) -> str:
-        return next((base_url for base_url in self._base_urls if url.startswith(f"{base_url}/")), url)
-
-
-class Gate:
-    """Passes or holds the calls of one policy. Used in one event loop only."""
-
-    def __init__(self, *, model: str = "", model_version: str = "") -> None:
-        self.model = model
-        self.model_version = model_version
-        self.in_flight = 0
-        self.held = 0
-        self.total = 0
-        self._open = asyncio.Event()
-        self._open.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @asynccontextmanager
-    async def passed(self) -> AsyncGenerator[str]:
-        """Wait until the gate is open; yields the model version that serves then, and counts the call as in flight."""
-        version = await self.enter()
-        try:
-            yield version
-        finally:
-            self.leave()
-
-    async def enter(self) -> str:
-        """Wait until the gate is open; returns the model version that serves then. Pair with :meth:`leave`."""
-        if not self._open.is_set():
-            self.held += 1
-            try:
-                while not self._open.is_set():
-                    await self._open.wait()
-            finally:
-                self.held -= 1
-        self.in_flight += 1
-        self.total += 1
-        self._idle.clear()
-        return self.model_version
-
-    def leave(self) -> None:
-        """Record the end of a call that :meth:`enter` let in."""
-        self.in_flight -= 1
-        if not self.in_flight:
-            self._idle.set()
-
-    async def pause(self, *, drain_s: float) -> bool:
-        """Hold new calls and wait up to ``drain_s`` seconds for calls in flight; returns true if all of them ended."""
-        self._open.clear()
-        try:
-            async with asyncio.timeout(drain_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def resume(self, *, model_version: str = "", model: str = "") -> None:
-        """Open the gate. A non-empty version or model replaces the version or model of the calls."""
-        self.model_version = model_version or self.model_version
-        self.model = model or self.model
-        self._open.set()
+        return sorted(self._base_urls, key=lambda url: (self.load.is_resting(url), url in busy, keys[url]))
 
 
 @dataclass(frozen=True)
@@ -152,13 +45,8 @@ class UpstreamTarget:
 
     upstream: Upstream
     replicas: Replicas
-    gate: Gate
+    gate: CallGate
     key: str = field(default="", repr=False)
-
-    def urls(self, rollout_id: str, endpoint: str, query: str) -> list[str]:
-        """Return the URLs of ``endpoint``, such as ``/chat/completions``, starting with the rollout's own server."""
-        tail = f"{endpoint}{'?' + query if query else ''}"
-        return [base_url + tail for base_url in self.replicas.ranked(rollout_id)]
 
 
 class Router:
@@ -206,7 +94,7 @@ class Router:
         raise Problem(404, text, code="model_not_found")
 
     @property
-    def gates(self) -> dict[str, Gate]:
+    def gates(self) -> dict[str, CallGate]:
         """The policies' gates, by policy name."""
         return {name: target.gate for name, target in self.targets.items()}
 
@@ -244,6 +132,6 @@ def _target(upstream: Upstream, environ: Mapping[str, str]) -> UpstreamTarget:
             f"upstream {upstream.name!r} takes its key from {upstream.api_key_env}, which is not set; export it "
             "where the gateway runs, or remove api_key_env"
         )
-    gate = Gate(model=upstream.model, model_version=upstream.model_version)
+    gate = CallGate(model=upstream.model, model_version=upstream.model_version)
     replicas = Replicas([url.rstrip("/") for url in servers])
     return UpstreamTarget(upstream=upstream, replicas=replicas, gate=gate, key=key)

@@ -26,8 +26,8 @@ from agl.errors import NotFoundError
 from agl.schemas import Json, Rollout
 from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
-from agl_gateway.traffic.conversations import opening_of
 from agl_gateway.wire.problems import Problem
+from agl_gateway.wire.translation import opening_of
 from agl_run import greedy_policies
 
 SEED_HEADER = "x-agl-seed"

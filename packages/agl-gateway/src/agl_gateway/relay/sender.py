@@ -220,31 +220,40 @@ class Sender:
         return answer
 
     async def ask_policy(
-        self, target: UpstreamTarget, urls: list[str], body: bytes, headers: Mapping[str, str], *, dialect: Dialect
+        self,
+        target: UpstreamTarget,
+        servers: list[str],
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        dialect: Dialect,
     ) -> tuple[Answer, str]:
         """Ask the rollout's own server, then the policy's other servers until one answers.
 
-        Returns the answer and its URL; the URL's server counts as busy until :meth:`Replicas.ended`.
+        Returns the answer and its server, at which the call counts as in flight until the caller takes it off.
 
         Raises:
             NotSpokenError: The server does not have the API, and may be asked for a chat completion.
         """
-        *_, last = urls
-        for url in urls:
-            target.replicas.begun(url)
+        load = target.replicas.load
+        *_, last = servers
+        for server in servers:
+            load.in_flight[server] += 1
             try:
-                answer = await self.ask(url, body, headers, connect_tries=_CONNECT_TRIES if url == last else 1)
+                tries = _CONNECT_TRIES if server == last else 1
+                answer = await self.ask(server + path, body, headers, connect_tries=tries)
                 if not answer.is_stream:
                     self.apis.check(dialect, answer.response.status)
             except BaseException as error:
-                target.replicas.ended(url)
-                if url == last or not isinstance(error, Problem) or error.code not in _NO_ANSWER_CODES:
+                load.in_flight[server] -= 1
+                if server == last or not isinstance(error, Problem) or error.code not in _NO_ANSWER_CODES:
                     raise
-                target.replicas.failed(url)
+                load.failed(server)
             else:
                 if answer.response.status == _NOT_FOUND:
-                    self._hint_at_missing_path(target.upstream, url)
-                return answer, url
+                    self._hint_at_missing_path(target.upstream, server + path)
+                return answer, server
         raise AssertionError("unreachable: the last server answers or raises")
 
     async def _opened(

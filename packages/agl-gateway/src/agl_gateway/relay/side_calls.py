@@ -106,7 +106,9 @@ class SideCalls:
         self, request: web.BaseRequest, asked: Request, endpoint: str, target: UpstreamTarget, *, rollout_id: str
     ) -> web.Response:
         headers = request_headers(request.headers, target, asked.dialect)
-        url, *_ = target.urls(rollout_id, endpoint, request.query_string)
+        url = target.replicas.ranked(rollout_id)[0] + endpoint
+        if request.query_string:
+            url += f"?{request.query_string}"
         sent = asked.prepared(want_ids=False, model=target.gate.model)
         answer = await self.relay.sender.ask(url, sent, headers)
         response = answer.response

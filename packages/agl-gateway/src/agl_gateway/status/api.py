@@ -17,11 +17,11 @@ from aiohttp import web
 
 from agl.contracts import Store
 from agl.errors import StoreError
+from agl.served_calls import CallGate
 from agl_gateway.access.identity import Admission, Identities, key_of, require_scope
 from agl_gateway.processes.peers import Siblings
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.relay.relay import Relay
-from agl_gateway.relay.routing import Gate
 from agl_gateway.status.openapi import openapi_document
 from agl_gateway.store_api.feed import QueueLength
 from agl_gateway.wire.problems import Problem
@@ -119,7 +119,7 @@ class StatusApi:
     def _families(self) -> list[Family]:
         relay, recorder = self.relay, self.recorder
         gates, traffic, spool = relay.router.gates, relay.owners.traffic, recorder.spool
-        rerouted = {name: target.replicas.rerouted for name, target in relay.router.targets.items()}
+        rerouted = {name: target.replicas.load.failures.total() for name, target in relay.router.targets.items()}
         return [
             _gauge("agl_calls_in_flight", "Model calls that a backend works on.", _each(gates, "in_flight")),
             _gauge("agl_calls_held", "Model calls that wait for a weight update.", _each(gates, "held")),
@@ -191,7 +191,7 @@ def _counter(name: str, text: str, values: Mapping[str, float] | float) -> Famil
     return name, "counter", text, values
 
 
-def _each(gates: Mapping[str, Gate], name: str) -> dict[str, float]:
+def _each(gates: Mapping[str, CallGate], name: str) -> dict[str, float]:
     """Return one attribute of every gate, by policy."""
     return {policy: getattr(gate, name) for policy, gate in gates.items()}
 

@@ -16,6 +16,7 @@ from agl.stores import all_spans
 from agl_gateway.access.identity import RunningAttempts
 from agl_gateway.recent import Recent
 from agl_gateway.wire.problems import Problem
+from agl_inspect.presence import OWNER
 from agl_run.access import AttemptToken, AttemptTokens, IssuedClaim, issue_token
 
 WORKER_METHODS = (
@@ -23,9 +24,6 @@ WORKER_METHODS = (
     *("recordings", "renew", "resource", "rollouts", "spans", "withdraw"),
 )
 """The store methods that a worker's token may call, each for its own experiment only."""
-
-_OWNER = ""
-"""The member under which the process that runs an experiment announces itself."""
 
 _REMEMBERED = 20_000
 _PAGE = 1000
@@ -156,7 +154,7 @@ class WorkerReach:
 
     async def _is_used(self, experiment: str, name: str, version: str) -> bool:
         lives = [record.live for record in await self._store.experiments(experiment)]
-        lives += [one.details.get("live") or {} for one in await self._store.presences(experiment, member=_OWNER)]
+        lives += [one.details.get("live") or {} for one in await self._store.presences(experiment, member=OWNER)]
         if any(live.get(name) == version for live in lives):
             return True
         query = RolloutQuery(experiment=experiment, status=("running",), limit=_PAGE)
@@ -190,7 +188,7 @@ def _require_own(claim: AttemptToken, name: str, experiment: str | None) -> None
 
 
 def _require_member(claim: AttemptToken, name: str, members: Sequence[str]) -> None:
-    if _OWNER in members:
+    if OWNER in members:
         raise Problem(403, f"{name!r} is about the process that runs the experiment; {_this(claim)} is not its own")
 
 

@@ -16,8 +16,9 @@ from agl.schemas import LLM, Resource, Rollout, Weights
 from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.relay.routing import Router, UpstreamTarget
-from agl_gateway.traffic.splits import Pins, differing, placement_of
+from agl_gateway.traffic.splits import differing
 from agl_gateway.wire.problems import Problem
+from agl_inspect.records.splits import Pins, placement_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, cast
 
 import msgspec
 
@@ -41,7 +40,7 @@ from agl_gateway.record.outage import Outage
 from agl_gateway.traffic.kept_traffic import KeptTraffic
 from agl_gateway.traffic.splits import CONVERSATION, arm_of
 from agl_gateway.wire.problems import Problem
-from agl_gateway.wire.translation import as_object
+from agl_gateway.wire.translation import as_object, opening_of
 from agl_inspect.terminal.query import CONVERSATIONS
 
 _log = logging.getLogger(__name__)
@@ -282,7 +281,6 @@ HEADER = "x-agl-conversation-id"
 
 _FIELD = "conversation_id"
 _MAX_ID = 512
-_BILLING = "x-anthropic-billing-header:"
 
 
 def conversation_of(headers: Mapping[str, str], call: Request, *, session: str = "") -> str:
@@ -324,29 +322,3 @@ def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
     except UnicodeEncodeError as error:
         raise Problem(400, f"the conversation's id {given!a} is not UTF-8 text; send letters and digits") from error
     return given
-
-
-def opening_of(call: Request) -> list[Any] | None:
-    """Return the system prompt and the messages up to the user's first; ``None`` if there is no user message."""
-    is_response = call.dialect == "responses"
-    if call.dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):
-        return None
-    system = _without_billing(call.get("instructions" if is_response else "system"))
-    messages = call.get("input" if is_response else "messages")
-    if isinstance(messages, str):
-        return [system, messages]
-    for index, message in enumerate(_items(messages)):
-        if as_object(message).get("role") == "user":
-            return [system, *_items(messages)[: index + 1]]
-    return None
-
-
-def _without_billing(system: Any) -> Any:
-    """Return the system prompt without the blocks that hold Claude Code's billing line."""
-    if not isinstance(system, list):
-        return system
-    return [block for block in _items(system) if not str(as_object(block).get("text", "")).startswith(_BILLING)]
-
-
-def _items(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []

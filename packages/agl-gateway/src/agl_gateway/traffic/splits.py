@@ -12,7 +12,6 @@ rollout without a reward is left out, and the report gives the number of such ro
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
@@ -21,17 +20,12 @@ from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.schemas import Record, Rollout
 from agl_inspect.records.labels import LABEL
-from agl_inspect.statistics import Comparison, compare, interval
+from agl_inspect.records.splits import KEY, ArmReport, Pins, Placement, Sample, placement_of
+from agl_inspect.statistics import Comparison, compare
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
-
-KEY = "split"
-"""The key of the :class:`Placement` in a rollout's metadata."""
 
 CONVERSATION = "conversation"
 """The key of the conversation's id in a rollout's metadata."""
-
-Pins = dict[str, dict[str, str]]
-"""Versions by label, then by resource."""
 
 _EXAMPLE = "write --split production=0.9,candidate=0.1"
 
@@ -59,20 +53,6 @@ class Split(Record, frozen=True, kw_only=True):
             if point < edge:
                 return label
         return last
-
-
-class Placement(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The arm of a rollout in a split, as the rollout's metadata record it.
-
-    Attributes:
-        arm: The label whose versions the rollout is pinned to.
-        shares: The split's shares when the rollout was queued.
-        versions: Versions by label and resource, for the resources in which the arms differed.
-    """
-
-    arm: str
-    shares: dict[str, float]
-    versions: Pins
 
 
 def parse_split(text: str) -> Split:
@@ -174,15 +154,6 @@ def arm_of(rollout: Rollout) -> str:
     return "" if placement is None else placement.arm
 
 
-def placement_of(rollout: Rollout) -> Placement | None:
-    """Return the rollout's placement; ``None`` if no split assigned an arm."""
-    found = rollout.metadata.get(KEY)
-    try:
-        return None if found is None else msgspec.convert(found, Placement)
-    except msgspec.ValidationError:
-        return None  # foreign metadata under the same key
-
-
 class Splitter:
     """Pins the versions of new rollouts. It has no state: all its decisions are in the store."""
 
@@ -219,35 +190,6 @@ class Splitter:
 _PAGE = 500
 
 
-class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The rewards of one arm.
-
-    Attributes:
-        label: The label whose versions the arm serves.
-        versions: Versions of the resources in which the arms differ.
-        rollouts: The number of rollouts that count.
-        failed: The number of counted rollouts that failed.
-        unrewarded: The number of counted rollouts that did not fail but have no reward.
-        mean: Mean reward; ``None`` without any reward.
-        low: Lower end of the mean's interval; ``None`` for fewer than two rewards.
-        high: Upper end of the mean's interval; ``None`` for fewer than two rewards.
-    """
-
-    label: str
-    versions: dict[str, str]
-    rollouts: int
-    failed: int
-    unrewarded: int
-    mean: float | None
-    low: float | None
-    high: float | None
-
-    @property
-    def rewarded(self) -> int:
-        """The number of rollouts in the mean."""
-        return self.rollouts - self.unrewarded
-
-
 class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The rewards of all arms, the baseline first, and the comparison of each other arm with the baseline.
 
@@ -261,23 +203,6 @@ class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     differing: list[str]
     against: dict[str, Comparison | None]
     confidence: float
-
-
-@dataclass(kw_only=True)
-class Sample:
-    """The counted rewards of one arm, in the order in which they are read; for the counts see :class:`ArmReport`."""
-
-    rewards: list[float] = field(default_factory=list[float])
-    failed: int = 0
-    unrewarded: int = 0
-
-    def add(self, rollout: Rollout, reward: float | None) -> None:
-        """Count a rollout; a failed rollout without a reward counts as 0."""
-        self.failed += rollout.status == "failed"
-        if reward is not None or rollout.status == "failed":
-            self.rewards.append(reward or 0.0)
-        else:
-            self.unrewarded += 1
 
 
 async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
@@ -302,25 +227,10 @@ async def split_report(
     between = _restricted(pins, differing(pins))
     baseline, *others = labels
     return SplitReport(
-        arms=[_report(label, between[label], found[label], confidence) for label in labels],
+        arms=[found[label].report(label, between[label], confidence=confidence) for label in labels],
         differing=differing(pins),
         against={label: _compared(found[baseline].rewards, found[label].rewards, confidence) for label in others},
         confidence=confidence,
-    )
-
-
-def _report(label: str, versions: dict[str, str], sample: Sample, confidence: float) -> ArmReport:
-    count = len(sample.rewards)
-    low, high = interval(sample.rewards, confidence=confidence) if count > 1 else (None, None)
-    return ArmReport(
-        label=label,
-        versions=versions,
-        rollouts=count + sample.unrewarded,
-        failed=sample.failed,
-        unrewarded=sample.unrewarded,
-        mean=sum(sample.rewards) / count if count else None,
-        low=low,
-        high=high,
     )
 
 

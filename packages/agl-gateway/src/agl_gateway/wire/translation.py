@@ -18,6 +18,8 @@ ClientApi: TypeAlias = Dialect | Literal["google"]
 
 CHAT = "/chat/completions"
 
+_BILLING = "x-anthropic-billing-header:"
+
 
 class StreamTranslation(Protocol):
     """Translates one streamed answer as it arrives."""
@@ -140,3 +142,30 @@ def objects_in(value: object) -> list[dict[str, Any]]:
 def text_in(value: object) -> str:
     """Return ``value`` if it is text, else ``""``."""
     return value if isinstance(value, str) else ""
+
+
+def opening_of(call: Request) -> list[Any] | None:
+    """Return the system prompt and the messages up to the user's first; ``None`` if there is no user message."""
+    is_response = call.dialect == "responses"
+    if call.dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):
+        return None
+    system = _without_billing(call.get("instructions" if is_response else "system"))
+    messages = call.get("input" if is_response else "messages")
+    if isinstance(messages, str):
+        return [system, messages]
+    for index, message in enumerate(list_of(messages)):
+        if as_object(message).get("role") == "user":
+            return [system, *list_of(messages)[: index + 1]]
+    return None
+
+
+def _without_billing(system: Any) -> Any:
+    """Return the system prompt without the blocks that hold Claude Code's billing line."""
+    if not isinstance(system, list):
+        return system
+    return [block for block in list_of(system) if not str(as_object(block).get("text", "")).startswith(_BILLING)]
+
+
+def list_of(value: Any) -> list[Any]:
+    """Return ``value`` if it is an array, else an empty list."""
+    return cast("list[Any]", value) if isinstance(value, list) else []

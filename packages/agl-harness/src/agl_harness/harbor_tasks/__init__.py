@@ -1,1 +1,1 @@
-"""Support for Harbor tasks: reads their folders and Dockerfiles, lays out their sandboxes, and runs their tests."""
+"""Support for Harbor tasks: reads task folders and Dockerfiles, lays out sandboxes, and runs the tests."""

@@ -29,7 +29,7 @@ MAX_TEXT = 1 << 20
 """Largest size of an instruction, a ``task.toml`` or a Dockerfile, in bytes."""
 
 Lack = Literal["build", "image", "services", "network", "gpus", "user", "mcp", "healthcheck", "collect", "variables"]
-"""Needs of a task that only a sandbox with container images can meet."""
+"""The kinds of needs of a task that only a sandbox with container images can meet."""
 
 _MEANINGS: dict[Lack, str] = {
     "build": "its Dockerfile installs or downloads something",
@@ -187,7 +187,7 @@ def load_task(folder: Path) -> TaskFolder:
 
 
 def instruction_of(folder: Path) -> str:
-    """Return a task's instruction without its leading canary lines, which help to find it in training data."""
+    """Return a task's instruction without its leading canary lines, by which tasks are found in training data."""
     lines = _text(folder / INSTRUCTION).split("\n")
     while lines and (_CANARY.match(lines[0].strip()) or not lines[0].strip()):
         lines.pop(0)
@@ -210,12 +210,12 @@ def check_workdir(task: TaskFolder) -> None:
 
 
 def lacks_of(task: TaskFolder, *, without: Sequence[str]) -> dict[Lack, str]:
-    """Return a task's lacks, except for those in ``without``."""
+    """Return a task's needs that a sandbox without images cannot meet, except for those in ``without``."""
     return {lack: line for lack, line in task.lacks.items() if lack not in without}
 
 
 def describe(lack: Lack, line: str) -> str:
-    """Describe a lack for people."""
+    """Describe a need that a sandbox cannot meet, for people."""
     return f"{_MEANINGS[lack]} ({line[:80]})"
 
 

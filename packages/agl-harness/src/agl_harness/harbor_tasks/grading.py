@@ -97,7 +97,7 @@ async def grade(
     limits: Limits,
     variables: Mapping[str, str],
 ) -> Reward:
-    """Run a task's tests on the files that an agent left in its sandbox, and return their reward.
+    """Run a task's tests on the files that an agent left in the sandbox, and return the reward.
 
     Raises:
         SandboxError: The sandbox went away.
@@ -193,9 +193,9 @@ async def _run(sandbox: Sandbox, words: Sequence[str], environment: Mapping[str,
 
 
 def _reward(name: str, text: str, shown: str) -> Reward:
-    """Read a reward file, which holds a number; ``reward.json`` may hold numbers by name.
+    """Read the reward from a file that the tests wrote: a number, or in ``reward.json`` also numbers by name.
 
-    The value is then the number named ``reward``, or else the mean of all.
+    The value is then the number named ``reward``, or else the mean of all numbers.
     """
     parts = None if len(text) > _MOST else _numbers(text, is_json=name.endswith(".json"))
     if parts is None:

@@ -91,7 +91,7 @@ class Attached(Record, frozen=True, kw_only=True):
 async def attach(spans: Sequence[Span], *, reward: str, folder: Path) -> Attached:
     """Find the sandbox that an attempt left, for a reward.
 
-    The backend creates new sandboxes in the folder that holds this one.
+    The backend creates new sandboxes in the folder that holds the attempt's sandbox.
 
     Args:
         spans: The spans of the attempt.

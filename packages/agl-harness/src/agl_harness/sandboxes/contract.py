@@ -57,7 +57,7 @@ class Finished(Record, frozen=True, kw_only=True):
 
     Attributes:
         code: The exit status, or the negative number of the signal that ended the command.
-        output: The standard output; if it is long, only its start and its end.
+        output: The standard output; if it is long, only the start and the end.
         errors: The standard error, shortened in the same way.
         exceeded: The limit that ended the command; ``""`` if none did.
         detail: The exceeded limit and the actual use, for people.
@@ -177,7 +177,7 @@ class TaskSandboxes(Protocol):
     async def create_for(
         self, name: str, *, task: Path, places: Mapping[str, str], purpose: Purpose = "agent"
     ) -> Sandbox:
-        """Create a sandbox for a task; if the backend has no images, its places are empty.
+        """Create a sandbox for a task; if the backend has no images, the folders at ``places`` are empty.
 
         Args:
             name: A name that is unique within the backend.

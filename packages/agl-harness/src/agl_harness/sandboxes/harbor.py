@@ -134,7 +134,7 @@ class HarborSandboxes:
         own = {HOME: str(_ROOT / HOME), TEMPORARY: str(_ROOT / TEMPORARY), **places}
         sandbox = HarborSandbox(socket, inner, own)
         work = own[WORKSPACE]
-        folders = [place for name, place in own.items() if not name.startswith(f"{PLACES}/")]  # those may be files
+        folders = [place for name, place in own.items() if not name.startswith(f"{PLACES}/")]  # places may be files
         links = {} if PurePosixPath(work).is_relative_to(_ROOT) else {str(_ROOT / WORKSPACE): work}
         await sandbox.ask("create", task=task, purpose=purpose, folders=folders, links=links)
         return sandbox

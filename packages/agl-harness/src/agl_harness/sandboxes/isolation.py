@@ -31,10 +31,10 @@ _TMP = Path("/tmp")
 _TRY_S = 20.0
 
 _OPEN = 'exec 3> "$1"; shift; exec "$@"'
-"""Opens the mark file as descriptor 3 outside of bubblewrap, so that the command cannot reach the file itself."""
+"""Shell script that opens the mark file as descriptor 3 outside of bubblewrap, where the command cannot reach it."""
 
 _STARTED = "echo >&3; exec 3>&-; "
-"""Writes the mark when the command starts; if the mark is missing, bubblewrap itself has failed."""
+"""Shell commands that write the mark when the command starts; without the mark, bubblewrap itself has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ _LOOK_S = 0.25
 """Seconds between two checks of a command's use of memory and processes."""
 
 _THREADS = 16
-"""Number of threads that the system's limit allows for each process of ours; that limit is only a backstop."""
+"""Number of threads per process for which the system's own limit, only a backstop, leaves room."""
 
 _PLACES = "places.json"
 
@@ -133,13 +133,13 @@ class LocalSandboxes:
                 file.unlink(missing_ok=True)
 
     def prune(self, most: int) -> None:
-        """Remove the oldest kept folders, so that at most ``most`` are left."""
+        """Remove the oldest folders of sandboxes that were kept, so that at most ``most`` are left."""
         kept = self.kept()
         for root in kept[: max(0, len(kept) - most)]:
             _remove(root)
 
     def kept(self) -> list[Path]:
-        """Return the kept folders, oldest first."""
+        """Return the folders of sandboxes that were kept, oldest first."""
         if not self._base.is_dir():
             return []
         found = [path for path in self._base.iterdir() if path.is_dir() and not _lock_file(path).exists()]
@@ -364,7 +364,7 @@ async def _watch(kept: BoundProcess, stdin: bytes, limits: Limits, in_memory: Se
 
 
 async def _watch_usage(keeper: int, limits: Limits, in_memory: Sequence[Path]) -> tuple[Any, str]:
-    """Wait until the processes below the keeper exceed a limit; returns the limit's name and a description of the use.
+    """Wait until the processes below ``keeper`` exceed a limit; return the limit's name and the use as text.
 
     Files in the folders ``in_memory`` count as memory.
     """
@@ -393,7 +393,7 @@ async def _converse(
 
 async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
     assert process.stdin is not None  # noqa: S101  # spawned with pipes
-    with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read it
+    with suppress(BrokenPipeError, ConnectionResetError):  # the program may not read its input
         process.stdin.write(stdin)
         await process.stdin.drain()
     process.stdin.close()

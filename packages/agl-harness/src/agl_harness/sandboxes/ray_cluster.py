@@ -1,7 +1,7 @@
 """Local sandboxes on the nodes of a Ray cluster: each is in an actor, which Ray places by the resources it needs.
 
 The harness and this Python must be installed on the nodes, at the same paths as here. Files travel through Ray's object
-store. If an actor or its node dies, the sandbox is gone, and its attempt is repeated.
+store. If an actor or the node dies, the sandbox is gone, and the attempt is repeated.
 """
 
 import asyncio

@@ -24,7 +24,7 @@ class Usage:
 
 
 def usage_below(root: int) -> Usage:
-    """Return the resource use of all descendants of the process ``root``, without its own."""
+    """Return the resource use of all descendants of the process ``root``, without that of ``root`` itself."""
     rows = _rows()
     found: set[int] = set()
     new = {root}

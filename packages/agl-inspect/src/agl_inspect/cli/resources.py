@@ -5,13 +5,16 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
+from agl.schemas import PromptTemplate, ResourceVersion
 from agl_inspect.records import labels
 from agl_inspect.records.state import DEFERRED
 from agl_inspect.searches import COLUMNS, Candidate, Search, candidates_of, searches_of
@@ -113,6 +116,35 @@ def show_(store: Reading, name: str, version: str | None) -> None:
     store.show(
         found, lambda: _lines(found) if isinstance(found, ShownVersion) else (*found.lines(), "", found.texts[name])
     )
+
+
+@resources.command("publish")
+@click.argument("name")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@store_option
+@pass_manager
+def publish_(manager: PluginManager, name: str, file: Path, store_url: str | None) -> None:
+    """Publish the text in FILE as the next version of the prompt NAME, which rollouts get from now on."""
+    text = file.read_text(encoding="utf-8").strip()
+    version = with_store(manager, store_url, lambda store: _publish(store, name, text))
+    echo(f"published {name} {version}")
+
+
+async def _publish(store: Store, name: str, text: str) -> str:
+    listed = {found.version.name: found.version for found in await list_versions(store, None, has_candidates=False)}
+    newest = listed.get(name)
+    before = PromptTemplate(template="", engine="plain") if newest is None else newest.resource
+    if not isinstance(before, PromptTemplate):
+        raise ConfigError(f"{name!r} is no prompt ({type(before).__name__}); only a text can be published from a file")
+    after = replace(before, template=text)
+    if unknown := sorted(after.fields - before.fields):
+        raise ConfigError(
+            f"the text has the placeholders {unknown}, which agents do not fill; write {{{{...}}}} for braces"
+        )
+    parent = "" if newest is None else newest.version
+    made = ResourceVersion(name=name, version=f"{name}-{token_hex(4)}", resource=after, parent=parent)
+    await store.publish([made])
+    return made.version
 
 
 @resources.command("report")

@@ -1,9 +1,10 @@
-"""``agl runs``: lists recorded rollouts and workers, removes rollouts, and tidies old ones.
+"""``agl runs``: lists recorded rollouts and workers, rates and removes rollouts, and tidies old ones.
 
 Removal is always explicit. It never removes a rollout that is not finished, nor, without ``--force``, a rollout of an
 experiment that can be resumed.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,11 +14,12 @@ import msgspec
 from agl import PluginManager
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError
-from agl.schemas import Record, Rollout
+from agl.schemas import Record, Reward, Rollout
 from agl.stores import read_recordings
+from agl.tracing import make_reward_span
 from agl_inspect.ownership import is_owned
+from agl_inspect.presence import ListedWorker, list_workers
 from agl_inspect.records.state import unfinished_experiments
-from agl_inspect.records.workers import ListedWorker, list_workers
 from agl_inspect.retention import (
     LEAST_FREED,
     GarbageReport,
@@ -144,6 +146,37 @@ def remove(manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str 
     """Remove finished rollouts with their attempts and spans; a unique beginning of an id is enough."""
     count = with_store(manager, store_url, lambda store: _remove(store, rollout_ids, force=force))
     click.echo(f"removed {count} rollouts")
+
+
+@runs.command("rate")
+@click.argument("rollout_id", shell_complete=complete_rollout)
+@click.argument("rating", metavar="up|down|SCORE")
+@click.option("--feedback", default="", help="The reason for the rating as text, which prompt optimisers read.")
+@store_option
+@pass_manager
+def rate(manager: PluginManager, rollout_id: str, rating: str, feedback: str, store_url: str | None) -> None:
+    """Add a person's reward to a finished rollout: up counts as 1, down as 0.
+
+    An evaluator's reward of the same rollout goes before it.
+    """
+    try:
+        value = {"up": 1.0, "down": 0.0}[rating] if rating in ("up", "down") else float(rating)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise click.UsageError(f"the rating is up, down or a number, not {rating!r}")
+    reward = Reward(value=value, source="human", feedback=feedback)
+    rated = with_store(manager, store_url, lambda store: _rate(store, rollout_id, reward))
+    click.echo(f"rated {rated} with {value:g}")
+
+
+async def _rate(store: Store, name: str, reward: Reward) -> str:
+    (rollout_id,) = await find_ids(store, [name])
+    (rollout,) = await store.rollouts(RolloutQuery(ids=(rollout_id,)))
+    if not rollout.is_finished:
+        raise ConflictError(f"the rollout {rollout_id} is still {rollout.status}; rate it when it has finished")
+    await store.append_spans([make_reward_span(rollout_id, rollout.attempt_id or "", reward)])
+    return rollout_id
 
 
 @runs.command("gc")

@@ -264,11 +264,6 @@ class DeviceForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
     update_s: float
     token_s: float
 
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step that updates only after all its rollouts are done."""
-        return self.collect_s + self.update_s
-
 
 def memory_of(
     model: ModelShape, training: Training, *, tokens: int, trained: int, contexts: Sequence[int] = ()
@@ -369,10 +364,15 @@ def forecast_on(
 
 
 def _played(one: Observed, pace: "_Pace", token_s: float) -> Observed:
-    """Return a rollout with the time that it would take on the device; tools and the agent take as long as before."""
+    """Return a rollout with the time that it would take on the device; tools and the agent take as long as before.
+
+    Earlier attempts, whose calls are not known, are taken to change by the same factor as the deciding one.
+    """
     model_s = token_s * one.response_tokens + pace.prefill_s(one.prompt_tokens, context=one.context / 2)
-    rest = max(0.0, one.seconds - one.model_s)
-    return replace(one, seconds=model_s + rest, model_s=model_s)
+    deciding_s = model_s + max(0.0, one.deciding_s - one.model_s)
+    earlier_s = one.seconds - one.deciding_s
+    factor = deciding_s / one.deciding_s if one.deciding_s else 1.0
+    return replace(one, seconds=deciding_s + earlier_s * factor, deciding_s=deciding_s, model_s=model_s)
 
 
 class _Pace:

@@ -38,6 +38,7 @@ class Observed(Record, frozen=True, kw_only=True):
         started_at: Start of the first attempt in Unix seconds.
         finished_at: End of the rollout in Unix seconds.
         seconds: Duration of all attempts together.
+        deciding_s: Duration of the deciding attempt.
         model_s: Seconds of the deciding attempt in model calls.
         tool_s: Seconds of the deciding attempt in tools, outside of model calls.
         calls: Number of recorded model calls, without repeated and late calls and those of other attempts.
@@ -77,6 +78,7 @@ class Observed(Record, frozen=True, kw_only=True):
     started_at: float = 0.0
     finished_at: float = 0.0
     seconds: float = 0.0
+    deciding_s: float = 0.0
     model_s: float = 0.0
     tool_s: float = 0.0
     calls: int = 0
@@ -125,6 +127,9 @@ def observe(
     sizes = [tokens_of(call.span) for call in calls]
     rows = [len(row.ids) // 4 for row in episode.rows]
     model_s, tool_s = _parts(recording.spans)
+    seconds = {
+        one.attempt_id: max(0.0, ended_at(recording, one) - one.started_at) for one in attempts if one.finished_at
+    }
     texts = [call.answer for call in calls]
     first = calls[0].prompt if calls else ""
     return Observed(
@@ -137,7 +142,8 @@ def observe(
         attempts=len(attempts),
         started_at=min((attempt.started_at for attempt in attempts), default=0.0),
         finished_at=rollout.finished_at,
-        seconds=sum(max(0.0, ended_at(recording, one) - one.started_at) for one in attempts if one.finished_at),
+        seconds=sum(seconds.values()),
+        deciding_s=seconds.get(rollout.attempt_id or "", 0.0),
         model_s=model_s,
         tool_s=tool_s,
         calls=len(made),

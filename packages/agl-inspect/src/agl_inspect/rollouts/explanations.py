@@ -10,6 +10,7 @@ from agl.contracts import CallUse
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
 from agl_inspect.rollouts.training import TrainingRecord, token_values
+from agl_inspect.text import count_of
 
 _MOST_TOKENS = 2**53
 """Largest number of tokens of a call. A larger number is not a count, and does not fit every store's integers."""
@@ -24,7 +25,7 @@ NEXT_STEP: dict[RejectReason, str] = {
     "length_mismatch": "The backend dropped tokens or log-probabilities, as streaming with a tool parser does in some "
     "releases: update it, or switch streaming off.",
     "empty_response": "The model ended at once: look at max_tokens, the stop strings and the chat template.",
-    "non_token_input": "Choose an algorithm that trains on such inputs, or leave them out of the prompt.",
+    "non_token_input": "No algorithm trains on images or audio yet: describe them in text, or train other calls.",
     "not_selected": "If it should train, change agent_match or the policy that the algorithm tunes.",
     "unseen_calls": "Point that client at the gateway, with the base URL and the key of the resource, or let it call "
     'through httpx; if these calls need no record, set [experiment] unseen_calls = "accept".',
@@ -100,7 +101,7 @@ def explain_training(record: TrainingRecord, *, is_saved: bool = True) -> list[s
     notes = {call.note for call in record.calls if call.row >= 0}
     common = f"; {notes.pop()}" if len(notes) == 1 and notes != {""} else ""
     ending = "" if is_saved else "; the step was not saved, and is repeated when the run is resumed"
-    lines = [f"{name}: trained on {trained} of {len(record.calls)} calls{common}{ending}"]
+    lines = [f"{name}: trained on {trained} of {count_of(len(record.calls), 'call')}{common}{ending}"]
     return lines + [f"{name}, call {_use(call, hides_note=bool(common))}" for call in record.calls]
 
 
@@ -170,8 +171,8 @@ def _weight(reward: Reward, part: str) -> str:
 def _outcome(episode: Episode) -> str:
     rollout, attempt = episode.rollout, episode.attempt
     if attempt is None:
-        return f"rollout {rollout.rollout_id} is {rollout.status}; no attempt was started"
-    line = f"rollout {rollout.rollout_id} is {rollout.status}; attempt {attempt.number} {attempt.status}"
+        return f"rollout {rollout.rollout_id}: {rollout.status}; no attempt was started"
+    line = f"rollout {rollout.rollout_id}: {rollout.status}; attempt {attempt.number} {attempt.status}"
     return f"{line}: {attempt.error.type}: {attempt.error.message}" if attempt.error else line
 
 
@@ -184,13 +185,18 @@ def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> l
     untrusted = sum(1 for span in recorded if span.reward is not None and span.reward.source == "agent")
     if untrusted and not options.trust_agent:
         lines.append(
-            f"{untrusted} rewards came with the agent's own token and do not count; "
+            f"{count_of(untrusted, 'reward')} came with the agent's own token and {_do(untrusted)} not count; "
             "let an evaluator compute them, or trust the agent in the experiment"
         )
     own_late = len(recorded) - len(admitted) - (0 if options.trust_agent else untrusted)
     if own_late:
-        lines.append(f"{own_late} rewards were reported by the attempt after it was decided and do not count")
+        late = f"{count_of(own_late, 'reward')} {'was' if own_late == 1 else 'were'} reported by the attempt"
+        lines.append(f"{late} after it was decided and {_do(own_late)} not count")
     return lines
+
+
+def _do(count: int) -> str:
+    return "does" if count == 1 else "do"
 
 
 def _agreement(episode: Episode) -> list[str]:
@@ -216,12 +222,13 @@ def _summary(episode: Episode) -> str:
     tokens = sum(row.mask.count(1) for row in episode.rows)
     if _is_without_ids(episode):
         other = sum(1 for call in episode.transitions if call.reject != "missing_token_ids")
-        return f"{rejected - other} calls recorded without token ids, {other or 'none'} rejected"
-    line = (
-        f"{len(episode.transitions)} calls recorded, {rejected} rejected; {len(episode.rows)} rows, "
-        f"{tokens} tokens train"
-    )
-    return f"{line}; {drifted} prompts drifted from what was sampled" if drifted else line
+        return f"{count_of(rejected - other, 'call')} recorded without token ids, {other or 'none'} rejected"
+    calls, rows = count_of(len(episode.transitions), "call"), count_of(len(episode.rows), "row")
+    # What of this trains depends on the step, which reports it by itself.
+    line = f"{calls} recorded, {rejected} rejected; {rows} with {count_of(tokens, 'sampled token')}"
+    if episode.rollout.mode != "train":
+        line += f", which do not train because the rollout's mode is {episode.rollout.mode}"
+    return f"{line}; {count_of(drifted, 'prompt')} drifted from what was sampled" if drifted else line
 
 
 def token_counts(span: Span) -> str:

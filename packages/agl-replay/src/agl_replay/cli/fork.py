@@ -210,7 +210,7 @@ def _file_of(rollout: Rollout) -> Path:
 def _name_in(path: Path) -> str:
     try:
         return load_config(path).experiment.name
-    except AglError:  # another kind of file
+    except AglError:  # not an experiment file
         return ""
 
 

@@ -47,14 +47,14 @@ class ComparedRun(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def side_of(episode: Episode, spans: Sequence[Span]) -> ComparedRun:
-    """Make the comparable form of a recorded run."""
+    """Return a recorded run in the form that :func:`compare` takes."""
     outputs = [span.attributes[semconv.OUTPUT] for span in spans if semconv.OUTPUT in span.attributes]
     calls = sum(span.call is not None for span in spans)
     return ComparedRun(episode=episode, output=outputs[-1] if outputs else None, calls=calls)
 
 
 def compare(then: ComparedRun, now: ComparedRun) -> tuple[list[str], list[str]]:
-    """Return the names of the parts that are equal in both runs, and a line for each part that changed."""
+    """Return the names of the values, such as ``reward``, that are equal in both runs, and a line for each other."""
     pairs = {name: (read(then), read(now)) for name, read in _READ.items()}
     equal = [name for name, (old, new) in pairs.items() if old == new]
     changed = [f"{name} {difference(old, new)}" for name, (old, new) in pairs.items() if old != new]
@@ -100,7 +100,7 @@ class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @dataclass(frozen=True, kw_only=True)
 class _ReplayedRollout:
-    """The rollout to replay, with its calls, and with its resources that are not from the experiment's file."""
+    """The rollout to replay, with the calls, and with the resources that are not from the experiment's file."""
 
     side: ComparedRun
     calls: list[ModelCall]
@@ -235,7 +235,7 @@ def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: Re
 
 @contextmanager
 def _environment(server: ReplayServer | None) -> Generator[None]:
-    """Set the usual environment variables, so that programs that read them call the server."""
+    """Set the usual variables for a model's address and key within the block, so that programs call the server."""
     if server is None:
         yield
         return

@@ -43,7 +43,7 @@ class ReplayServer:
 
     @property
     def url(self) -> str:
-        """Base URL without ``/v1``."""
+        """Base URL of the server, without ``/v1``."""
         return f"http://127.0.0.1:{self._http.server_port}"
 
     @property

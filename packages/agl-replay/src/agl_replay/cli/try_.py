@@ -26,7 +26,7 @@ LIMIT = 20
 
 _GIVEN = "agl_replay.cli.try_.given"
 _OPTIONS = {"versions": "version", "texts": "text", "text_files": "text-file", "is_edited": "edit"}
-"""The options that name candidates, by argument."""
+"""The options that name candidates, by argument of the command's function."""
 
 
 class _InOrder(click.Command):

@@ -1,1 +1,1 @@
-"""Credit assignments for teams of agents: hierarchical groups, and leave-one-out, Shapley and fork credit by replay."""
+"""Credit assignments for teams of agents: by groups of equal states, by role and turn, and by replays and forks."""

@@ -24,7 +24,7 @@ from agl.schemas import CallCredit, Episode, Reward
 from agl_rewards.credit.episodes import by_group, group_of, live_calls, players_of, return_of
 
 ROUNDING = 1e-6
-"""Shares of an agent count as equal if they differ by less than this, relative to the largest (at least 1)."""
+"""Two shares of an agent count as equal if they differ by less than this times the largest share (at least 1)."""
 
 Baseline = Literal["centred", "counterfactual", "group"]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -36,7 +36,7 @@ Order = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutGame:
-    """One episode as a game.
+    """One episode as a cooperative game between the agents that train.
 
     Attributes:
         episode: The episode.
@@ -58,10 +58,10 @@ class RolloutGame:
 
 
 class _ReplayCredit:
-    """A credit by replays; a subclass decides which coalitions are replayed and how their worths become shares."""
+    """Base of the credits that replay coalitions; a subclass chooses the coalitions and how worths become shares."""
 
     NAME = ""
-    """The credit's name, which is also the name of the reward that holds the shares in an episode."""
+    """The credit's name in experiments, and the name of the reward that stores an episode's shares."""
 
     def __init__(
         self,
@@ -78,22 +78,25 @@ class _ReplayCredit:
         self._max_replays, self._failed, self._baseline = max_replays, failed, baseline
 
     def _coalitions(self, players: Sequence[str], name: str) -> list[Replaced]:
-        """Return the replaced players of each coalition whose worth is needed, except that of the recorded run.
+        """Return the coalitions to replay, each as the set of its replaced players; the recorded run is not among them.
 
-        The rollout's id ``name`` may seed a random choice, which must be the same in :meth:`_shares_of`.
+        The rollout id ``name`` may seed a random choice; :meth:`_shares_of` must make the same choice.
         """
         raise NotImplementedError
 
     def _shares_of(self, players: Sequence[str], name: str, worth: Worth) -> dict[str, float]:
-        """Return every player's share; ``worth`` accepts the coalitions of :meth:`_coalitions` and the empty set."""
+        """Return every player's share.
+
+        ``worth`` gives the worth of the empty set and of each set from :meth:`_coalitions`.
+        """
         raise NotImplementedError
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
-        """Replay every episode with each needed coalition, and attach the shares as a reward of the credit's name.
+        """Replay every episode once for each needed coalition, and attach the shares as a reward named like the credit.
 
         Raises:
-            ConfigError: No call names its agent, no task has two rollouts as ``sibling`` requires, or not even one
-                group fits into the budget.
+            ConfigError: No call names its agent; ``replace`` is ``sibling`` and no task has two rollouts; or
+                ``max_replays`` is too small for even one group.
         """
         if (step - 1) % self._every:  # steps count from 1; the first is always replayed
             return list(episodes)
@@ -107,9 +110,9 @@ class _ReplayCredit:
         return [self._attached(episode, shares.get(episode.rollout.rollout_id)) for episode in episodes]
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """Give each call its agent's share, or, in an episode without shares, the return, compared within the role.
+        """Return the credit of each call: its agent's share or, in an episode without shares, the episode's return.
 
-        Returns one list per episode, in order of time.
+        The baseline key compares a call with calls of the same agent. Returns one list per episode, in order of time.
 
         Raises:
             ConfigError: An episode that trains has no reward.
@@ -123,7 +126,7 @@ class _ReplayCredit:
         calls = live_calls(episode)
         if not calls:
             return []
-        # A share is a difference of worths already; `baseline = "group"` has the estimator compare it once more.
+        # A share is already a difference of worths; with `baseline = "group"` the estimator compares it once more.
         is_final = shares is not None and self._baseline != "group"
         value = return_of(episode)
         return [
@@ -137,7 +140,7 @@ class _ReplayCredit:
         ]
 
     def _games(self, episodes: Sequence[Episode]) -> list[RolloutGame]:
-        """Return a game for every episode that has players, and also siblings if answers come from siblings."""
+        """Return a game for every episode with players; with ``replace = "sibling"``, also with a sibling."""
         games: list[RolloutGame] = []
         for group in by_group(episodes).values():
             ids = sorted(episode.rollout.rollout_id for episode in group)
@@ -168,8 +171,8 @@ class _ReplayCredit:
     def _affordable(self, games: Sequence[RolloutGame], step: int) -> list[RolloutGame]:
         """Return the games of as many whole groups as the budget allows.
 
-        Groups are not split, because their rollouts are compared. Each step begins with another group, so that over
-        several steps none is always left out. Raises :class:`ConfigError` if not even one group fits.
+        Groups are not split, because their rollouts are compared. Each step begins with another group, so that no group
+        is left out in every step. Raises :class:`ConfigError` if not even one group fits.
         """
         groups: dict[str, list[RolloutGame]] = {}
         for game in games:
@@ -195,7 +198,7 @@ class _ReplayCredit:
         return [plan for replaced in coalitions for plan in self._replays(game, replaced)]
 
     def _replays(self, game: RolloutGame, replaced: Replaced) -> list[ReplayPlan]:
-        """Return the plans of the replays whose mean reward is the worth of a coalition."""
+        """Return the replays to run for a coalition; the mean of their rewards is the coalition's worth."""
         names = tuple(sorted(replaced))
         if self._replace == "sibling":
             return [
@@ -375,9 +378,10 @@ def _centred(shares: Sequence[Mapping[str, float] | None]) -> list[Mapping[str, 
 
 
 def leave_one_out(players: Sequence[str], worth: Worth) -> dict[str, float]:
-    """Return v(N) - v(N without i) for every player i, which needs n + 1 worths for n players.
+    """Return every player's leave-one-out share v(N) - v(N without i), where v is the worth of a coalition.
 
-    The shares have no fixed sum: two players who can each replace the other both get 0.
+    For n players this needs n + 1 worths. The shares have no fixed sum: two players who can each replace the other both
+    get 0.
     """
     whole = worth(frozenset())  # v(N)
     return {player: whole - worth(frozenset({player})) for player in players}
@@ -420,9 +424,11 @@ def orders_of(players: Sequence[str], *, limit: int, draw: random.Random) -> lis
 
 
 def coalitions_of(orders: Sequence[Order]) -> list[Replaced]:
-    """Return the replaced players of each coalition that :func:`shapley` needs, except that of the recorded run.
+    """Return the coalitions that :func:`shapley` needs, each as the set of its replaced players.
 
-    Each coalition is returned once, however many orders contain it: for n players at most 2^n - 1.
+    The recorded run is not among them. Each coalition is returned once, however many orders contain it: for n players
+    at
+    most 2^n - 1.
     """
     # The players not yet in are a suffix of the order. The empty suffix is the recorded run, whose worth is known.
     found = dict.fromkeys(frozenset(order[start:]) for order in orders for start in range(len(order)))

@@ -1,4 +1,4 @@
-"""Facts about an episode that all credits here need: its training calls, its task, its players and its reward."""
+"""Helpers that all credits of this package share: an episode's training calls, group, players and reward."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def live_calls(episode: Episode) -> list[Transition]:
 
 
 def group_of(episode: Episode) -> str:
-    """Return the task's identity; a rollout without one is a group of its own."""
+    """Return the id of the episode's group; a rollout without one is alone in a group, named by the rollout's id."""
     return episode.rollout.group_id or episode.rollout.rollout_id
 
 
@@ -27,10 +27,10 @@ def return_of(episode: Episode) -> float:
 
 
 def final_of(episode: Episode, *, has_other: bool) -> float:
-    """Return the episode's reward; if it has none but other rewards were recorded (``has_other``), return 0.0.
+    """Return the episode's reward; without one, return 0.0 if ``has_other`` says that other rewards were recorded.
 
     Raises:
-        ConfigError: There is no reward at all, so that 0 would be invented.
+        ConfigError: The episode has no reward, and ``has_other`` is false.
     """
     if episode.reward is not None:
         return episode.reward
@@ -43,7 +43,7 @@ def final_of(episode: Episode, *, has_other: bool) -> float:
 
 
 def by_group(episodes: Sequence[Episode]) -> dict[str, list[Episode]]:
-    """Return the episodes by task, in the order in which the tasks first appear."""
+    """Return the episodes of each group, by group id, in the order in which the groups first appear."""
     groups: dict[str, list[Episode]] = {}
     for episode in episodes:
         groups.setdefault(group_of(episode), []).append(episode)

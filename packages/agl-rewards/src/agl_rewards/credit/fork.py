@@ -35,10 +35,10 @@ NAME = "fork"
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 SHARE = 0.5
-"""Default budget: the forks' model calls per model call of the training rollouts."""
+"""Default budget: model calls that forks make, as a fraction of the model calls of the training rollouts."""
 
 ROUNDS = 3
-"""The most rounds of forks in a step; calls that a round's forks saved are available in the next round."""
+"""Largest number of rounds of forks in a step; model calls that one round saved are available to the next."""
 
 
 class ForkCredit:
@@ -71,7 +71,9 @@ class ForkCredit:
         self._max_replays, self._failed = max_replays, failed
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
-        """Attach each call's advantage, by span id, as the reward ``fork``; return the episodes in order.
+        """Run forks, and attach the advantages of an episode's calls as the reward ``fork``, by span id.
+
+        Returns the episodes in order.
 
         Raises:
             ConfigError: Every fork of the step diverged, or an episode that trains has no reward.
@@ -107,7 +109,7 @@ class ForkCredit:
         return math.floor(SHARE * sum(len(episode.transitions) for episode in episodes))
 
     def _advantage(self, point: Point, choice: ForkChoice, runs: "_Runs", returns: Mapping[str, float]) -> float | None:
-        """Return the advantage of a call; ``None`` if no outcome of another answer is known."""
+        """Return the advantage of the answer at ``point``; ``None`` if no run with another answer has a reward."""
         found: list[tuple[float, int]] = []
         found += [(returns[name], 1) for name in choice.finished_forks(point) if name in returns]
         for plan, count in [*choice.stand_ins(point), *((plan, 1) for plan in runs.drawn.get(point.span_id, ()))]:
@@ -124,7 +126,7 @@ class ForkCredit:
 
 
 class _Runs:
-    """Runs forks within the limits, and stores their outcomes."""
+    """Runs forks up to a limit, and holds the resulting episodes."""
 
     def __init__(self, replay: ReplayFn, *, limit: int, budget: int) -> None:
         self._replay, self._left, self.calls_left = replay, limit, budget
@@ -133,7 +135,7 @@ class _Runs:
         self.equal: dict[str, int] = {}
 
     async def run(self, plans: Iterable[ForkPlan]) -> None:
-        """Run those plans that have not run yet, as far as the limit allows."""
+        """Run the plans that have not run before, until the limit is reached."""
         new = [plan for plan in dict.fromkeys(plans) if plan not in self._episodes][: max(0, self._left)]
         if not new:
             return
@@ -159,7 +161,7 @@ class _Runs:
         return failed if episode.rollout.status != "succeeded" or episode.reward is None else episode.reward
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` if all forks diverged, which means that the agent does not repeat its requests."""
+        """Raise :class:`ConfigError` if all forks diverged, which shows that the agent does not repeat its requests."""
         if self._episodes and all(map(is_diverged, self._episodes.values())):
             first = next(iter(self._episodes.values()))
             error = first.attempt.error.message if first.attempt and first.attempt.error else ""
@@ -171,7 +173,7 @@ class _Runs:
 
 
 async def _run_stand_ins(choice: ForkChoice, runs: _Runs) -> None:
-    """Run the forks with siblings' answers, in turns over the calls, until the budget of model calls is exceeded."""
+    """Run the forks that reuse siblings' answers, one per call in turn, until the budget of model calls is exceeded."""
     waiting = [choice.stand_ins(point) for point in choice.points]
     for turn in range(max(map(len, waiting), default=0)):
         if runs.calls_left < 0:
@@ -192,7 +194,7 @@ async def _run_drawn(choice: ForkChoice, runs: _Runs, drawn: Sequence[tuple[Fork
 
 
 def _means_of_others(episodes: Sequence[Episode], returns: Mapping[str, float]) -> dict[str, float]:
-    """Return, for each rollout, the return minus the mean of the task's other rollouts; 0 if there are none."""
+    """Return each rollout's return minus the mean of the task's other rollouts, by rollout id; 0 without others."""
     found: dict[str, float] = {}
     for group in by_group(episodes).values():
         own = {name: returns[name] for each in group if (name := each.rollout.rollout_id) in returns}

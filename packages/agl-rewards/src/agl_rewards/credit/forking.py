@@ -25,21 +25,24 @@ from agl.schemas import Episode, Transition, unpack_floats
 from agl_rewards.credit.episodes import group_of
 
 LEAST_SPREAD = 0.01
-"""A state is not forked if the chance of a different second answer is below this: all forks would equal the run."""
+"""A state is not forked if a second answer would differ with less than this probability: forks would equal the run."""
 
 State = tuple[str, str, bytes]
-"""A task, an agent and the prompt's ids; if a call has no ids, its own span id, so that it equals no other call."""
+"""The state of a call: the task, the agent and the prompt's token ids.
+
+For a call without token ids, it is the call's span id, so that the call is in a state of its own.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """An answer that the policy gave in a state.
+    """An answer that the policy sampled in a state, in a run or in a fork.
 
     Attributes:
         rollout_id: The rollout with the answer, which may be a fork.
         span_id: The span of the call.
         answer: The answer's token ids.
-        later: The states of the calls after it.
+        later: The states of the rollout's calls after this one, with their counts.
     """
 
     rollout_id: str
@@ -58,7 +61,7 @@ class Point:
         state: The state of the call.
         answer: The token ids of the recorded answer.
         before: The states and answers of the calls before this one.
-        later: The states of the calls after this one.
+        later: The states of the calls after this one, with their counts.
         spread: Estimated chance that a second answer in this state differs, from the recorded answer's probability.
     """
 
@@ -71,7 +74,10 @@ class Point:
     spread: float
 
     def calls_after(self, sample: Sample) -> int:
-        """Return how many later calls would be new with the answer of ``sample``, judging by the sample's rollout."""
+        """Return the number of later calls that a model must answer anew if ``sample`` replaces the recorded answer.
+
+        These are the later calls in the sample's rollout whose states do not occur after this point.
+        """
         return (sample.later - self.later).total()
 
 
@@ -81,7 +87,7 @@ def state_of(episode: Episode, call: Transition) -> State:
 
 
 def samples_of(episode: Episode, task: Episode) -> list[Sample]:
-    """Return the answers of all calls of an episode; ``task`` is a rollout of the same task, for the calls' states."""
+    """Return all answers of an episode as samples; their states are those of ``task``, an episode of the same task."""
     states = [state_of(task, call) for call in episode.transitions]
     return [
         Sample(
@@ -119,7 +125,7 @@ def _spread(call: Transition) -> float:
 
 
 class ForkChoice:
-    """Holds the samples of a step, and chooses forks from them.
+    """Holds the samples of a step's episodes, and chooses the forks to run.
 
     Args:
         episodes: The step's episodes.
@@ -144,9 +150,9 @@ class ForkChoice:
         self._counts = Counter({state: len(samples) for state, samples in self._by_state.items()})
 
     def add_drawn(self, point: Point, fork: Episode) -> bool:
-        """Add the answer that a model gave at the fork as a sample of the state; return true if it differs.
+        """Add the model's new answer in ``fork`` to the samples of the point's state; return true if it differs.
 
-        If the fork has no such answer, or one without token ids, it counts as different.
+        It is compared with the recorded answer. A fork without a new answer, or without token ids, counts as different.
         """
         task = self._tasks[point.rollout_id]
         for call, sample in zip(fork.transitions, samples_of(fork, task), strict=True):
@@ -157,20 +163,20 @@ class ForkChoice:
         return True
 
     def others(self, point: Point) -> list[Sample]:
-        """Return the samples of a call's state, except its own and those drawn by forking at this call."""
+        """Return the samples of the point's state, except the recorded answer and answers of forks at this point."""
         own = {point.span_id, *(sample.span_id for sample in self._drawn.get(point.span_id, ()))}
         return [sample for sample in self._by_state[point.state] if sample.span_id not in own]
 
     def equal(self, point: Point) -> int:
-        """Return the number of other samples of the state with the same answer."""
+        """Return the number of other samples of the point's state whose answer equals the recorded answer."""
         return sum(sample.answer == point.answer for sample in self.others(point))
 
     def is_contested(self, point: Point) -> bool:
-        """Return true if another sample of the state has another answer."""
+        """Return true if another sample of the point's state has a different answer."""
         return any(sample.answer != point.answer for sample in self.others(point))
 
     def finished_forks(self, point: Point) -> list[str]:
-        """Return the siblings that are forks of a call: equal up to the call, and with another answer there.
+        """Return the ids of siblings that are forks of a call already: equal up to it, and with another answer there.
 
         Siblings whose answer can be used in a fork without model calls are left out, because that fork has less noise.
         """
@@ -183,7 +189,7 @@ class ForkChoice:
         ]
 
     def stand_ins(self, point: Point) -> list[tuple[ForkPlan, int]]:
-        """Return the forks that need no model call, each with the number of samples that gave the fork's answer."""
+        """Return the forks that reuse a sibling's answer without any model call, each with its number of samples."""
         found: dict[bytes, tuple[ForkPlan, int]] = {}
         for sample in self.others(point):
             if sample.answer == point.answer or point.calls_after(sample) > 0:
@@ -233,7 +239,7 @@ class ForkChoice:
         return 0.0 if spread < LEAST_SPREAD * len(self._at[state]) else spread / (count * (count + 1) * cost)
 
     def _cost(self, point: Point) -> int:
-        """Return the expected model calls of a fork: the one at the fork, and later ones whose request changes."""
+        """Return the expected model calls of a fork: the new answer, and later calls whose requests it changes."""
         others = [sample for sample in self._by_state[point.state] if sample.answer != point.answer]
         if not others:
             return 1 + point.later.total()  # nothing shows that they stay the same

@@ -87,7 +87,7 @@ class HierarchicalCredit:
     def _steps(
         self, episodes: Sequence[Episode], returns: Mapping[str, Mapping[str, float]]
     ) -> dict[Key, tuple[float, float]]:
-        """Return, for every state, the mean over the rollouts that reached it, and the factor 1 / F."""
+        """Return two numbers for every state: the mean return of the rollouts that reached it, and the factor 1 / F."""
         # State -> rollout -> the returns of its steps there. Dict keys compare by value, so "the same state" means
         # the same agent and byte for byte the same prompt ids.
         found: dict[Key, dict[str, list[float]]] = {}
@@ -106,13 +106,13 @@ def _id(episode: Episode) -> str:
 
 
 def _advantages(values: Mapping[str, Sequence[float]], *, has_norm: bool) -> dict[str, float]:
-    """Return (x - mean) / F for every rollout, where x is the mean of its values."""
+    """Return each rollout's advantage (x - mean) / F, where x is the mean of the rollout's values."""
     mean, scale = _statistics(values, has_norm=has_norm)
     return {name: (_mean(found) - mean) * scale for name, found in values.items()}
 
 
 def _statistics(values: Mapping[str, Sequence[float]], *, has_norm: bool) -> tuple[float, float]:
-    """Return the mean over rollouts, and the factor 1 / F, which is 0 if there is nothing to compare."""
+    """Return the mean over rollouts of their mean values, and the factor 1 / F, which is 0 if all values are equal."""
     scores = [_mean(found) for found in values.values()]
     if len(scores) < 2:  # one rollout is its own mean, and n - 1 would be 0
         return (scores[0] if scores else 0.0), 0.0

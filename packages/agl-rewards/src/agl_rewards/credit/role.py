@@ -42,9 +42,8 @@ class RoleCredit:
 
     Args:
         roles: Role settings, by a regular expression that must match an agent's whole name; the first match counts. An
-            agent that no expression matches is a role of its own with the episode's reward.
-        gamma: Discount per turn for roles that set none, in [0, 1].
-        trust_agent: Whether rewards that came with an agent's own token count too.
+        agent that no expression matches is a separate role with the episode's reward. gamma: Discount per turn for
+        roles that set none, in [0, 1]. trust_agent: Whether rewards that came with an agent's own token count too.
 
     Raises:
         ConfigError: A setting is unknown, a regular expression is invalid, or a discount is out of range.
@@ -101,7 +100,7 @@ class RoleCredit:
         }
 
     def _earned(self, episode: Episode, name: str, role: Role, *, has_other: bool) -> float:
-        """Return the reward of the role's last turn; 0.0 if it is missing but the role's turns have rewards."""
+        """Return the reward that a role earns at its last turn; 0.0 if only the role's turns have rewards."""
         if not role.reward:
             return final_of(episode, has_other=has_other)
         # An agent holds a token of its own and could report any reward for itself.
@@ -116,7 +115,7 @@ class RoleCredit:
         return sum(found)
 
     def _name(self, agent: str) -> str:
-        """Return the role of an agent: the first pattern that matches, or the agent's own name."""
+        """Return the role of an agent: the first role pattern that matches the agent's name, or else the name."""
         return next((pattern.pattern for pattern, _ in self._roles if pattern.fullmatch(agent)), agent)
 
     def _settings(self, agent: str) -> Role:
@@ -124,7 +123,7 @@ class RoleCredit:
 
 
 def _matching(rewards: Iterable[Reward], pattern: str) -> list[float]:
-    """Return the values of the rewards whose names match, one per name, with the precedence of `agl.episodes.score`."""
+    """Return the values of rewards whose names match ``pattern``; `agl.episodes.score` chooses one value per name."""
     wanted = [reward for reward in rewards if re.fullmatch(pattern, reward.name)]
     names = dict.fromkeys(reward.name for reward in wanted)
     values = (score(wanted, options=ScoreOptions(key=name)).value for name in names)

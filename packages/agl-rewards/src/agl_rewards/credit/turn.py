@@ -60,7 +60,7 @@ class TurnCredit:
         ]
 
     def _key(self, episode: Episode, call: Transition) -> str:
-        """Return the baseline key of a call; it never names a single call, which would be compared with nothing."""
+        """Return the baseline key of a call: the group or, with ``baseline = "turn"``, the group, agent and turn."""
         group = group_of(episode)
         return group if self._baseline == "group" else f"{group}/{call.agent}/{call.turn}"
 
@@ -74,13 +74,13 @@ def discounted_returns(calls: Sequence[Transition], *, final: float, gamma: floa
         gamma: Discount per turn.
     """
     values: dict[str, float] = {}
-    # From the end: ``future`` is G_{t+1}; after the last turn it is R, which that turn earns undiscounted.
+    # From the end: ``future`` is G_{t+1}; for the last turn it is R, without discount.
     future, is_last = final, True
     # Neighbours with one agent and one turn number are the choices of one request, rejected ones included.
     for _, step in groupby(reversed(calls), key=lambda call: (call.agent, call.turn)):
         members = list(step)
         behind = list(takewhile(lambda call: bool(call.reject), members))
-        # They take no turn's place, so they are not discounted by themselves; turns after them have their return.
+        # Rejected calls at the end form no turn, so their rewards join the later return without a discount.
         future += _earned(behind)
         choices = members[len(behind) :]
         if not choices:

@@ -15,6 +15,9 @@ from agl_run.agents.importing import import_attribute
 BUILT_IN_PARAMETERS = ("task", "resources", "rollout", "llm", "prompt_template")
 """Parameter names that an agent function may have without a resource of that name."""
 
+_ONLY = {"llm": LLM, "prompt_template": PromptTemplate}
+"""Parameter names that stand for the only resource of a kind."""
+
 _RUNS = ("rollout", "rollout_async")
 _TRAINS = ("training_rollout", "training_rollout_async", *_RUNS)
 _VALIDATES = ("validation_rollout", "validation_rollout_async", *_RUNS)
@@ -96,7 +99,7 @@ class AgentSpec:
         target: Any = self.target if self.target is not None else import_attribute(self.path, self.folder)
         if inspect.isclass(target):
             target = cast("Any", target())
-        if hasattr(target, "rollout"):
+        if hasattr(target, "rollout") and not inspect.isfunction(target):
             # Chosen once for each mode, not in every rollout.
             methods = {mode: _method(target, names) for mode, names in _METHODS.items()}
             return LoadedAgent(
@@ -163,11 +166,18 @@ def _bind(function: Callable[..., Any], *, is_async: bool) -> LoadedAgent:
     # A function whose parameters all have defaults still gets the task.
     if not needed and any(p.kind not in variadic for p in parameters):
         needed = parameters[:1]
+    optional = [p for p in parameters if p not in needed and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
     def call(rollout: Rollout, resources: NamedResources) -> Any:
         values = [(p, _value(p.name, rollout, resources, is_first=p is needed[0])) for p in needed]
         positional = [value for p, value in values if p.kind is not p.KEYWORD_ONLY]
-        return function(*positional, **{p.name: value for p, value in values if p.kind is p.KEYWORD_ONLY})
+        named = {p.name: value for p, value in values if p.kind is p.KEYWORD_ONLY}
+        # A default is for calls outside of an experiment; a resource that has the parameter's name replaces it.
+        for p in optional:
+            if (value := _resource(p.name, resources)) is not None:
+                is_text = isinstance(p.default, str) and isinstance(value, PromptTemplate)
+                named[p.name] = value.template if is_text else value
+        return function(*positional, **named)
 
     return LoadedAgent(call=call, is_async=is_async, parameters=tuple(p.name for p in needed))
 
@@ -179,12 +189,14 @@ def _value(name: str, rollout: Rollout, resources: Mapping[str, Any], *, is_firs
         return dict(resources)
     if name == "rollout":
         return rollout.for_agent
-    if name in resources:
-        return resources[name]
-    if name == "llm":
-        return _only(LLM, resources, name)
-    if name == "prompt_template":
-        return _only(PromptTemplate, resources, name)
+    if (value := _resource(name, resources)) is not None:
+        return value
+    if name in _ONLY:
+        found = _of_kind(_ONLY[name], resources)
+        raise ConfigError(
+            f"the agent's parameter {name!r} needs exactly one {_ONLY[name].__name__} among the resources, found "
+            f"{found}; name the parameter after the resource it wants"
+        )
     if is_first:
         return rollout.visible_task
     raise ConfigError(
@@ -193,14 +205,15 @@ def _value(name: str, rollout: Rollout, resources: Mapping[str, Any], *, is_firs
     )
 
 
-def _only(kind: type, resources: Mapping[str, Any], name: str) -> Any:
-    found = [key for key, value in resources.items() if isinstance(value, kind)]
-    if len(found) != 1:
-        raise ConfigError(
-            f"the agent's parameter {name!r} needs exactly one {kind.__name__} among the resources, found {found}; "
-            "name the parameter after the resource it wants"
-        )
-    return resources[found[0]]
+def _resource(name: str, resources: Mapping[str, Any]) -> Any:
+    """Return the resource with a parameter's name, or the only one of the kind it stands for; ``None`` without one."""
+    if name not in resources and name in _ONLY and len(found := _of_kind(_ONLY[name], resources)) == 1:
+        return resources[found[0]]
+    return resources.get(name)
+
+
+def _of_kind(kind: type, resources: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in resources.items() if isinstance(value, kind)]
 
 
 TaskSets: TypeAlias = tuple[Sequence[Json], Sequence[Json]]

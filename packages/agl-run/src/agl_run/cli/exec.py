@@ -18,6 +18,7 @@ from agl import PluginManager
 from agl.errors import ConfigError
 from agl_inspect.stores import as_url, proposal, refuse_directory
 from agl_inspect.terminal.opening import pass_manager
+from agl_inspect.text import count_of
 from agl_run.runners.recording import RecordedRun, StopRequest, record_command
 from agl_run.watch.agreement import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
 
@@ -88,10 +89,10 @@ def exec_program(
     look = proposal("look with", "show", run.rollout_id, store_url=store_url)
     look = f";{look}" if look else ""
     if run.stopped_by:
-        kept = f"{run.calls} model calls are recorded{look}"
+        kept = f"{count_of(run.calls, 'model call')} recorded{look}"
         click.echo(f"agl: {_stopped(run.stopped_by)} after {seconds:.1f} s; {kept}", err=True)
         sys.exit(run.exit_code)
-    click.echo(f"agl: recorded {run.calls} model calls in {seconds:.1f} s{look}", err=True)
+    click.echo(f"agl: recorded {count_of(run.calls, 'model call')} in {seconds:.1f} s{look}", err=True)
     for line in _missed(run, store_url):
         click.echo(f"agl: {line}", err=True)
     sys.exit(run.exit_code)

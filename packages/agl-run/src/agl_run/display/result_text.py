@@ -5,7 +5,7 @@ from html import escape
 
 from agl.schemas import Episode
 from agl_inspect.records.names import error_of
-from agl_inspect.text import visible
+from agl_inspect.text import count_of, visible
 
 Rows = Sequence[Sequence[str]]
 
@@ -68,7 +68,7 @@ def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
     """Describe a rollout in a few lines: its status, its reward, and its calls with the reject reasons."""
     rollout = episode.rollout
     reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
-    lines = [f"{rollout.rollout_id}: {rollout.status}, {reward}, {len(episode.rows)} rows"]
+    lines = [f"{rollout.rollout_id}: {rollout.status}, {reward}, {count_of(len(episode.rows), 'row')}"]
     if episode.attempt and episode.attempt.error:
         lines.append(f"  {episode.attempt.error.type}: {episode.attempt.error.message}")
     for call in episode.transitions:

@@ -69,7 +69,7 @@ class Part(Record, frozen=True, kw_only=True, omit_defaults=False):
     share: float
 
 
-class AlgorithmPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
+class AlgorithmForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The forecast for one algorithm.
 
     Attributes:
@@ -111,7 +111,7 @@ class AlgorithmPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
     on_device: DeviceForecast | None = None
 
 
-class RunPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
+class RunForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The forecast of an experiment.
 
     Attributes:
@@ -127,17 +127,19 @@ class RunPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
     source: Source
     concurrency: int
     recorded_at_once: float
-    algorithms: list[AlgorithmPlan]
+    algorithms: list[AlgorithmForecast]
     faults: list[Fault]
 
 
-async def make_report(plan: Plan, material: Material, *, target: tuple[Device, ModelShape] | None = None) -> RunPlan:
+async def make_report(
+    plan: Plan, material: Material, *, target: tuple[Device, ModelShape] | None = None
+) -> RunForecast:
     """Make an experiment's forecast from recorded rollouts; with ``target`` also its costs on a device and a model."""
     configs: dict[str, AlgorithmConfig | None] = {config.name: config for config in plan.config.algorithm}
     observed = next(iter(material.observed.values()))
     beside = at_once(observed)
     concurrency = plan.config.runner.concurrency or max(1, round(beside))
-    return RunPlan(
+    return RunForecast(
         experiment=plan.name,
         source=material.source,
         concurrency=plan.config.runner.concurrency,
@@ -155,7 +157,7 @@ async def _algorithm(
     material: Material,
     concurrency: int,
     target: tuple[Device, ModelShape] | None,
-) -> AlgorithmPlan:
+) -> AlgorithmForecast:
     rollouts = material.observed[config.name if config else ""]
     shape = await shape_of(plan, config) if config is not None else None
     step = shape and forecast(rollouts, tasks=shape.tasks, samples=shape.samples, concurrency=concurrency)
@@ -191,7 +193,7 @@ async def _algorithm(
         needs_token_ids=config is not None and plan.entry(config).needs_token_ids,
         token_budget=shape.token_budget if shape else 0,
     )
-    return AlgorithmPlan(
+    return AlgorithmForecast(
         algorithm=config.name if config else "",
         rollout=_size(rollouts),
         trained_share=len(rewards) / len(rollouts),

@@ -10,7 +10,7 @@ from agl_inspect.forecast.queueing import Spread
 from agl_inspect.forecast.silence import NEARLY
 from agl_inspect.stores import MEMORY, command
 from agl_inspect.text import visible
-from agl_run.forecast.report import AlgorithmPlan, RolloutSize, RunPlan
+from agl_run.forecast.report import AlgorithmForecast, RolloutSize, RunForecast
 
 _WIDTH = 80
 _SURE = 0.1
@@ -20,21 +20,21 @@ _LABEL = 18
 _COLUMN = 10
 
 
-def as_lines(report: RunPlan, *, store_url: str = "") -> list[str]:
+def as_lines(report: RunForecast, *, store_url: str = "") -> list[str]:
     """Return the lines of a forecast's report; ``store_url`` is used in the commands that it proposes."""
     lines = _wrapped(f"{report.experiment}: {_origin(report)}")
     known: list[RolloutSize] = []
-    stepping = [plan for plan in report.algorithms if plan.shape is not None]
-    for plan in report.algorithms:
-        same = [other.algorithm for other in report.algorithms if other.rollout == plan.rollout]
-        lines += _rollout(plan, same) if plan.rollout not in known else []
-        known.append(plan.rollout)
-        lines += _step(plan, report)
-        lines += on_device(plan.on_device) if plan.on_device is not None else []
-        lines += _groups(plan) if plan in (stepping or report.algorithms[:1]) else []
+    stepping = [forecast for forecast in report.algorithms if forecast.shape is not None]
+    for forecast in report.algorithms:
+        same = [other.algorithm for other in report.algorithms if other.rollout == forecast.rollout]
+        lines += _rollout(forecast, same) if forecast.rollout not in known else []
+        known.append(forecast.rollout)
+        lines += _step(forecast, report)
+        lines += on_device(forecast.on_device) if forecast.on_device is not None else []
+        lines += _groups(forecast) if forecast in (stepping or report.algorithms[:1]) else []
     faults = list(report.faults)
-    for plan in report.algorithms:
-        faults += [fault for fault in plan.faults if fault not in faults]
+    for forecast in report.algorithms:
+        faults += [fault for fault in forecast.faults if fault not in faults]
     lines.append("")
     if not faults:
         return [*lines, "no fault found in the recorded rollouts"]
@@ -42,7 +42,7 @@ def as_lines(report: RunPlan, *, store_url: str = "") -> list[str]:
     return lines + [line for fault in faults for line in _fault(fault, store_url)]
 
 
-def _origin(report: RunPlan) -> str:
+def _origin(report: RunForecast) -> str:
     source = report.source
     made = f"run {source.run}" if source.run else "a trial"
     until = datetime.fromtimestamp(source.until, UTC).strftime("%Y-%m-%d %H:%M")
@@ -50,14 +50,14 @@ def _origin(report: RunPlan) -> str:
     return f"{source.rollouts} rollouts of {tasks}, from {made} that ran until {until} UTC"
 
 
-def _rollout(plan: AlgorithmPlan, algorithms: Sequence[str]) -> list[str]:
-    whose = f"a rollout, as {' and '.join(algorithms)} would train on it" if plan.algorithm else "a rollout"
+def _rollout(forecast: AlgorithmForecast, algorithms: Sequence[str]) -> list[str]:
+    whose = f"a rollout, as {' and '.join(algorithms)} would train on it" if forecast.algorithm else "a rollout"
     lines = ["", whose, _row("", ("mean", "median", "90 %", "most"))]
-    size = plan.rollout
+    size = forecast.rollout
     lines += [_spread(name, spread, _number) for name, spread in _sizes(size)]
     lines += [_spread(name, spread, _short) for name, spread in _times(size)]
-    reward = "no reward" if plan.reward is None else f"mean reward {plan.reward:.3g}"
-    return [*lines, f"  {plan.trained_share:.0%} can be trained on, {reward}"]
+    reward = "no reward" if forecast.reward is None else f"mean reward {forecast.reward:.3g}"
+    return [*lines, f"  {forecast.trained_share:.0%} can be trained on, {reward}"]
 
 
 def _sizes(size: RolloutSize) -> list[tuple[str, Spread]]:
@@ -79,50 +79,50 @@ def _row(name: str, cells: Sequence[str]) -> str:
     return f"  {name:<{_LABEL}}{''.join(f'{cell:>{_COLUMN}}' for cell in cells)}".rstrip()
 
 
-def _step(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
-    shape, step = plan.shape, plan.step
+def _step(forecast: AlgorithmForecast, report: RunForecast) -> list[str]:
+    shape, step = forecast.shape, forecast.step
     if shape is None or step is None:
         why = (
-            f"a step of {plan.algorithm}: not known, for it collects no rollouts, or says by no method step_size and "
-            "by no parameters tasks_per_step and group_size how many"
+            f"a step of {forecast.algorithm}: not known, because it collects no rollouts, or has neither a method "
+            "step_size nor the parameters tasks_per_step and group_size"
         )
-        return ["", *_wrapped(why if plan.algorithm else "no algorithm: nothing is trained, so there are no steps")]
-    lines = ["", f"a step of {plan.algorithm}: {shape.tasks} tasks x {shape.samples} = {shape.rollouts} rollouts"]
+        return ["", *_wrapped(why if forecast.algorithm else "no algorithm: nothing is trained, so there are no steps")]
+    lines = ["", f"a step of {forecast.algorithm}: {shape.tasks} tasks x {shape.samples} = {shape.rollouts} rollouts"]
     tokens = [("trained tokens", step.trained_tokens), ("row tokens", step.row_tokens), ("rows", step.rows)]
     seen = [("prompt tokens", step.prompt_tokens), ("answer tokens", step.response_tokens)]
     for name, spread in [*(tokens if step.rows.most else []), *seen]:
         lines.append(
             f"  {name:<{_LABEL}}{_number(spread.mean):>{_COLUMN}}  from {_number(spread.p10)} to {_number(spread.p90)}"
         )
-    if plan.gradient_share is not None and step.rows.most:
-        tokens = plan.gradient_share * step.trained_tokens.mean
+    if forecast.gradient_share is not None and step.rows.most:
+        tokens = forecast.gradient_share * step.trained_tokens.mean
         lines.insert(3, f"  {'with a gradient':<{_LABEL}}{_number(tokens):>{_COLUMN}}  in groups that are not silent")
     collect = f"  {'rollouts take':<{_LABEL}}{seconds(step.collect_s.mean):>{_COLUMN}}"
     lines.append(
         f"{collect}  from {seconds(step.collect_s.p10)} to {seconds(step.collect_s.p90)}, {step.concurrency} at once"
     )
-    if plan.update_s is not None:
-        basis = "as the run logged it" if plan.update_basis == "logged" else "measured here, on random rows"
-        lines.append(f"  {'updates take':<{_LABEL}}{seconds(plan.update_s):>{_COLUMN}}  {basis}")
-    whole = step.collect_s.mean + (plan.update_s or 0.0)
+    if forecast.update_s is not None:
+        basis = "as the run logged it" if forecast.update_basis == "logged" else "measured here, on random rows"
+        lines.append(f"  {'updates take':<{_LABEL}}{seconds(forecast.update_s):>{_COLUMN}}  {basis}")
+    whole = step.collect_s.mean + (forecast.update_s or 0.0)
     if shape.steps:
-        what = "" if plan.update_s is not None else ", without the updates"
+        what = "" if forecast.update_s is not None else ", without the updates"
         lines.append(f"  {f'{shape.steps} steps take':<{_LABEL}}{seconds(whole * shape.steps):>{_COLUMN}}{what}")
-    return [*lines, *_slowest(plan), *_few_tasks(plan, report), *_caution(report)]
+    return [*lines, *_slowest(forecast), *_few_tasks(forecast, report), *_caution(report)]
 
 
-def _slowest(plan: AlgorithmPlan) -> list[str]:
-    if not plan.parts:
+def _slowest(forecast: AlgorithmForecast) -> list[str]:
+    if not forecast.parts:
         return []
-    first, *others = (f"{part.name} {part.share:.0%}" for part in plan.parts if part.share >= 0.005)
+    first, *others = (f"{part.name} {part.share:.0%}" for part in forecast.parts if part.share >= 0.005)
     return _wrapped(f"slowest: {', then '.join([first, *others])}", indent="  ")
 
 
-def _few_tasks(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
-    if plan.uncertainty is None:
+def _few_tasks(forecast: AlgorithmForecast, report: RunForecast) -> list[str]:
+    if forecast.uncertainty is None:
         return []
-    sure = f"the tokens are sure to within {plan.uncertainty:.{0 if plan.uncertainty >= 0.095 else 1}%}"
-    if plan.uncertainty < _SURE:
+    sure = f"the tokens are sure to within {forecast.uncertainty:.{0 if forecast.uncertainty >= 0.095 else 1}%}"
+    if forecast.uncertainty < _SURE:
         return _wrapped(f"{sure} (95 % interval over the tasks)", indent="  ")
     return _wrapped(
         f"{sure} only, for the tasks differ and {report.source.tasks} of them were run; --run with more --tasks or "
@@ -131,7 +131,7 @@ def _few_tasks(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
     )
 
 
-def _caution(report: RunPlan) -> list[str]:
+def _caution(report: RunForecast) -> list[str]:
     planned, recorded = report.concurrency, report.recorded_at_once
     if not planned or not recorded or 0.5 <= planned / recorded <= 2:
         return []
@@ -142,34 +142,38 @@ def _caution(report: RunPlan) -> list[str]:
     )
 
 
-def _groups(plan: AlgorithmPlan) -> list[str]:
-    if not plan.silent:
+def _groups(forecast: AlgorithmForecast) -> list[str]:
+    if not forecast.silent:
         return []
     lines = ["", "groups whose rollouts all get one reward teach nothing; to expect:"]
-    lines.append(_row("group size", [str(one.size) for one in plan.silent]))
+    lines.append(_row("group size", [str(one.size) for one in forecast.silent]))
     lines.append(
-        _row("silent groups", [f"{g.silent_share:.0%}{'*' if g.basis == 'model' else ''}" for g in plan.silent])
+        _row("silent groups", [f"{g.silent_share:.0%}{'*' if g.basis == 'model' else ''}" for g in forecast.silent])
     )
-    if plan.shape is not None:
-        lines.append(_row("with a gradient", ["" if g.groups is None else f"{g.groups:.1f}" for g in plan.silent]))
-        lines.append(f"  of the groups that {plan.shape.rollouts} rollouts make")
-    if any(one.basis == "model" for one in plan.silent):
+    if forecast.shape is not None:
+        lines.append(_row("with a gradient", ["" if g.groups is None else f"{g.groups:.1f}" for g in forecast.silent]))
+        lines.append(f"  of the groups that {forecast.shape.rollouts} rollouts make")
+    if any(one.basis == "model" for one in forecast.silent):
         lines += _wrapped(
             "* by a model of how the tasks differ (beta-binomial), for no task was run so often; the others are "
             "counted among the rollouts of each task, without bias",
             indent="  ",
         )
-    return lines + _advice(plan)
+    return lines + _advice(forecast)
 
 
-def _advice(plan: AlgorithmPlan) -> list[str]:
-    if plan.shape is None:
+def _advice(forecast: AlgorithmForecast) -> list[str]:
+    if forecast.shape is None:
         return []
-    if plan.best_size is None:
+    if forecast.best_size is None:
         return _wrapped("no group size gives a gradient: see the tasks and the reward first", indent="  ")
     kept = f"the largest one that keeps {NEARLY:.0%} of the most groups with a gradient"
-    own = "as the file has it" if plan.best_size == plan.shape.samples else f"the file has {plan.shape.samples}"
-    return _wrapped(f"proposed for as many rollouts: group size {plan.best_size}, {kept}; {own}", indent="  ")
+    own = (
+        "as the file has it"
+        if forecast.best_size == forecast.shape.samples
+        else f"the file has {forecast.shape.samples}"
+    )
+    return _wrapped(f"proposed for as many rollouts: group size {forecast.best_size}, {kept}; {own}", indent="  ")
 
 
 def _fault(fault: Fault, store_url: str) -> list[str]:

@@ -31,6 +31,7 @@ from agl_run.run.collector import Collector
 from agl_run.run.session import Session
 from agl_run.watch.agent_patterns import PatternReport
 from agl_run.watch.agreement import AgreementReport
+from agl_run.watch.arrival import ArrivalReport
 from agl_run.watch.failures import FailureReport
 from agl_run.watch.sampling import SamplingReport
 from agl_run.watch.steps import StepShares, StepWatch, TallyObserver
@@ -96,6 +97,7 @@ class Driver:
             SamplingReport(store_url=url),
             self.failures,
             self.patterns,
+            ArrivalReport(session.plan, live=session.live, is_trial=is_trial),
             self.agreement,
             self.view,
             StepWatch(self._suggest),

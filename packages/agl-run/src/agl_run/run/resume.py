@@ -13,7 +13,6 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import ExperimentRecord, ExtendableAlgorithm, Store
 from agl.errors import ConfigError
 from agl_inspect.records.state import AlgorithmState, load_algorithm, load_experiment, load_last_versions, save_progress
-from agl_inspect.records.workers import worker_name
 from agl_run.config.records import ScheduleConfig
 from agl_run.config.training_settings import refuse_other_kind
 from agl_run.plan import Plan
@@ -63,7 +62,7 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
     # A fresh start has a new number: its rollouts, versions and metrics never mix with those
     # before.
     if previous is None or fresh:
-        state = ExperimentRecord(name=name, run=previous.run + 1 if previous else 1, owner=worker_name(), agent=agent)
+        state = ExperimentRecord(name=name, run=previous.run + 1 if previous else 1, agent=agent)
         # Otherwise workers elsewhere would run rollouts that no run needs any more.
         await cancel_unfinished(store, name)
     # One name belongs to one agent; comparisons over its history would be meaningless otherwise.
@@ -85,7 +84,7 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
         # A finished run may have its best versions live; further steps continue from the last ones,
         # whose optimizer state is saved.
         live = await load_last_versions(store, previous) if previous.status == "finished" else previous.live
-        state = msgspec.structs.replace(previous, status="running", live=live, owner=worker_name(), agent=agent)
+        state = msgspec.structs.replace(previous, status="running", live=live, agent=agent)
     elif previous.status == "finished":
         raise ConfigError(
             f"experiment {name!r} is finished; pass --fresh (fresh=True) to run it again from its start, or ask for "

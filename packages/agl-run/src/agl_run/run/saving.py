@@ -18,8 +18,8 @@ from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Rollout
 from agl.stores import read_recordings
+from agl_inspect.presence import worker_is_dead
 from agl_inspect.records.state import DEFERRED, AlgorithmState
-from agl_inspect.records.workers import worker_is_dead
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])

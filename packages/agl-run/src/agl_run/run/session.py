@@ -44,7 +44,7 @@ from agl_run.runners.setup import RunContext
 from agl_run.worker.address import advertised_url, local_url
 from agl_run.worker.cluster_share import store_for_workers
 from agl_run.worker.current import LiveResources
-from agl_run.worker.heartbeat import Heartbeat, UnclaimedReport, make_running, withdraw
+from agl_run.worker.invitation import Invitation, UnclaimedReport, make_running
 from agl_run.worker.order import order_of, reclaim_lost
 from agl_run.worker.setup import make_runner, make_tracers, run_context
 from agl_run.worker.worker import Worker
@@ -76,7 +76,7 @@ class Session:
         self._gateway: Gateway | None = None
         self._gateway_url = ""
         self._advertised_url = ""
-        self._heartbeat: Heartbeat | None = None
+        self._invitation: Invitation | None = None
         self._say: Callable[[str], None] | None = None
         self._stack = AsyncExitStack()
 
@@ -121,9 +121,6 @@ class Session:
         # Reservations come first: workers and policies would otherwise take the machines that an
         # algorithm asks for.
         await self._reserve()
-        # A killed trainer leaves its record behind, and workers that find it would join a gateway
-        # that is gone.
-        await withdraw(self.store, self.plan.name)
         # Before the first claim, so that no rollout finishes unseen, and below the worker on the
         # stack, so that the last outcomes are still sent.
         await self._start_exporters()
@@ -158,8 +155,7 @@ class Session:
         )
         # The record invites workers on other machines, so it is written last, when everything that
         # they need answers.
-        heartbeat = Heartbeat(self.store, self.plan.name, running)
-        self._heartbeat = await self._stack.enter_async_context(heartbeat)
+        self._invitation = await self._stack.enter_async_context(Invitation(self._ownership, running))
         if self.plan.fleet is not None:
             self._stack.push_async_callback(self.plan.fleet.recall)
             await self.plan.fleet.deploy(self._fleet_setup())
@@ -193,8 +189,8 @@ class Session:
         if policy is not None:
             await self._load(version.name, policy, version)
         self.live.set(version)
-        if self._heartbeat is not None:
-            await self._heartbeat.update(self.live.versions())
+        if self._invitation is not None:
+            await self._invitation.update(self.live.versions())
         return version
 
     async def go_back(self, versions: Mapping[str, str]) -> None:
@@ -207,8 +203,8 @@ class Session:
                 if name in self.policies:
                     await self._load(name, self.policies[name], found)
                 self.live.set(found)
-        if self._heartbeat is not None:
-            await self._heartbeat.update(self.live.versions())
+        if self._invitation is not None:
+            await self._invitation.update(self.live.versions())
 
     async def _load(self, name: str, policy: Policy, version: ResourceVersion) -> None:
         if self._gateway is None:
@@ -346,7 +342,7 @@ class Session:
             if name in state.live:
                 # A resumed run keeps its versions even if the file has changed since; without a
                 # message the edit would seem to work.
-                if state.owner and name in self.plan.resources:  # a trial has no owner, and reports this itself
+                if state.agent and name in self.plan.resources:  # a trial names no agent, and reports this itself
                     await self._say_if_changed(name, resource, first=version)
             # A fresh run begins with the file's own value unless a label names a version to
             # continue from.

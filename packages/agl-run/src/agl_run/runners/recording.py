@@ -29,7 +29,7 @@ from agl.schemas import (
     new_rollout_id,
 )
 from agl.stores import all_spans
-from agl_inspect.records.workers import worker_name
+from agl_inspect.presence import worker_name
 from agl_inspect.stores import build_store
 from agl_run.access.secret import signing_keys
 from agl_run.access.tokens import AttemptTokens, issue_token

@@ -2,16 +2,21 @@
 
 ``own-spans`` switches on the spans that frameworks create themselves, so that an agent needs no code for this.
 pydantic-ai and Microsoft's Agent Framework report agents, tools and model calls in the standard ``gen_ai.*`` spans once
-they are asked to, and the tracer ``otel`` records the spans. Nothing changes if the user has configured the spans, or
+they are asked to, and the tracer ``otel`` records the spans. For smolagents, agno, LlamaIndex and DSPy, OpenInference's
+packages make spans where they are installed. Nothing changes if the user has configured the spans, or
 has switched them off in a framework that can tell this from its default.
 """
 
+import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from agl.contracts import Tracer
 from agl.tracing import ImportWatch, Undo
+
+_log = logging.getLogger("agl_run.run")
 
 
 class ModuleTracer(Tracer):
@@ -74,10 +79,36 @@ def _agent_framework(module: ModuleType) -> list[Undo]:
     return [undo]
 
 
+def _openinference(module: ModuleType) -> list[Undo]:
+    package, name = _INSTRUMENTORS[module.__name__]
+    try:
+        instrumentor: Any = getattr(importlib.import_module(f"openinference.instrumentation.{package}"), name)()
+    except ImportError:
+        _log.warning(
+            "%s does not name the agents of its calls; to record them, pip install openinference-instrumentation-%s",
+            *(module.__name__.partition(".")[0], package.replace("_", "-")),
+        )
+        return []
+    if instrumentor.is_instrumented_by_opentelemetry:
+        return []
+    instrumentor.instrument()
+    return [instrumentor.uninstrument]
+
+
+_INSTRUMENTORS = {
+    "agno.agent": ("agno", "AgnoInstrumentor"),
+    "dspy": ("dspy", "DSPyInstrumentor"),
+    "llama_index.core": ("llama_index", "LlamaIndexInstrumentor"),
+    "smolagents": ("smolagents", "SmolagentsInstrumentor"),
+}
+"""For each framework without spans of its own, OpenInference's package and class that make them."""
+
+
 class OwnSpans(ModuleTracer):
-    """Switches on the frameworks' own spans while it is installed."""
+    """Switches on the frameworks' own spans, or those that OpenInference makes for them, while it is installed."""
 
     changes: ClassVar[Mapping[str, Callable[[ModuleType], Sequence[Undo]]]] = {
         "pydantic_ai": _pydantic_ai,
         "agent_framework.observability": _agent_framework,
+        **dict.fromkeys(_INSTRUMENTORS, _openinference),
     }

@@ -4,6 +4,7 @@ Every command that collects rollouts uses this check, so that none of them ignor
 """
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -86,9 +87,10 @@ class AgreementReport(Observer):
             _LOG.warning(
                 "%d of %d rollouts made no recorded model call. If their agent calls a model, let its client call over "
                 "HTTP with httpx, as the openai and anthropic clients do, or give it the base URL and key of the "
-                "resource.%s",
+                "resource.%s%s",
                 len(silent),
                 len(episodes),
+                " DSPy answers repeated questions from its cache: dspy.LM(..., cache=False)." * ("dspy" in sys.modules),
                 self._see("show", silent[0]),
             )
 

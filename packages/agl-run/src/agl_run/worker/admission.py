@@ -8,14 +8,13 @@ import agl
 from agl import PluginManager
 from agl.errors import ConfigError, GatewayLostError
 from agl.schemas import to_json
-from agl_inspect.records.workers import host_id
 from agl_run.config.agent import agent_of, with_runner
 from agl_run.config.records import ExperimentConfig
 from agl_run.parts.rewards import check_known
 from agl_run.plan import Plan, load_agent
 from agl_run.worker.address import is_loopback
 from agl_run.worker.cluster_share import with_fleet
-from agl_run.worker.heartbeat import RunningExperiment, settings_of
+from agl_run.worker.invitation import RunningExperiment, settings_of
 from agl_run.worker.remote_gateway import RemoteGateway
 
 
@@ -85,7 +84,7 @@ async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_
     where = f"the gateway {gateway.url} of the experiment on {serving.host!r}"
     # An address that was given may be the end of a tunnel, so only the advertised one is judged by
     # its form.
-    if is_loopback(gateway.url) and serving.place != host_id() and not is_given:
+    if is_loopback(gateway.url) and not serving.is_of_this_machine and not is_given:
         return JoinProblem(
             kind="gateway",
             text=f"{where} listens on its own machine only, and this is another one. There, set [gateway] params = "
@@ -110,7 +109,7 @@ async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_
 def unreachable_policies(serving: RunningExperiment) -> dict[str, str]:
     """Return a message with the remedy for each policy that only the experiment's machine can call directly."""
     # On the experiment's own machine everything that listens on loopback is reachable.
-    if serving.place == host_id():
+    if serving.is_of_this_machine:
         return {}
     return {
         upstream.name: f"a reward calls the policy {upstream.name!r} directly, which serves at {upstream.base_url} on "

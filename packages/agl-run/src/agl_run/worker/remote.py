@@ -12,21 +12,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 
 import msgspec
 
 from agl.contracts import Presence, Store
 from agl.errors import ConfigError, GatewayLostError, StoreError, TokenError
 from agl.schemas import Rollout
+from agl_inspect.presence import BEAT_S, renew, worker_name
 from agl_inspect.records.state import load_experiment
-from agl_inspect.records.workers import worker_name
 from agl_run.access.secret import signing_keys
 from agl_run.access.tokens import AdminKey
 from agl_run.access.worker_token import worker_key
 from agl_run.plan import Plan
 from agl_run.worker.admission import JoinProblem, check_direct_calls, differences, try_gateway, unreachable_policies
 from agl_run.worker.current import PinnedResources
-from agl_run.worker.heartbeat import BEAT_S, RunningExperiment, load_running
+from agl_run.worker.invitation import RunningExperiment, load_running
 from agl_run.worker.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
 from agl_run.worker.setup import ca_of, make_runner, make_tracers, run_context
 from agl_run.worker.worker import Worker
@@ -110,8 +111,8 @@ class RemoteWorker:
 
     async def _wait(self) -> tuple[RunningExperiment, RemoteGateway | None] | None:
         """Wait until the experiment can be joined, and return its record and gateway; ``None`` once it is finished."""
-        # The session and the beat of the first read record; see below.
-        seen: tuple[str, int] | None = None
+        # The first read record; see below.
+        seen: RunningExperiment | None = None
         while True:
             try:
                 serving = await load_running(self._store, self._plan.name)
@@ -131,17 +132,17 @@ class RemoteWorker:
                 problem = await self._join_problem(serving, gateway)
                 if problem is None:
                     return serving, gateway
-                # A killed experiment leaves its record; only a beat that changes between two reads
-                # proves that it runs.
-                if seen is None or seen[0] != serving.session:
-                    seen = (serving.session, serving.beat)
-                self._refuse(serving, problem, runs=seen[1] != serving.beat)
+                # A killed experiment leaves its record; only a renewal between two reads proves that
+                # it runs.
+                if seen is None or seen.session != serving.session:
+                    seen = serving
+                self._refuse(serving, problem, runs=seen.seen_at != serving.seen_at)
             await asyncio.sleep(LOOK_S)
 
     async def _check_finished(self) -> bool:
         """Return true if the experiment is finished and this worker does not wait for its next run."""
         state = await load_experiment(self._store, self._plan.name)
-        # A record that says ``running`` without a heartbeat is a stopped experiment, which may be
+        # A record that says ``running`` without a renewed lease is a stopped experiment, which may be
         # resumed.
         self._is_over = state is not None and state.status == "finished" and not self._stays
         return self._is_over
@@ -162,7 +163,7 @@ class RemoteWorker:
         return found
 
     def _refuse(self, serving: RunningExperiment, problem: JoinProblem, *, runs: bool) -> None:
-        """Raise a problem if the beat shows that the experiment runs; otherwise say that the worker waits."""
+        """Raise a problem if the experiment certainly runs; otherwise say that the worker waits."""
         if runs and (problem.kind == "settings" or not self._has_joined):
             raise ConfigError(problem.text)
         self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {problem.text}")
@@ -176,18 +177,22 @@ class RemoteWorker:
         """Run attempts until this start of the experiment ends, and give the running ones back."""
         member = Presence(experiment=self._plan.name, member=self._name, session=serving.session, since=time.time())
         self._said = ""
+        announce = partial(self._store.announce, member)
+        renewing = asyncio.create_task(renew(announce, every_s=BEAT_S, title=f"worker {self._name!r}"))
         with ExitStack() as stack:
             try:
-                await self._store.announce(member)
+                await announce()
                 async with self._make_worker(serving, gateway, stack) as worker:
                     self._worker = worker
                     self._announce(serving, gateway)
                     self._has_joined = True
-                    await self._until_over(serving, gateway, worker, member)
+                    await self._until_over(serving, gateway, worker)
             except StoreError as error:
                 self._tell("lost", f"the store does not answer: {error}")
                 await asyncio.sleep(LOOK_S)
             finally:
+                renewing.cancel()
+                await asyncio.gather(renewing, return_exceptions=True)
                 await self._sign_off()
 
     async def _sign_off(self) -> None:
@@ -241,21 +246,14 @@ class RemoteWorker:
         serving = await load_running(self._store, self._plan.name)
         return serving.live if serving is not None else {}
 
-    async def _until_over(
-        self, serving: RunningExperiment, gateway: RemoteGateway | None, worker: Worker, member: Presence
-    ) -> None:
+    async def _until_over(self, serving: RunningExperiment, gateway: RemoteGateway | None, worker: Worker) -> None:
         if worker.failure is None:
             raise RuntimeError("the worker is not running")
         # The loss of the gateway wakes the loop at once, instead of at the next look.
         lost = asyncio.ensure_future((gateway.lost if gateway is not None else asyncio.Event()).wait())
         summary_at, shown = time.monotonic() + SUMMARY_S, self.finished.total()
-        beat_at = time.monotonic() + BEAT_S
         try:
             while not (reason := await self._end_reason(serving, gateway)):
-                if time.monotonic() >= beat_at:
-                    beat_at = time.monotonic() + BEAT_S
-                    member = msgspec.structs.replace(member, beat=member.beat + 1)
-                    await self._store.announce(member)
                 await asyncio.wait({worker.failure, lost}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 # Raised here, so that ``agl worker`` ends with the reason.
                 if worker.failure.done():

@@ -18,7 +18,7 @@ from agl.errors import FencedError, GatewayLostError, NoModelCallsError, NotFoun
 from agl.schemas import Claim, Outcome, Rollout, Span, decode, encode, new_trace_id
 from agl.stores import all_spans
 from agl.tracing import make_reward_span
-from agl_inspect.records.workers import worker_name
+from agl_inspect.presence import worker_name
 from agl_run.runners.judging import judged
 from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error

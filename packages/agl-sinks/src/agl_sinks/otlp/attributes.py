@@ -26,7 +26,7 @@ _DESCRIPTIVE = re.compile(
 
 
 def allowed(attributes: Mapping[str, Any], *, has_contents: bool) -> dict[str, Json]:
-    """Return the attributes that may be sent: all of them with contents, else only descriptive ones."""
+    """Return the attributes that may be sent: all of them if contents may, else only those that describe the run."""
     if has_contents:
         return dict(attributes)
     return {key: value for key, value in attributes.items() if _DESCRIPTIVE.fullmatch(key)}

@@ -95,7 +95,7 @@ async def _send(batches: AsyncIterator[list[Recording]], exporter: OtlpExporter)
 
 
 async def _export(exporter: OtlpExporter, batch: list[Recording]) -> None:
-    """Send a batch, repeating it after errors that may pass."""
+    """Send a batch, repeating it after temporary errors."""
     for pause in _PAUSES_S:
         try:
             await exporter.export(batch)

@@ -72,7 +72,7 @@ def _headers(variable: str) -> dict[str, str]:
 
 
 def _parsed(content_type: str, body: bytes) -> ExportTraceServiceResponse:
-    """Decode a response; one of another content type counts as empty, which means that all spans were accepted."""
+    """Decode the backend's response; another content type counts as empty, which means that all spans were accepted."""
     try:
         return ExportTraceServiceResponse.FromString(body if content_type == _PROTOBUF else b"")
     except DecodeError:

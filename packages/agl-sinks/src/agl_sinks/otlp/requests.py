@@ -1,8 +1,8 @@
 """Packs the spans of rollouts into requests of a size that backends accept, to send them or to write them to a file.
 
 ``agl data export --format otlp`` writes whole rollouts, with contents and token ids, for collectors and for ``agl data
-import``. The file has one JSON request per line; if its name ends in ``.pb``, it has Protobuf requests, each after its
-length. All fields of a call or a reward are in an attribute, as JSON.
+import``. The file has one JSON request per line; if its name ends in ``.pb``, it has Protobuf requests, each preceded
+by the length. All fields of a call or a reward are in an attribute, as JSON.
 """
 
 import math
@@ -124,7 +124,7 @@ class OtlpWriter:
 
 
 def _decided(recording: Recording, episode: Episode, losses: Losses) -> Recording:
-    """Return the recording with only the spans of the deciding attempt to write, and count the others as losses."""
+    """Return the recording with only the spans to write, from the deciding attempt; count all others as losses."""
     rollout_id, attempt = recording.rollout.rollout_id, episode.attempt
     own = [span for span in recording.spans if attempt is not None and span.attempt_id == attempt.attempt_id]
     losses.add(_OTHERS, rollout_id, len(recording.spans) - len(own))

@@ -47,7 +47,7 @@ def spans_of(recording: Recording, *, has_contents: bool, has_records: bool = Fa
 
 
 class _Trace:
-    """Converts one rollout."""
+    """Converts one rollout to the spans of a trace."""
 
     def __init__(self, recording: Recording, *, has_contents: bool, has_records: bool) -> None:
         rollout = recording.rollout

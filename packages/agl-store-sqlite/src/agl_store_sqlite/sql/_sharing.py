@@ -25,7 +25,7 @@ class Point(msgspec.Struct, frozen=True, gc=False):
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
-    """The digests that are kept of a call.
+    """The digests of a call that are kept to find later calls which continue it.
 
     Attributes:
         head: The first bytes of the call's ids, or of its text if it has no ids; used to find similar calls.
@@ -55,13 +55,13 @@ class Share(msgspec.Struct, frozen=True, gc=False):
 
 
 class Marks:
-    """The marks of the most recently used attempts."""
+    """The marks of the calls of the most recently used attempts."""
 
     def __init__(self) -> None:
         self._marks: OrderedDict[object, list[Mark]] = OrderedDict()
 
     def add(self, attempt: object, sequence: int, *, prompt: bytes, response: bytes, text: bytes) -> Share | None:
-        """Add the mark of a call; returns the bytes that it shares with an earlier call of the attempt, if any."""
+        """Add the mark of a call; return the share that the call has with an earlier call of the attempt, if any."""
         marks = self._marks.setdefault(attempt, [])
         self._marks.move_to_end(attempt)
         head = (prompt or text)[:MIN_SHARED]

@@ -70,7 +70,7 @@ class Batches(Generic[W]):
         try:
             return await future
         except asyncio.CancelledError:
-            if not future.cancelled() and future.exception() is None:  # answered just before
+            if not future.cancelled() and future.exception() is None:  # answered just before the cancellation
                 self._take_back(job, future.result())
             raise
 
@@ -122,7 +122,7 @@ class Batches(Generic[W]):
             self._hand_over(loop, answered)
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop | None, answered: list[tuple[_Job[W], Any]]) -> None:
-        """Wake an event loop once for all its callers, so that their next requests form a batch again."""
+        """Deliver answers in the callers' event loop by one wake-up, so that their next requests form a batch again."""
         if loop is None:
             self._deliver(answered)
             return
@@ -142,7 +142,7 @@ class Batches(Generic[W]):
                 job.future.set_result(answer)
 
     def _take_back(self, job: _Job[W], answer: Any) -> None:
-        """Revert work whose caller is gone; leases cover what can no longer be reverted."""
+        """Revert work whose caller is gone; in a closed store, claimed attempts are freed when their leases end."""
         if job.undo is not None and answer and not isinstance(answer, Exception):
             with suppress(StoreError):  # the store is closed
                 self.submit(job.undo(answer))
@@ -157,7 +157,7 @@ def answer_to(look: Look, reads: Reads) -> Any:
 
 
 def perform(works: Iterable[Work[Any]], tables: Tables) -> list[Any]:
-    """Do operations in one transaction; a refused operation has its :class:`AglError` as answer and stops no other."""
+    """Do operations in one transaction; a refused one is answered with its :class:`AglError`, and the others go on."""
     answers: list[Any] = []
     for work in works:
         try:

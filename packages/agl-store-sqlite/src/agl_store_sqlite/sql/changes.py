@@ -9,10 +9,10 @@ from agl.schemas import Attempt, ResourceVersion, Rollout, decode
 from agl_store_sqlite.sql.rows import Row, read_rollout
 
 SpanRow: TypeAlias = tuple[int, int, str, bytes]
-"""A packed span: its attempt's number, its sequence, its id and the bytes."""
+"""A packed span: the attempt's number, the sequence number, the id and the bytes."""
 
 AttemptRow: TypeAlias = tuple[str, str, float, bytes]
-"""An attempt: its status, its claim id, its deadline and the record."""
+"""An attempt: the status, the claim id, the deadline and the record."""
 
 MetricKey: TypeAlias = tuple[str, int, str, int, str]
 """The experiment, run, algorithm, step and name of a metric."""
@@ -51,14 +51,14 @@ class LoadedRows:
     documents: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
 
     def put_rollout(self, row: Row) -> str:
-        """Add a rollout, or replace an earlier read of it; returns its id."""
+        """Add a rollout that was read, replacing an earlier state of it; return the rollout's id."""
         rollout = read_rollout(row)
         self.rollouts[rollout.rollout_id] = rollout
         self.seqs[rollout.rollout_id] = row[0]
         return rollout.rollout_id
 
     def put_attempt(self, data: bytes) -> None:
-        """Add an attempt, or replace an earlier read of it."""
+        """Add an attempt that was read, replacing an earlier state of it."""
         attempt = decode(data, Attempt)
         self.attempts[attempt.attempt_id] = attempt
 

@@ -14,7 +14,7 @@ class Compaction(Record, frozen=True, kw_only=True):
 
 @runtime_checkable
 class Compactable(Protocol):
-    """A store with files of its own, or with tables that keep the space of removed rows."""
+    """A store that can return the space of removed rows to the system."""
 
     async def compact(self) -> Compaction:
         """Return unused space to the system, unless there is little; other users of the store may have to wait."""

@@ -144,14 +144,14 @@ class LoadedTables:
         self.changes.documents |= dict.fromkeys(keys)
 
     def log_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Log numbers."""
+        """Add metrics to the changes; a metric replaces an earlier one with the same key."""
         for metric in metrics:
             key = (metric.experiment, metric.run, metric.algorithm, metric.step, metric.name)
             self.changes.metrics[key] = (metric.experiment_step, metric.value, metric.time)
 
     @property
     def has_spare(self) -> bool:
-        """Return true if other machines must look again: it held queued rollouts that no claim took."""
+        """Return true if no claim took some of the queued rollouts held here, so that other machines must look."""
         return any(self._still_queued(rollout_ids) for rollout_ids in self._loaded.queues.values())
 
     def _key(self, rollout_id: str, number: int) -> int:

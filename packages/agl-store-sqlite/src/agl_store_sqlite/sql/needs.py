@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agl.contracts import LabelMove, Recording, Trained, VersionScore
+from agl.contracts import LabelMove, Presence, Recording, Trained, VersionScore
 from agl.schemas import Claim, Outcome, ResourceVersion, Rollout, Span
 from agl.stores import Work, documents_of
 
@@ -92,12 +92,20 @@ def _save_state(
     states: Mapping[str, bytes],
     *,
     trained: Sequence[Trained] = (),
-    expected: Mapping[str, bytes] | None = None,
+    leases: Sequence[Presence] = (),
     **_: Any,
 ) -> Needs:
-    keys = [key for entry in (*trained, expected or {}) for key in documents_of(entry)]
+    keys = [key for entry in (*trained, *leases) for key in documents_of(entry)]
     ledgers = [f"ledger {entry.experiment} {entry.run} {entry.algorithm}" for entry in trained]
-    return Needs(documents=keys, locks=[*ledgers, *(f"state {key}" for key in expected or {})])
+    return Needs(documents=keys, locks=[*ledgers, *map(_lease, leases)])
+
+
+def _announce(presence: Presence, *, replaces: str | None = None) -> Needs:
+    return Needs() if replaces is None else Needs(documents=list(documents_of(presence)), locks=[_lease(presence)])
+
+
+def _lease(presence: Presence) -> str:
+    return f"lease {presence.experiment} {presence.member}"
 
 
 _NEEDS: dict[str, Callable[..., Needs]] = {
@@ -114,4 +122,5 @@ _NEEDS: dict[str, Callable[..., Needs]] = {
     "move_label": _move_label,
     "save_scores": _save_scores,
     "save_state": _save_state,
+    "announce": _announce,
 }

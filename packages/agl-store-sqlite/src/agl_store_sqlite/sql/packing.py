@@ -112,11 +112,11 @@ class Packer:
         return _CALL + encode(packed)
 
     def forget(self, attempt: object) -> None:
-        """Drop the marks of an attempt that ended, or whose last span was not kept."""
+        """Forget the calls of an attempt that ended, or whose last span was not stored, as bases of later calls."""
         self._marks.forget(attempt)
 
     def clear(self) -> None:
-        """Drop all marks, because the last packed spans may not have been kept."""
+        """Forget all calls as bases of later calls, because the last packed spans may not have been stored."""
         self._marks.clear()
 
 
@@ -162,7 +162,7 @@ def place_spans(
             rows[held.key, span.span_id] = held.key, held.last, span.span_id, packed
             new.append(kept)
     except StoreError:
-        packer.clear()  # its marks may refer to spans that are not stored
+        packer.clear()  # the packer's marks may refer to spans that are not stored
         raise
     return list(rows.values()), new
 

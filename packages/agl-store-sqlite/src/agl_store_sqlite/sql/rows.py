@@ -26,7 +26,7 @@ NUMBER_MASK = (1 << ATTEMPT_BITS) - 1
 SEQUENCE_BITS = MAX_SEQUENCE.bit_length()
 
 ROLLOUT = "r.seq, r.status, r.attempts, r.failures, r.losses, r.attempt, r.started_at, r.finished_at, r.data"
-"""The columns that :func:`read_rollout` reads; ``data`` is the rollout as it was queued."""
+"""The columns that :func:`read_rollout` reads; ``data`` is the record with which the rollout was queued."""
 
 
 def read_rollout(row: Row) -> Rollout:
@@ -48,7 +48,7 @@ def progress_row(rollout: Rollout, seq: int) -> Row:
 
     The stage is ``open`` while the rollout is queued or running, and its status after that.
     """
-    attempt = rollout.attempt_id and seq << ATTEMPT_BITS | rollout.attempts  # always the newest one
+    attempt = rollout.attempt_id and seq << ATTEMPT_BITS | rollout.attempts  # the newest attempt
     stage = rollout.status if rollout.is_finished else "open"
     counts = rollout.attempts, rollout.failures, rollout.losses
     return rollout.status, *counts, attempt, rollout.started_at, rollout.finished_at, stage, seq
@@ -65,7 +65,7 @@ def conditions(query: RolloutQuery, mark: str) -> tuple[str, list[str]]:
 
 
 def order_of(query: RolloutQuery, mark: str) -> tuple[str, str, tuple[Any, ...]]:
-    """Return the SQL of a query's page: its condition, its ``ORDER BY`` terms, and the values of the placeholders."""
+    """Return the SQL of a query's page: the condition, the ``ORDER BY`` terms, and the values of the placeholders."""
     columns = list(dict.fromkeys((query.sort, "rollout_id")))
     compare, direction = ("<", "DESC") if query.is_newest_first else (">", "ASC")
     order = ", ".join(f"r.{column} {direction}" for column in columns)

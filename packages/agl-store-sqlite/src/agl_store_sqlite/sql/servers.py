@@ -1,7 +1,7 @@
 """Shared parts of stores on a server: connections of threads, readers, the listener, and the backend above them.
 
 A store object has threads that write, a few that read, and one that listens for changes as soon as a caller waits; each
-has a connection of its own. A :class:`ServerAccess` makes connections to a server and interprets their errors.
+has a separate connection. A :class:`ServerAccess` makes connections to a server and interprets their errors.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class Closable(Protocol):
-    """Has connections or threads to close."""
+    """An object with connections or threads to close."""
 
     def close(self) -> None:
-        """Close them; blocks until they are closed."""
+        """Close the connections and end the threads; blocks until that is done."""
         ...
 
 
@@ -72,7 +72,7 @@ class ServerAccess(Generic[C]):
     explain: Callable[[Exception, str], Exception]
 
     def connect_in_time(self, stopping: threading.Event, *, limit_s: float) -> C:
-        """Try to connect until the server can be reached; raises other errors at once, explained."""
+        """Connect, retrying for ``limit_s`` seconds while the server is unreachable; raise errors with a remedy."""
         end = time.monotonic() + limit_s
         delays = iter(_DELAYS_S)
         while True:
@@ -139,7 +139,7 @@ class UncheckedRead:
 
 
 class BatchReader(Generic[C]):
-    """Runs batches of reads, on one connection of its own per calling thread.
+    """Runs batches of reads, on a separate connection for each calling thread.
 
     Args:
         connection: Makes the connection of a thread.
@@ -164,7 +164,7 @@ class BatchReader(Generic[C]):
             self._connections.pop().drop()
 
     def __call__(self, looks: Sequence[Look]) -> Sequence[Any]:
-        """Return the answers; repeats the reads on another connection, for a limited time, if one breaks."""
+        """Return the answers; if the connection breaks, repeat the reads on a new one, for a limited time."""
         connection: ThreadConnection[C] | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = self._connection()
@@ -197,7 +197,7 @@ class Channel(Closable, Protocol):
 
     @property
     def is_outdated(self) -> bool:
-        """True once another server may be in charge."""
+        """True once another server may have taken over."""
         ...
 
     def clock(self) -> tuple[float, float | None]:
@@ -311,7 +311,7 @@ class ChangeListener:
                 self._changed.ring()
 
     def _look(self, channel: Channel) -> None:
-        """Read the server's clock and the next deadline."""
+        """Read the server's clock and the next deadline, and remember both on this machine's clock."""
         now, deadline = channel.clock()
         self._offset = time.monotonic() - now
         self._deadline = math.inf
@@ -361,7 +361,7 @@ class ServerBackend:
         return await self.read_with(self._reader, look)
 
     async def read_with(self, reader: Batches[Look], look: Callable[[Reads], T]) -> T:
-        """Read by way of another reader."""
+        """Run a read on ``reader``; if attempts are overdue, the writer decides them first."""
         self.check_process()
         try:
             return await reader.run(look)

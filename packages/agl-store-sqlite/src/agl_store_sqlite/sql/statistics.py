@@ -11,7 +11,7 @@ _KEY = ("experiment", "algorithm", "step", "mode")
 _SUMS = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens", "response_tokens")
 
 STATISTICS = ", ".join((*_KEY, *_SUMS, "rewards", "mean", "squares"))
-"""The columns of the table ``statistics``; a step of -1 stands for none."""
+"""The columns of the table ``statistics``; a step of -1 means that rollouts belong to no step."""
 
 _ALL = "(s.rewards + excluded.rewards)"
 _APART = "(excluded.mean - s.mean)"
@@ -33,7 +33,7 @@ def merging(greatest: str) -> str:
 
 
 def joined(shares: Iterable[Statistics]) -> list[Statistics]:
-    """Add up the shares of each step and mode, in order of experiment, algorithm, step and mode."""
+    """Add up the given statistics by step and mode, in order of experiment, algorithm, step and mode."""
     found: dict[tuple[str, str, int, str], Statistics] = {}
     for share in shares:
         place = place_of(share)
@@ -54,7 +54,7 @@ def additions(shares: Iterable[Statistics]) -> list[list[Statistics]]:
 
 
 def statistics_row(share: Statistics) -> Row:
-    """Return the values of :data:`STATISTICS`."""
+    """Return statistics as a row with the columns :data:`STATISTICS`."""
     reward = share.reward
     return *place_of(share), *(getattr(share, name) for name in _SUMS), reward.count, reward.mean, reward.squares
 

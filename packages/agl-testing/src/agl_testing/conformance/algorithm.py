@@ -36,10 +36,10 @@ class AlgorithmConformance(Conformance):
     contract: ClassVar[str] = "algorithm"
 
     is_deterministic: ClassVar[bool] = True
-    """On one machine, equal seeds and rollouts give equal reports."""
+    """True if equal seeds and rollouts give equal reports on one machine."""
 
     collects: ClassVar[bool] = True
-    """The algorithm collects rollouts; set this flag to false for one that does not, such as fine-tuning on files."""
+    """True if the algorithm collects rollouts; false for example for fine-tuning on files."""
 
     @pytest.fixture
     def scenario(self) -> AlgorithmScenario:

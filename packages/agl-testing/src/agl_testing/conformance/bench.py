@@ -81,12 +81,15 @@ class AlgorithmScenario:
 
 
 class AlgorithmBench:
-    """The world of one scenario. Each ``async with`` simulates a process: it starts new policies and stops them."""
+    """Runs an algorithm in the world of a scenario.
+
+    Each ``async with`` block simulates one process: it starts new policies, and stops them at its end.
+    """
 
     def __init__(
         self, scenario: AlgorithmScenario, workdir: Path, *, credit: Credit | None = None, given: Recorded | None = None
     ) -> None:
-        """Make the world of a scenario.
+        """Create the bench; policies start when it is entered.
 
         Args:
             scenario: The scenario.
@@ -164,7 +167,7 @@ class AlgorithmBench:
         )
 
     async def said(self, *, steps: int) -> list[str]:
-        """Return the lines that a new algorithm prints in its setup and its first steps.
+        """Return the lines that a new algorithm prints in the setup and the first steps.
 
         The method enters and leaves the bench itself.
         """
@@ -228,7 +231,7 @@ class AlgorithmBench:
         return Collected(episodes=tuple(episodes))
 
     async def recorded(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
-        """Return the given rollouts as step 1 of the source ``payer``, which has ended."""
+        """Return the rollouts passed as ``given``, as step 1 of a finished source named ``payer``."""
         del max_age  # all given rollouts are recent
         if self._given is None:
             raise ConfigError("the bench was given no rollouts, so the algorithm has no source")
@@ -285,7 +288,7 @@ class AlgorithmBench:
         return version
 
     async def _keep(self, version: ResourceVersion) -> None:
-        """Publish a version to the store, so that it can have scores; a repeated step's version is not stored again."""
+        """Publish a version to the store, so that it can have scores; a repeated step publishes it only once."""
         self._versions[version.name, version.version] = version
         with suppress(ConflictError):
             await self.store.publish([version])
@@ -322,7 +325,7 @@ class AlgorithmBench:
 
 
 def _check_repeated(asked: Rollout, again: Rollout, pinned: Mapping[str, str] | None) -> None:
-    """Raise ConfigError if a repeated step requests another rollout; versions may differ unless they are pinned."""
+    """Raise ConfigError if a repeated step requests a different rollout; only versions that are pinned are compared."""
     has_other_versions = any(asked.resources.get(name) != version for name, version in (pinned or {}).items())
     found = {
         "another task": asked.task != again.task,

@@ -1,4 +1,4 @@
-"""The conformance class of credit: each call without a reject reason gets one finite number, and other calls none."""
+"""The conformance class of credit: calls without a reject reason get one finite number each, other calls get none."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -34,8 +34,10 @@ class CreditConformance(Conformance):
     contract: ClassVar[str] = "credit"
 
     is_per_episode: ClassVar[bool] = True
-    """The credit of an episode's calls depends on that episode alone; computing baselines over the group is the
-    estimator's part. Set this flag to false for credit that reads the group's other episodes, such as counterfactual.
+    """True if the credit of an episode's calls depends on that episode alone.
+
+    Baselines over the group are the estimator's task. Set this flag to false for credit that reads the group's other
+    episodes, such as counterfactual credit.
     """
 
     @pytest.fixture

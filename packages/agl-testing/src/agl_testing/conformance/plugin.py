@@ -46,7 +46,7 @@ class PluginConformance(Conformance):
     """The plugin module, as the entry point names it."""
 
     is_installed: ClassVar[bool] = True
-    """The plugin's distribution is installed, and has an entry point for the module."""
+    """True if the plugin's distribution is installed and has an entry point for the module."""
 
     @pytest.fixture
     def plugin(self) -> object:

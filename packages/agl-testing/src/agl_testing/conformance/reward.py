@@ -19,7 +19,7 @@ from agl_testing.conformance.samples import chat_span, error_span, rollout_of, t
 
 
 class RewardCase(Record, frozen=True, kw_only=True):
-    """A finished attempt, and the reward that the emitter must give it; ``None`` if it must give no value."""
+    """A finished attempt, and the value that the emitter must give to it; ``None`` for no value."""
 
     rollout: Rollout
     spans: tuple[Span, ...]
@@ -47,7 +47,7 @@ class RewardConformance(Conformance):
     """A task that the emitter understands, including hidden fields."""
 
     is_deterministic: ClassVar[bool] = True
-    """Equal records get equal rewards; set this flag to false for an emitter that calls a model."""
+    """True if equal records get equal rewards; false for an emitter that calls a model."""
 
     @pytest.fixture
     def emitter(self) -> RewardEmitter:

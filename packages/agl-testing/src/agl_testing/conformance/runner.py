@@ -31,12 +31,12 @@ STOP_S = 10.0
 """Seconds after its start within which an agent with a short time limit must have been stopped."""
 
 PYTHON_AGENTS = (
-    AgentSpec(path="agl_testing.conformance.agents:behave"),
-    AgentSpec(path="agl_testing.conformance.agents:behave_async"),
+    AgentSpec(path="agl_testing.agents:behave"),
+    AgentSpec(path="agl_testing.agents:behave_async"),
 )
 """The agents of the conformance tests as Python functions, sync and async."""
 
-COMMAND_AGENTS = (AgentSpec(command=(sys.executable, "-m", "agl_testing.conformance.agents")),)
+COMMAND_AGENTS = (AgentSpec(command=(sys.executable, "-m", "agl_testing.agents")),)
 """The agent of the conformance tests as a program."""
 
 
@@ -55,7 +55,7 @@ class Bench:
         return (await self.store.claim(worker="bench"))[0]
 
     async def execute(self, task: dict[str, Any], *, timeout_s: float | None = None) -> Outcome:
-        """Run ``task`` to its end."""
+        """Run ``task`` to its end, and return the outcome."""
         return await self.runner.execute(await self.claim(task, timeout_s=timeout_s))
 
     async def spans(self, outcome: Outcome, claim: Claim) -> list[Span]:
@@ -78,17 +78,17 @@ class RunnerConformance(Conformance):
     contract: ClassVar[str] = "runner"
 
     is_isolated: ClassVar[bool] = True
-    """An agent that ends its process, by ``os._exit`` or a crash in C, ends only its own attempt."""
+    """True if an agent that ends the process, by ``os._exit`` or a crash in C, ends only one attempt."""
 
     is_python: ClassVar[bool] = True
-    """Agents are Python functions: exceptions keep their type, and any object can be returned."""
+    """True if agents are Python functions: exceptions keep their type, and any object can be returned."""
 
     agents: ClassVar[tuple[AgentSpec, ...]] = PYTHON_AGENTS
     """The agents of the conformance tests in the forms that the runner accepts; ``COMMAND_AGENTS`` for programs."""
 
     @pytest.fixture
     def make_runner(self) -> MakeRunner:
-        """A function from a :class:`RunContext` to the runner under test; the only fixture to override."""
+        """A function that makes the runner under test from a :class:`RunContext`; the only fixture to override."""
         raise NotImplementedError("override the fixture 'make_runner' with the runner under test")
 
     def test_returned_number_is_the_reward(self, make_runner: MakeRunner) -> None:
@@ -244,7 +244,7 @@ class RunnerConformance(Conformance):
         self._run(make_runner, work)
 
     def _run(self, make_runner: MakeRunner, work: Work) -> None:
-        """Run ``work`` with a new bench for every form of agent."""
+        """Run ``work`` once for each of :attr:`agents`, every time with a new bench."""
         for agent in self.agents:
             run(_with_bench(make_runner, agent, work), limit_s=60)
 

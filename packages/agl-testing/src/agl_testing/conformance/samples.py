@@ -29,7 +29,7 @@ class FinishedCredit:
     """Credits a rollout's calls with its reward, except for the last call, which gets a final advantage of 0.5."""
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """Return the credit of each call, by episode."""
+        """Return the credit of each call, in one list per episode."""
         return [[*self._shared(episode), self._finished(episode)] for episode in group]
 
     def _shared(self, episode: Episode) -> list[CallCredit]:

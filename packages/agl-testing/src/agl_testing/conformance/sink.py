@@ -56,10 +56,10 @@ class SinkConformance(Conformance):
     """The sink's registered name."""
 
     statuses: ClassVar[dict[str, str]] = {"finished": "finished", "failed": "failed"}
-    """The system's names for the statuses ``finished`` and ``failed`` of a run."""
+    """The names that the sink's system gives to runs which agl calls ``finished`` and ``failed``."""
 
     search: ClassVar[str] = ""
-    """The prompt search of ``agl-algo-apo`` to run, ``apo`` or ``gepa``; ``""`` skips that test."""
+    """The prompt search of ``agl-algo-apo`` that one test runs, ``apo`` or ``gepa``; ``""`` skips that test."""
 
     def params(self, folder: Path) -> dict[str, Any]:
         """Return parameters with which the sink writes into a folder."""
@@ -70,7 +70,7 @@ class SinkConformance(Conformance):
         raise NotImplementedError("override broken_params() with parameters with which the sink cannot write")
 
     def read(self, folder: Path) -> list[SinkRead]:
-        """Return the runs that the sink has written, even while it is writing; empty before it has begun."""
+        """Return the runs that the sink has written, even while it is writing; empty before it has written any."""
         raise NotImplementedError("override read() with what the system's own library reads")
 
     def test_steps_of_several_algorithms_arrive_each_on_its_own_axis(self, tmp_path: Path) -> None:

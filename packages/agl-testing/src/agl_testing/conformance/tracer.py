@@ -56,10 +56,10 @@ class TracerConformance(Conformance):
     contract: ClassVar[str] = "tracer"
 
     has_current_span: ClassVar[bool] = True
-    """A model call that is made within the framework belongs to one of the tracer's spans."""
+    """True if a model call that is made within the framework belongs to one of the tracer's spans."""
 
     records_errors: ClassVar[bool] = True
-    """An operation that raises becomes a span with status ``error``."""
+    """True if an operation that raises becomes a span with status ``error``."""
 
     @pytest.fixture
     def scenario(self) -> TracerScenario:
@@ -218,7 +218,7 @@ class _Attempt:
 
 
 def _check_equal(attempts: list[_Attempt]) -> None:
-    """Assert that attempts with the same work each recorded a tree of spans of their own, with the same names."""
+    """Assert that attempts which did the same work each recorded their own tree of spans, with equal names."""
     for attempt in attempts:
         assert attempt.spans
         attempt.check_tree()
@@ -245,7 +245,7 @@ async def _await(result: Any) -> None:
 
 
 def _no_probe() -> None:
-    """Do nothing."""
+    """A probe that does nothing."""
 
 
 def _broken_record(span: Span) -> Never:

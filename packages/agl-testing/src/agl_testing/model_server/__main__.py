@@ -1,4 +1,4 @@
-"""Runs the canned or the scripted server as a process of its own: ``python -m agl_testing.model_server``."""
+"""Runs the canned or the scripted server as a separate process: ``python -m agl_testing.model_server``."""
 
 import argparse
 import asyncio

@@ -34,7 +34,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of a response.
+    """One answer of the scripted model; a response has one for each choice.
 
     Attributes:
         text: The text.
@@ -62,7 +62,7 @@ class ScriptedExchange(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: Number of the call on this server, from 1; response ids are derived from it.
         dialect: The API of the request.
-        flavour: The server to imitate.
+        flavour: The model server whose token ids the response imitates.
         model: The model's name in the response.
         body: The request's parsed JSON.
         prompts: Token ids of each prompt; only a request of the completions API may have several.
@@ -127,7 +127,7 @@ def answer_of(reply: Reply, *, number: int, choice: int) -> ScriptedAnswer:
 
 
 def split(text: str, chunks: int | tuple[str, ...]) -> list[str]:
-    """Split ``text`` into that many parts of nearly equal length, or into the given parts; empty parts are dropped."""
+    """Split ``text`` into ``chunks`` parts of nearly equal length, or into the given parts; drop empty parts."""
     if not isinstance(chunks, int):
         if "".join(chunks) != text:
             raise ValueError(f"the chunks {chunks!r} do not add up to the reply's text {text!r}; make them equal")

@@ -50,7 +50,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids: Iterable[int]) -> str:
-    """Return the text of token ids, with markers as ``<|name|>``; the inverse of :func:`encode` if there are none."""
+    """Return the text of token ids, with markers as ``<|name|>``; without markers, the inverse of :func:`encode`."""
     out = bytearray()
     for number in ids:
         out += bytes((number - OFFSET,)) if number >= OFFSET else _MARKERS[number].encode()

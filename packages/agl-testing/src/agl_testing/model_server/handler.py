@@ -77,8 +77,8 @@ class ScriptedHandler:
     Args:
         next_step: Returns the script's step for a request.
         record: Called with every call that arrives.
-        default: The reply for a fault that has no reply of its own.
-        flavour: The server to imitate.
+        default: The reply for a fault that defines no reply.
+        flavour: The model server whose token ids the responses imitate.
         models: Names of models; the first is used if a request names no model.
         api_key: The key that calls must have, or else get a 401; ``None`` to accept all calls.
     """
@@ -175,7 +175,7 @@ class ScriptedHandler:
         return await _send_faulty(request, call, response, step)
 
     def _failed(self, error: Exception) -> Status:
-        """Store an error of the script, which the server raises when it stops; returns an HTTP 500 for the call."""
+        """Record an error of the script, which the server raises when it stops; return an HTTP 500 for the call."""
         self.script_errors.append(error)
         return Status(code=500, message=f"the script failed: {error!r}")
 

@@ -11,10 +11,12 @@ Dialect: TypeAlias = Literal["chat", "completions", "responses", "messages", "em
 """The APIs that the server speaks."""
 
 Flavour: TypeAlias = Literal["vllm", "sglang", "every", "plain", "openai"]
-"""The server to imitate, which determines how a request for token ids is answered. ``vllm`` and ``sglang`` return ids
-in the fields of these servers. ``every`` returns ids in every API, also where vLLM does not: in the messages API, and
-for tool calls of the responses API. ``plain`` ignores the request. ``openai`` answers 400, as an API that checks its
-arguments does."""
+"""The model server to imitate, which decides how a request for token ids is answered.
+
+``vllm`` and ``sglang`` return ids in the fields of these servers. ``every`` returns ids in every API, also where vLLM
+does not: in the messages API, and for tool calls of the responses API. ``plain`` ignores the request. ``openai``
+answers 400, as an API that checks its arguments does.
+"""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer with an HTTP error, such as 429 with ``retry_after`` seconds, or 500."""
+    """A fault: the server answers with an HTTP error, such as 429 with ``retry_after`` seconds, or 500."""
 
     code: int
     retry_after: float | None = None
@@ -71,7 +73,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """Send ``after_chunks`` streamed events, pause for ``seconds``, then send the rest of ``reply``."""
+    """A fault: the server sends ``after_chunks`` events of ``reply``, pauses for ``seconds``, then sends the rest."""
 
     seconds: float
     after_chunks: int = 0
@@ -79,25 +81,25 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """Close the connection after ``after_chunks`` streamed events, or within a plain body."""
+    """A fault: the server closes the connection after ``after_chunks`` streamed events, or within a plain body."""
 
     after_chunks: int = 1
     reply: Reply | None = None
 
 
 class Garbage(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer 200 with a body that is not valid in the API."""
+    """A fault: the server answers 200 with a body that is not valid in the API."""
 
     body: bytes = b"<html>it works!</html>"
     content_type: str = "text/html"
 
 
 Step: TypeAlias = Reply | tuple[Reply, ...] | Status | Stall | Cut | Garbage
-"""The script of one call; a tuple has one reply for each choice of a request with ``n > 1``."""
+"""A reply or a fault that answers one call; a tuple has one reply for each choice of a request with ``n > 1``."""
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as a ``respond`` function gets it.
+    """The request that a ``respond`` function gets.
 
     Attributes:
         index: Position among the server's model calls, from 0.

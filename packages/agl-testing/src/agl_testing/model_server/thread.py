@@ -35,7 +35,7 @@ class ThreadedServer:
         return f"{self.url}/v1"
 
     def listening(self) -> AbstractAsyncContextManager[int]:
-        """Listen while the context is open; it yields the port. Raises :class:`OSError` if the port is in use."""
+        """Return a context that listens while open and yields the port; raises :class:`OSError` if it is in use."""
         raise NotImplementedError
 
     def start(self) -> Self:

@@ -50,7 +50,10 @@ class Acknowledged(Record, frozen=True, kw_only=True):
 
 
 async def main(location: StoreLocation, report_path: str, mode: str) -> None:
-    """Work on the store; in the mode ``write`` it never returns."""
+    """Write to the store until killed (mode ``write``), or finish rollouts until the queue is empty (``drain``).
+
+    Each acknowledged write is reported as a line in the file at ``report_path``.
+    """
     store = location.open()
     with open(report_path, "ab", buffering=0) as report:
         if mode == "drain":

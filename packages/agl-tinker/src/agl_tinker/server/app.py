@@ -43,7 +43,7 @@ class TinkerApp:
         self._service, self._key, self._most_bytes = service, key.encode(), most_bytes
 
     def app(self) -> web.Application:
-        """Return the application."""
+        """Return the web application with all routes."""
         app = web.Application(client_max_size=self._most_bytes, middlewares=[_refusals, self._check_key])
         app.on_cleanup.append(self._close)
         for path, handler in self._posts().items():
@@ -198,7 +198,7 @@ def _described(one: Checkpoint) -> dict[str, Any]:
 
 
 def _promising(kind: type[M], begin: Callable[[M], str]) -> Handler:
-    """Return a handler that starts the work of a request of this kind, and answers with the id of its promise."""
+    """Return a handler that parses a request as ``kind``, starts its work, and answers with the id of the promise."""
 
     async def handler(request: web.Request) -> web.Response:
         return _promised(begin(read_json(await request.read(), kind)))

@@ -25,7 +25,7 @@ _KEPT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A saved state, or saved weights."""
+    """A saved state of training, or saved weights for sampling."""
 
     run: str
     kind: Kind
@@ -34,7 +34,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """Tinker's path of the checkpoint."""
+        """The checkpoint's path in Tinker's form, ``tinker://RUN/KIND/NAME``."""
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
     @property

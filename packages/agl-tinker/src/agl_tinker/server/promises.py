@@ -38,11 +38,11 @@ class Promises:
         self._promises: dict[str, _Promise] = {}
 
     def has(self, request_id: str) -> bool:
-        """Return true if a request has a promise."""
+        """Return true if there is a promise for the request."""
         return request_id in self._promises
 
     def make(self, request_id: str, work: Awaitable[Result]) -> None:
-        """Start work under a new id."""
+        """Start ``work``; :meth:`wait` returns the result under ``request_id``."""
         self._forget()
         promise = _Promise(asyncio.ensure_future(_settled(work)))
         promise.task.add_done_callback(lambda _: setattr(promise, "done_at", time.monotonic()))
@@ -80,7 +80,7 @@ class Promises:
 
 
 async def _settled(work: Awaitable[Result]) -> Result:
-    """Return the result of work, or a failure as a result."""
+    """Await work and return its result; an error becomes a result that reports the failure."""
     try:
         return await work
     except asyncio.CancelledError:

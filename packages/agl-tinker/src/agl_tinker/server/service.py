@@ -81,7 +81,7 @@ class TinkerService:
                 f"{again}.",
                 status=404,
             )
-        self._runs[run] = self._runs.pop(run)  # the most recently used one is last
+        self._runs[run] = self._runs.pop(run)  # the most recently used run is last
         return self._runs[run]
 
     def create_model(self, body: types.CreateModelRequest) -> str:
@@ -149,7 +149,7 @@ class TinkerService:
         return self._promise(f"{found.run}:{message.seq_id}", work)
 
     def optim_step(self, body: types.OptimStepRequest) -> str:
-        """Start an update; return the id of the promise."""
+        """Start an update of a model's weights; return the id of the promise."""
         found, params = self.run_of(body.model_id), body.optim_params
         if not isinstance(params, types.AdamParams):
             raise not_offered(f"The optimizer {params.type!r}")
@@ -175,7 +175,7 @@ class TinkerService:
 
         name = body.path or f"state-{_number(body.seq_id)}"
 
-        def saved() -> Checkpoint:  # on the thread of training: a request before it may take the name
+        def saved() -> Checkpoint:  # on the training thread: an earlier request may take the name
             place = self.checkpoints.new(found.run, "weights", name, overwrite=body.overwrite)
             found.trainee.save(place.folder)
             return place
@@ -299,7 +299,10 @@ def _sampled_path(sampler_id: str) -> str:
 
 
 Key = tuple[Path | None, int]
-"""The folder of the weights and the time of their writing, since a removed checkpoint's name may be used again."""
+"""The key of a sampler: the folder of its weights, and the time at which they were written.
+
+The folder is ``None`` for the base model. The time is needed because a removed checkpoint's name may be used again.
+"""
 
 
 class Samplers:
@@ -332,7 +335,7 @@ class Samplers:
 
     async def close(self) -> None:
         """Close all samplers."""
-        async with self._opening:  # one that is being opened is closed too
+        async with self._opening:  # wait for a sampler that is being opened
             while self._ready:
                 _, sampler = self._ready.popitem()
                 await asyncio.to_thread(sampler.close)

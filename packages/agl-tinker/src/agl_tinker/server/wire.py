@@ -203,7 +203,7 @@ def sampling_output(
         samples: The sampled sequences.
         prompt: Log-probabilities of the prompt's tokens after the first; ``None`` to send none.
         last: Send the prompt's log-probabilities only for this many last tokens; ``None`` for all.
-        alternatives: Whether to send the most likely alternatives of each token; 0 for no.
+        alternatives: Number of the most likely alternatives in each token's ``tops``; 0 to send none.
     """
     message = pb.SampleResponse()
     for one in samples:

@@ -1,1 +1,1 @@
-"""Stands in for vLLM in the tests: its command line, routes and fields, over weights that are one number."""
+"""A stand-in for vLLM in tests: vLLM's command line, routes and fields, for weights that are one number."""

@@ -6,39 +6,34 @@ not. Calls to other models are not redirected; the hook records them while a :cl
 
 Only ``send`` of the two modules' clients is wrapped. Clients of other libraries are recorded by the gateway or not at
 all. The hook's own failures are logged and leave the request unchanged; the client's exceptions pass through.
+Requests are ``httpx.Request`` or ``httpx2.Request``; both modules are optional, so neither is named in a type.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from types import ModuleType, TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
+
+import msgspec
 
 from agl import semconv
 from agl.contracts import CannedAnswer, Tracer, Upstream
-from agl.dialects import Request, sampled
+from agl.dialects import Request, dialect_of, sampled
+from agl.dialects._exchange import ENDPOINTS
 from agl.errors import describe
+from agl.schemas._ids import new_span_id
 from agl.tracing._caller import who_within
 from agl.tracing._context import ActiveAttempt, current, innermost
 from agl.tracing._import_watch import ImportWatch
 from agl.tracing._open_span import note_model_call
 from agl.tracing._patches import Undo, patch
+from agl.tracing._routing import WHO_HEADER, encode_names, is_same_host, upstreams_for
 from agl.tracing._wire.open_call import OpenCall, Tee
-from agl.tracing._wire.outgoing import (
-    Route,
-    call_of,
-    content_of,
-    copy_request,
-    gateway_headers,
-    is_below,
-    recorded_request,
-    request_id_of,
-    retry_count_of,
-    route_of,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -191,8 +186,8 @@ def _watched(request: Any, options: dict[str, Any], answer: Any) -> _WatchedRequ
 
 
 def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answer: Any) -> _WatchedRequest | None:
-    url, content = str(request.url), content_of(request)
-    call = call_of(request, content)
+    url, content = str(request.url), _content_of(request)
+    call = _call_of(request, content)
     if call is None and not is_below(url, attempt.gateway_url):
         return None
     parent_id = innermost(attempt)
@@ -208,8 +203,8 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
         no_policy = Upstream(name="", base_url="", model_version=canned.model_version)
         route = Route(target="record", url=url, upstream=no_policy)
     headers = [(name.lower(), value) for name, value in request.headers.raw]
-    retries = retry_count_of(named := dict(headers))
-    request_id = request_id_of(named, content or b"", retries)
+    retries = _retry_count_of(named := dict(headers))
+    request_id = _request_id_of(named, content or b"", retries)
     opened = None
     # A request that is not a model call may still go to the gateway, such as a reward; it needs the
     # token and no record.
@@ -229,12 +224,12 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
         )
     sent, is_recorded_here = request, route.target == "record"
     if not is_recorded_here:
-        rewritten = gateway_headers(attempt, headers, parent_id=parent_id, request_id=request_id, names=names)
-        sent = copy_request(request, route.url, headers=rewritten, body=content)
+        rewritten = _gateway_headers(attempt, headers, parent_id=parent_id, request_id=request_id, names=names)
+        sent = _copy_request(request, route.url, headers=rewritten, body=content)
         # The token is the only credential, and a redirect must not carry it to another server.
         options = {**options, "auth": None, "follow_redirects": False}
     elif opened is not None:
-        sent = recorded_request(request, opened.request, wants_ids=route.wants_ids)
+        sent = _recorded_request(request, opened.request, wants_ids=route.wants_ids)
     response = None if canned is None else _response_of(canned, answer, request)
     return _WatchedRequest(
         given=request, request=sent, options=options, call=opened, is_recorded_here=is_recorded_here, canned=response
@@ -260,3 +255,154 @@ def _response_of(given: CannedAnswer, answer: Any, request: Any) -> Any:
     response = answer(given.status, headers={"content-type": given.content_type}, content=given.body, request=request)
     response.elapsed = timedelta()
     return response
+
+
+_Headers: TypeAlias = list[tuple[bytes, bytes]]
+
+# Of OpenAI, Anthropic, Azure and Google. A provider's key must not reach the gateway's log, and the
+# token takes its place.
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie"})
+# Written anew: the host is another, and the trace context is the attempt's.
+_ROUTE_HEADERS = frozenset(
+    {b"host", b"traceparent", b"tracestate", b"x-agl-span-id", b"x-agl-request-id", WHO_HEADER.encode()}
+)
+_DROPPED = _KEY_HEADERS | _ROUTE_HEADERS
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """The target of a request.
+
+    Attributes:
+        target: ``gateway`` if the request goes to the gateway, with the attempt's identity, and is recorded there;
+            ``record`` if it goes to its own URL and is recorded in this process.
+        url: The URL to call: the gateway's if the request is redirected, otherwise the request's own.
+        upstream: The policy that the call is for; ``None`` for models that no configured policy serves.
+        wants_ids: Whether the body should request token ids, because the call goes to the server of a trained policy.
+    """
+
+    target: Literal["gateway", "record"]
+    url: str
+    upstream: Upstream | None = None
+    wants_ids: bool = False
+
+
+def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: Sequence[str] = ()) -> Route | None:
+    """The route of a request; ``None`` if the request is neither redirected nor recorded.
+
+    Args:
+        attempt: The attempt.
+        call: The model call that the request makes; ``None`` if it makes none, or if its body is not in memory. A
+            request without a call has a route only if its URL is the gateway's.
+        url: The request's URL.
+        names: The caller's names, innermost first; used to choose a policy if there is a gateway.
+    """
+    if is_below(url, attempt.gateway_url):
+        return Route(target="gateway", url=url)
+    # Chat services, mail and MCP have routes that end like a model's; what agents send to people is not recorded. A
+    # model call names its model, or goes to a server of a policy.
+    if call is None or not (call.model or (call.is_object and _is_served(url, attempt.upstreams))):
+        return None
+    # Without a gateway a call cannot be sent elsewhere, so names choose nothing.
+    chosen_by = names if attempt.gateway_url else ()
+    found = upstreams_for(attempt.upstreams, dialect=call.dialect, model=call.model, names=chosen_by, url=url)
+    upstream = found[0] if len(found) == 1 else None
+    if found and attempt.gateway_url:  # the gateway refuses the call if several policies match
+        query = urlsplit(url).query
+        target = f"{attempt.gateway_url.rstrip('/')}/v1{ENDPOINTS[call.dialect]}" + (f"?{query}" if query else "")
+        return Route(target="gateway", url=target, upstream=upstream)
+    wants_ids = upstream is not None and upstream.is_trained and is_same_host(url, upstream.base_url)
+    return Route(target="record", url=url, upstream=upstream, wants_ids=wants_ids)
+
+
+def _is_served(url: str, upstreams: Sequence[Upstream]) -> bool:
+    return any(
+        is_same_host(url, server) for upstream in upstreams for server in (upstream.base_url, *upstream.replicas)
+    )
+
+
+def is_below(url: str, root: str) -> bool:
+    """True if ``url`` is ``root`` or a path or query below it, on the same host and port."""
+    root = root.rstrip("/")
+    # http://host:80 must not match http://host:8000.
+    return bool(root) and (url == root or url.startswith((root + "/", root + "?")))
+
+
+def _content_of(request: Any) -> bytes | None:
+    """The request's body if it is in memory; ``None`` if it is generated while it is sent."""
+    try:
+        return request.content
+    except Exception as error:  # the exception's class belongs to the client's module
+        if type(error).__name__ != "RequestNotRead":
+            raise
+        return None
+
+
+def _call_of(request: Any, content: bytes | None) -> Request | None:
+    """The model call that a client's request makes; ``None`` for other requests and without a body in memory."""
+    dialect = dialect_of(request.url.path) if request.method == "POST" and content is not None else None
+    return None if dialect is None or content is None else Request(dialect, content)
+
+
+def _recorded_request(request: Any, call: Request, *, wants_ids: bool) -> Any:
+    """The request with the body of ``call``, which asks for token ids if wanted; the same object if nothing changes."""
+    body = call.prepared(want_ids=wants_ids)
+    if body == request.content:
+        return request
+    headers = [(name, value) for name, value in request.headers.raw if name.lower() != b"content-length"]
+    return _copy_request(request, str(request.url), headers=headers, body=body)
+
+
+def _gateway_headers(
+    attempt: ActiveAttempt, given: _Headers, *, parent_id: str, request_id: str, names: Sequence[str] = ()
+) -> _Headers:
+    """The request's headers with the attempt's identity in place of the client's credentials.
+
+    ``names`` are the caller's, innermost first.
+    """
+    headers = [(name, value) for name, value in given if name not in _DROPPED]
+    if attempt.token:
+        token = attempt.token.encode()
+        # Anthropic's clients send x-api-key; the gateway answers in the way that it was asked.
+        has_key = any(name == b"x-api-key" for name, _ in given)
+        headers.append((b"x-api-key", token) if has_key else (b"authorization", b"Bearer " + token))
+    headers.append((b"traceparent", f"00-{attempt.trace_id}-{parent_id}-01".encode()))
+    headers.append((b"x-agl-span-id", parent_id.encode()))
+    headers.append((b"x-agl-request-id", request_id.encode()))
+    if names:
+        headers.append((WHO_HEADER.encode(), encode_names(names).encode()))
+    return headers
+
+
+def _copy_request(request: Any, url: str, *, headers: _Headers, body: bytes | None) -> Any:
+    """A copy of ``request`` with another URL and headers; if ``body`` is ``None``, it shares the request's stream."""
+    content = {"stream": request.stream} if body is None else {"content": body}
+    return type(request)(request.method, url, headers=headers, extensions=request.extensions, **content)
+
+
+# A context variable, because concurrent calls of one client retry independently.
+_RETRIED: ContextVar[tuple[int, str]] = ContextVar("agl_retried", default=(0, ""))
+
+
+def _request_id_of(headers: dict[bytes, bytes], body: bytes, retries: int) -> str:
+    """The id of a request: that of its header, or for a retry that of the first try, or else a new one.
+
+    A retry is recognised by its body: clients retry in the task or thread of the first try, with the same body.
+    """
+    given = headers.get(b"x-agl-request-id")
+    if given:
+        return given.decode("ascii", "replace")
+    digest, previous = _RETRIED.get()
+    # Compared with the previous body of this context only; a collision would have to be the very
+    # next call.
+    found = hash(body)
+    if retries and previous and digest == found:
+        return previous
+    request_id = f"rq-{new_span_id()}"
+    _RETRIED.set((found, request_id))
+    return request_id
+
+
+def _retry_count_of(headers: dict[bytes, bytes]) -> int:
+    """The client's own count of earlier tries; 0 for clients that do not count."""
+    text = headers.get(b"x-stainless-retry-count", b"0")
+    return int(text) if text.isdigit() else 0

@@ -10,7 +10,17 @@ from typing import NamedTuple
 
 from agl.errors import DatasetError
 from agl.schemas import Json
-from agl_data.importing.readers import atif, chat, claude_code, codex, langfuse, langsmith, mlflow, otlp
+from agl_data.importing.readers import (
+    agent_lightning,
+    atif,
+    chat,
+    claude_code,
+    codex,
+    langfuse,
+    langsmith,
+    mlflow,
+    otlp,
+)
 from agl_data.importing.runs import Run
 from agl_data.importing.source import first_record
 from agl_data.importing.wire import is_protobuf
@@ -40,6 +50,7 @@ FORMATS = {
         Format("chat", "OpenAI chat, one conversation with `messages` a line", chat.fits, chat.read),
         Format("claude-code", "session logs of Claude Code", claude_code.fits, claude_code.read),
         Format("codex", "session logs of Codex, rollout-*.jsonl", codex.fits, codex.read),
+        Format("agent-lightning", "events of Agent Lightning 1.0's server", agent_lightning.fits, agent_lightning.read),
         Format("atif", "ATIF 1.0 to 1.8, as Harbor writes it", atif.fits, atif.read),
         Format(
             "otlp",

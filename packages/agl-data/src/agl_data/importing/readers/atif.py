@@ -31,7 +31,7 @@ def fits(record: Json) -> bool:
 
 
 def read(path: Path) -> Iterator[Run]:
-    """Read the trajectories of a file; raises :class:`DatasetError` for an unknown version or one without steps."""
+    """Read the trajectories of a file; raises :class:`DatasetError` for an unknown version or missing steps."""
     for line in read_lines(path):
         document = as_dict(line.value)
         _check(line.place, document)
@@ -170,7 +170,7 @@ class _Trajectory:
         )
 
     def _tokens(self, number: int, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return fields of the call: its packed token ids and log-probabilities, or the reason why ids are missing."""
+        """Return a call's fields from a step's metrics: packed ids and log-probabilities, or why ids are missing."""
         prompt, answer = as_list(metrics.get("prompt_token_ids")), as_list(metrics.get("completion_token_ids"))
         logprobs = as_list(metrics.get("logprobs"))
         if not prompt or not answer:

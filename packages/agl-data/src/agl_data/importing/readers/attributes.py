@@ -1,7 +1,7 @@
 """Translates span attributes of OpenInference and Langfuse to OpenTelemetry's GenAI conventions.
 
 Phoenix and its instrumentations write attributes of OpenInference, which flattens lists into names such as
-``llm.input_messages.0.message.role``. Langfuse's SDKs from version 3 on send attributes of their own by OTLP.
+``llm.input_messages.0.message.role``. Langfuse's SDKs from version 3 on send Langfuse's own attributes by OTLP.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from agl_data.importing.values import as_dict, as_text, first
 
 _TYPE, _INPUT, _OUTPUT = "langfuse.observation.type", "langfuse.observation.input", "langfuse.observation.output"
 LANGFUSE_CONTENT = (_INPUT, _OUTPUT)
-"""Langfuse attributes whose contents are also in the fields of the call."""
+"""Prefixes of Langfuse attributes that are dropped, because the fields of the call have their contents."""
 
 _KIND = "openinference.span.kind"
 _OPERATIONS = {
@@ -30,7 +30,7 @@ def as_genai(attributes: dict[str, Json], name: str) -> dict[str, Json]:
     """Return a span's attributes, with the equivalent attributes of the GenAI conventions added.
 
     Attributes that already follow the conventions are returned unchanged. ``name`` is the span's name; an agent or tool
-    without a name of its own gets it.
+    without another name gets it.
     """
     if semconv.OPERATION in attributes:
         return attributes

@@ -11,7 +11,7 @@ from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, first
 SYSTEM, TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
 MESSAGES = (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES, SYSTEM, TOOLS)
 CONTENT = (*MESSAGES, "llm.", "input.", "output.", "gen_ai.prompt.", "gen_ai.completion.")
-"""Prefixes of attributes whose contents are also in the fields of the call."""
+"""Prefixes of attributes that are dropped, because the fields of the call have their contents."""
 
 _CALLS = frozenset({semconv.OP_CHAT, semconv.OP_TEXT_COMPLETION, "generate_content"})
 

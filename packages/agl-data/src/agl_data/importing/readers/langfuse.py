@@ -1,4 +1,4 @@
-"""Reads Langfuse's traces (from its pages or API), rows of its exports, and batches of events of its SDK 2.
+"""Reads traces from Langfuse's pages or API, rows of Langfuse's exports, and batches of events of its SDK 2.
 
 A trace contains its observations and scores; exported rows and events name the trace that they belong to. Scores become
 late rewards. Newer SDKs of Langfuse send OTLP, which :mod:`agl_data.importing.readers.otlp` reads.
@@ -104,7 +104,7 @@ class _Events:
 
 
 def _blank(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that events of a trace, a score or an observation lack, and that exported records have."""
+    """Return default fields for a trace, a score or an observation, which exported records have and events lack."""
     if kind == "trace":
         return {"observations": []}
     return {} if kind == "score" else {"type": kind.upper(), "parentObservationId": body.get("traceId")}
@@ -123,7 +123,7 @@ def _record(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
 
 
 def _trace(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
-    """Yield a trace as a span, then its observations below that span, then its scores.
+    """Yield a trace as a span, then the observations below that span, then the scores.
 
     The trace's span counts as an agent only if no observation is one.
     """

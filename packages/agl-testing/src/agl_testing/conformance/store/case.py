@@ -10,7 +10,7 @@ from agl_testing.stores.process import StoreLocation
 
 
 def store_test(test: Callable[[Any, Store], Awaitable[None]]) -> Callable[[Any, StoreLocation], None]:
-    """Turn a coroutine function on an open store into a test method, which opens the store and closes it after."""
+    """Turn a coroutine function that takes an open store into a test method, which opens and closes the store."""
 
     async def body(case: Any, location: StoreLocation) -> None:
         store = location.open()

@@ -19,17 +19,20 @@ ROLLOUTS = 20_000
 """Number of claimed rollouts in the large store, each with an attempt and a span; it has fewer of other records."""
 
 ROUNDS = 15
-"""Measurements per store. They alternate between the stores, so that a busy machine slows both alike; the medians are
-compared."""
+"""Number of measurements per store; their medians are compared.
+
+Measurements alternate between the stores, so that a busy machine slows both alike.
+"""
 
 TRIES = 3
-"""Largest number of comparisons: a store that scans is slow in every one, a busy machine is not."""
+"""Largest number of comparisons; the test fails only if all find a slow operation, since a busy machine misleads some.
+"""
 
 MOST = 4.0
 """Allowed ratio of the time in the large store to that in the small one: a larger store has deeper trees."""
 
 SLACK_S = 0.0003
-"""Seconds allowed in addition, for the noise of clocks and caches."""
+"""Seconds that an operation may take in addition to ``MOST``, for the noise of clocks and caches."""
 
 _numbers = count(1)
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from agl.contracts import ExperimentRecord, LabelMove, Metric, RolloutQuery, Store, Trained, VersionScore
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, Store, Trained, VersionScore
 from agl.errors import FencedError, NotFoundError, SchemaVersionError, StoreError
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_testing.conformance._base import require, run
@@ -37,16 +37,16 @@ class DurabilityTests:
     """Tests that open one location several times."""
 
     is_durable: ClassVar[bool] = True
-    """Acknowledged writes survive the end of the process."""
+    """True if acknowledged writes survive the end of the process."""
 
     is_shared: ClassVar[bool] = True
-    """Several processes may have the location open at once."""
+    """True if several processes may have the location open at once."""
 
     has_schema_version: ClassVar[bool] = True
-    """The location stores a schema version; needs :meth:`set_schema_version`."""
+    """True if the location stores a schema version; requires :meth:`set_schema_version`."""
 
     has_older_schema: ClassVar[bool] = True
-    """An older release wrote a different schema; needs :meth:`make_older`."""
+    """True if an older release wrote a different schema; requires :meth:`make_older`."""
 
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
         """Set the schema version in the data at ``location`` to ``version``."""
@@ -128,19 +128,16 @@ class DurabilityTests:
         taken = [line.key for report in reports for line in _read_report(report)]
         assert sorted(asked) == sorted(taken)
 
-    def test_of_objects_that_expect_one_value_at_once_one_succeeds(self, location: StoreLocation) -> None:
+    def test_of_objects_that_take_one_lease_at_once_one_succeeds(self, location: StoreLocation) -> None:
         require(self.is_shared, "is_shared", "store")
 
         async def body() -> None:
             stores = [location.open() for _ in range(3)]
-            owners = [f"{number}".encode() for number in range(12)]
-            saving = [
-                stores[number % 3].save_state({"owner": owner}, expected={"owner": b""})
-                for number, owner in enumerate(owners)
-            ]
-            ended = await asyncio.gather(*saving, return_exceptions=True)
-            (winner,) = [owner for owner, error in zip(owners, ended, strict=True) if error is None]
-            assert {"owner": winner} == await stores[0].load_state("owner")
+            asked = [Presence(experiment="e", session=f"{number}") for number in range(12)]
+            taking = [stores[at % 3].announce(presence, replaces="") for at, presence in enumerate(asked)]
+            ended = await asyncio.gather(*taking, return_exceptions=True)
+            (winner,) = [presence.session for presence, error in zip(asked, ended, strict=True) if error is None]
+            assert [winner] == [presence.session for presence in await stores[0].presences("e")]
             assert {FencedError} == {type(error) for error in ended if error is not None}
             for store in stores:
                 await store.close()
@@ -230,7 +227,7 @@ async def _fill(location: StoreLocation) -> list[object]:
     await store.save_scores([score])
     await store.save_state(
         {"experiment/e/2/algorithm/a": b"v"},
-        experiment=ExperimentRecord(name="e", run=2, live={"prompt": "v2"}, turn=3, owner="w"),
+        experiment=ExperimentRecord(name="e", run=2, live={"prompt": "v2"}, turn=3),
         trained=[
             Trained(experiment="e", run=2, algorithm="a", step=step, rollout_ids=(f"r{step}",)) for step in (1, 2)
         ],

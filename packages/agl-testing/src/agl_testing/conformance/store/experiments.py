@@ -61,26 +61,6 @@ class ExperimentTests:
         assert [] == await store.experiments()
 
     @store_test
-    async def test_states_are_saved_only_over_the_values_that_are_expected(self, store: Store) -> None:
-        await store.save_state({"key": b"1"}, expected={"key": b""})
-        await store.save_state({"key": b"1"}, expected={"key": b""})  # repeated, as if the response was lost
-        refused = [
-            ({"key": b"2"}, {"key": b""}),
-            ({"a": b"1"}, {"key": b"2"}),
-            ({"a": b"1"}, {"a": b"", "other": b"1"}),
-        ]
-        for states, expected in refused:
-            with pytest.raises(FencedError, match=r"state '(key|other)' was changed"):
-                await store.save_state(
-                    states, experiment=ExperimentRecord(name="e"), trained=[_trained(1, "r1")], expected=expected
-                )
-        assert ({"key": b"1"}, []) == (await store.load_state(""), await store.experiments())
-        assert {} == await store.trained("e", run=1, algorithm="grpo")
-        await store.save_state({"a": b"1"}, trained=[_trained(1, "r1")], expected={"key": b"1"})
-        await store.save_state({"key": b"", "a": b"2"}, expected={"key": b"1", "a": b"1"})
-        assert {"a": b"2"} == await store.load_state("")
-
-    @store_test
     async def test_ledger_grows_and_may_be_written_again(self, store: Store) -> None:
         await store.save_state({}, trained=[_trained(1, "r1", "r2")])
         await store.save_state({}, trained=[_trained(1, "r2", "r1"), _trained(2, "r3")])
@@ -104,7 +84,7 @@ class ExperimentTests:
 
     @store_test
     async def test_experiments_are_listed_by_name_as_they_stand(self, store: Store) -> None:
-        first = ExperimentRecord(name="b", run=2, live={"p": "v1"}, turn=3, owner="w")
+        first = ExperimentRecord(name="b", run=2, live={"p": "v1"}, turn=3)
         await store.save_state({"x": b"1"}, experiment=first)
         await store.save_state({}, experiment=ExperimentRecord(name="a.b", status="finished"))
         last = ExperimentRecord(name="b", run=2, status="finished", turn=4)
@@ -120,12 +100,12 @@ class ExperimentTests:
         for presence in (*workers, own, Presence(experiment="e2", session="t")):
             await store.announce(presence)
         assert [own, *workers] == _unseen(await store.presences("e"))
-        beating = Presence(experiment="e", session="s", since=1.5, beat=1)
-        await store.announce(beating)
-        assert [beating] == _unseen(await store.presences("e", member=""))
+        changed = Presence(experiment="e", session="s", since=1.5, lease_s=60.0)
+        await store.announce(changed)
+        assert [changed] == _unseen(await store.presences("e", member=""))
         await store.withdraw("e", ["w1", "nobody"])
         await store.withdraw("e", ["w1"])
-        assert [beating, workers[1]] == _unseen(await store.presences("e"))
+        assert [changed, workers[1]] == _unseen(await store.presences("e"))
         assert [] == await store.presences("e", member="w1")
         assert [] == await store.presences("nobody")
 
@@ -135,11 +115,41 @@ class ExperimentTests:
         await store.announce(presence)
         (first,) = await store.presences("e")
         claim = await start_one(store)
-        await store.announce(msgspec.structs.replace(presence, beat=1))
+        await store.announce(presence)
         (second,) = await store.presences("e")
         assert abs(first.seen_at - claim.attempt.started_at) < 30
         assert first.seen_at <= claim.attempt.started_at <= second.seen_at
-        assert (1, 1.0) == (second.beat, second.since)
+        assert 1.0 == second.since
+
+    @store_test
+    async def test_lease_is_taken_only_from_the_session_that_is_expected(self, store: Store) -> None:
+        first, second = Presence(experiment="e", session="1"), Presence(experiment="e", session="2")
+        with pytest.raises(FencedError, match="lease of experiment 'e'"):
+            await store.announce(first, replaces="0")
+        await store.announce(first, replaces="")
+        await store.announce(first, replaces="")  # repeated, as if the response was lost
+        with pytest.raises(FencedError):
+            await store.announce(second, replaces="")
+        await store.announce(second, replaces="1")
+        with pytest.raises(FencedError):
+            await store.announce(first, replaces="1")
+        assert ["2"] == [presence.session for presence in await store.presences("e")]
+
+    @store_test
+    async def test_states_are_saved_only_while_the_leases_are_held(self, store: Store) -> None:
+        held, other = Presence(experiment="e", session="1"), Presence(experiment="e", member="w", session="1")
+        for presence in (held, other):
+            await store.announce(presence)
+        await store.save_state({"key": b"1"}, leases=[held, other])
+        await store.announce(msgspec.structs.replace(other, session="2"))
+        await store.withdraw("e", [""])
+        for lease in (held, other):
+            with pytest.raises(FencedError):
+                await store.save_state(
+                    {"key": b"2"}, experiment=ExperimentRecord(name="e"), trained=[_trained(1, "r1")], leases=[lease]
+                )
+        assert ({"key": b"1"}, []) == (await store.load_state(""), await store.experiments())
+        assert {} == await store.trained("e", run=1, algorithm="grpo")
 
     @store_test
     async def test_ids_and_names_that_fit_no_path_or_terminal_are_refused(self, store: Store) -> None:
@@ -179,7 +189,7 @@ class ExperimentTests:
 
 
 def _unseen(presences: list[Presence]) -> list[Presence]:
-    """Return the presences without the time that the store has set."""
+    """Return the presences with ``seen_at`` reset to 0, after checking that the store set it."""
     assert all(presence.seen_at > 0 for presence in presences)
     return [msgspec.structs.replace(presence, seen_at=0.0) for presence in presences]
 

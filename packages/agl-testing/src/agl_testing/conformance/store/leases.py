@@ -24,11 +24,11 @@ SHORT_S = 0.3
 """Seconds of a lease or time limit that lapses during the test."""
 
 WAKE_UP_S = 0.05
-"""Limit of the median time from a write to the end of a wait for it, in seconds; polling would take longer."""
+"""Largest median delay in seconds between a write and the return of a call that waits for it; polling is slower."""
 
 
 class WakeUps:
-    """Measures how soon waiting calls end after the write that they wait for.
+    """Measures the delay between a write and the return of the call that waits for it.
 
     The limit grows with the time of the writes themselves, which are slow on a busy machine.
     """
@@ -38,7 +38,7 @@ class WakeUps:
         self._delays: list[float] = []
 
     async def time(self, waiting: Coroutine[Any, Any, T], write: Callable[[], Awaitable[object]]) -> T:
-        """Start a waiting call, then write; returns the result of the call."""
+        """Start the call ``waiting``, then ``write``; record the delay, and return the call's result."""
         task = asyncio.create_task(waiting)
         await asyncio.sleep(0.02)
         sent = time.monotonic()

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from agl.contracts import RolloutQuery, Store
-from agl.errors import ConflictError, FencedError, InvalidQueryError, NotFoundError
+from agl.contracts import Metric, Presence, RolloutQuery, Store
+from agl.errors import ConflictError, FencedError, InvalidQueryError, NotFoundError, StoreError
 from agl.schemas import AttemptStatus, Outcome, RetryPolicy, Rollout
 from agl_testing.conformance.store.case import store_test
 from agl_testing.stores.samples import (
@@ -50,6 +50,22 @@ class QueueTests:
         )
         stored = (await store.enqueue([asked]))[0]
         assert asked == msgspec.structs.replace(stored, created_at=0.0)
+
+    @store_test
+    async def test_values_of_a_wrong_type_are_refused(self, store: Store) -> None:
+        claim = await start_one(store)
+        wrong: Any = "text"
+        about: dict[str, Any] = {"experiment": "e", "algorithm": "a", "name": "n", "value": 1.0}
+        for write in (
+            lambda: store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="failed", error=wrong)]),
+            lambda: store.enqueue([make_rollout(group_id=wrong.encode())]),
+            lambda: store.append_spans([make_span(claim, name=wrong.encode())]),
+            lambda: store.log_metrics([Metric(step=2**63, **about)]),
+            lambda: store.announce(Presence(experiment="e", session="s", beat=2**70)),
+        ):
+            with pytest.raises(StoreError):
+                await write()
+        assert ["running"] == [each.status for each in await store.attempts(claim.rollout.rollout_id)]
 
     @store_test
     async def test_enqueue_again_is_harmless_and_returns_the_rollout_as_it_stands(self, store: Store) -> None:

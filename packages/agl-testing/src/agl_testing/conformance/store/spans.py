@@ -202,7 +202,7 @@ class FeedTests:
 
 
 def _conversations(claim: Claim, draw: random.Random) -> list[Span]:
-    """Create interleaved calls, whose prompts extend earlier prompts, fork from them, or do not follow them."""
+    """Create spans of interleaved model calls, whose prompts extend earlier prompts, branch off them, or do neither."""
     histories: list[list[int]] = [[draw.randrange(1000) for _ in range(40)] for _ in range(3)]
     spans: list[Span] = []
     for _ in range(40):

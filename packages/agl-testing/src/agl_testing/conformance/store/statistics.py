@@ -24,7 +24,7 @@ from agl_testing.stores.samples import TWO_ATTEMPTS, make_call, make_rollout, ma
 
 MODES: tuple[Mode, ...] = ("train", "val")
 LARGE = 1e12
-"""A mean so large that a plain sum of squares would lose the variance to rounding."""
+"""A mean reward so large that a plain sum of squares would lose the variance to rounding."""
 
 
 class StatisticsTests:
@@ -157,7 +157,7 @@ async def _play(store: Store, chance: random.Random, offset: float) -> None:
 
 
 def _work(claim: Claim, chance: random.Random, offset: float) -> Span:
-    """Create the span of a call, or of a reward from a random source."""
+    """Create the span of a model call, or of a reward from a random source."""
     if chance.random() < 0.4:
         return make_span(claim, call=make_call(range(chance.randrange(9)), range(chance.randrange(9))))
     source: RewardSource = chance.choice(("evaluator", "environment", "agent", "human"))
@@ -219,7 +219,7 @@ def _check_one(found: Statistics, rollouts: Sequence[tuple[Rollout, list[Span], 
 
 
 def _reward(spans: Sequence[Span]) -> float | None:
-    """Return the rollout's reward by the rule that episodes use."""
+    """Compute the rollout's reward by the rule that episodes use."""
     graded = [span for span in spans if span.reward is not None]
     is_timed = all(span.start_ns > 0 for span in graded)
     return episode_reward(sorted(graded, key=lambda span: (span.start_ns if is_timed else 0, span.sequence)))

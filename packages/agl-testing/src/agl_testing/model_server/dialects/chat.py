@@ -13,7 +13,7 @@ def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """Return the body of the plain response."""
+    """Return the body of a response that is not streamed."""
     choices = [_choice(exchange, index, answer) for index, answer in enumerate(exchange.answers)]
     out = {**_head(exchange, "chat.completion"), "choices": choices, "usage": _usage(exchange)}
     if exchange.wants_ids and exchange.flavour != "sglang":

@@ -23,7 +23,7 @@ def prompts_of(body: dict[str, Any]) -> list[list[int]]:
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """Return the body of the plain response."""
+    """Return the body of a response that is not streamed."""
     choices = [_choice(exchange, index, answer) for index, answer in enumerate(exchange.answers)]
     return {**_head(exchange), "choices": choices, "usage": _usage(exchange)}
 

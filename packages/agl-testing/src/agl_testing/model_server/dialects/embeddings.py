@@ -28,7 +28,7 @@ def body_of(body: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def embedding(ids: list[int]) -> list[float]:
-    """Return the vector of token ids: weighted sums modulo 97, scaled to [0, 1); [DIMENSIONS]."""
+    """Return the embedding of token ids, [DIMENSIONS]: weighted sums modulo 97, scaled to [0, 1)."""
     return [
         sum(token * (position + dimension + 1) for position, token in enumerate(ids)) % 97 / 97
         for dimension in range(DIMENSIONS)

@@ -25,7 +25,7 @@ def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """Return the body of the plain response."""
+    """Return the body of a response that is not streamed."""
     answer = exchange.answers[0]
     content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if _has_text(answer) else []
     for index, call in enumerate(answer.calls):

@@ -31,7 +31,7 @@ def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """Return the body of the plain response, which a stream's last event also holds."""
+    """Return the body of a response that is not streamed; the last event of a stream holds it too."""
     answer = exchange.answers[0]
     out = _response(exchange, "incomplete" if answer.reason == "length" else "completed")
     out["output"] = _output(exchange)

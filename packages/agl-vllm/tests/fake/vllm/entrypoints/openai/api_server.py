@@ -1,6 +1,6 @@
-"""vLLM 0.32's server as far as a policy needs it; ``FAKE`` in the environment makes it fail in one way.
+"""The parts of vLLM 0.32's server that a policy needs; the environment variable ``FAKE`` names a fault to show.
 
-The weights are ``shift`` in ``weights.json`` of the model's directory; an adapter's is added to the model's.
+The weights are the number ``shift`` in ``weights.json`` in the model's folder; an adapter's ``shift`` is added.
 """
 
 import argparse

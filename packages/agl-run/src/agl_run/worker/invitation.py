@@ -1,31 +1,27 @@
 """The record of a running experiment in its store, from which workers on other machines learn how to join it.
 
 The record holds the gateway's URL, the models and versions that agents get, and the settings that a worker must share;
-it never holds a key. It is stored as the presence of the experiment's own process among the experiment's members, and
-its beat counts up every few seconds.
+it never holds a key. It is part of the trainer's presence, so it lasts as long as the trainer's lease.
 """
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 import agl
-from agl.contracts import Presence, RolloutQuery, Store, Upstream
+from agl.contracts import RolloutQuery, Store, Upstream
 from agl.errors import FencedError, StoreError
-from agl.schemas import LLM, Json, Record, RolloutStatus, new_trace_id, to_builtins
+from agl.schemas import LLM, Json, Record, RolloutStatus, to_builtins
 from agl.stores import without_credentials
-from agl_inspect.records.workers import OWNER, host_id
+from agl_inspect.ownership import Ownership
+from agl_inspect.presence import OWNER, host_of, is_of_this_machine
 from agl_run.plan import Plan
 from agl_run.runners.setup import RunContext
 
 _LOG = logging.getLogger("agl_run.run")
-
-BEAT_S = 4.0
-"""Seconds between two beats of a running experiment, and between two beats of each of its workers."""
 
 FAREWELL_S = 6.0
 """Seconds that an experiment waits at its end for its workers to sign off."""
@@ -42,10 +38,7 @@ class RunningExperiment(Record, frozen=True, kw_only=True):
     """A running experiment, as recorded in its store.
 
     Attributes:
-        session: Random id of this start of the experiment; a resume gets a new one.
         run: The number of the run.
-        host: Host name of the experiment's machine.
-        place: Host id of the machine, which differs between machines with the same host name.
         release: Version of agl.
         gateway_url: The gateway's base URL for other machines; ``""`` if each worker records calls itself.
         upstreams: The policies, without keys.
@@ -53,13 +46,11 @@ class RunningExperiment(Record, frozen=True, kw_only=True):
         live: The live version of every resource.
         requires_calls: Whether an attempt that succeeds without any model call counts as failed.
         settings: Settings that must be equal in a worker's experiment file.
-        beat: Counts up while the experiment runs.
+        session: Name of the trainer; a resume gets a new one.
+        seen_at: Time of the trainer's last sign of life, in Unix seconds by the store's clock.
     """
 
-    session: str
     run: int
-    host: str
-    place: str
     release: str
     gateway_url: str = ""
     upstreams: tuple[Upstream, ...] = ()
@@ -67,21 +58,28 @@ class RunningExperiment(Record, frozen=True, kw_only=True):
     live: dict[str, str] = {}
     requires_calls: bool = False
     settings: dict[str, Json] = {}
-    beat: int = 0
+    session: str = ""
+    seen_at: float = 0.0
+
+    @property
+    def host(self) -> str:
+        """Host name of the experiment's machine."""
+        return host_of(self.session)
+
+    @property
+    def is_of_this_machine(self) -> bool:
+        """True if the experiment runs on this machine."""
+        return is_of_this_machine(self.session)
 
 
 async def load_running(store: Store, name: str) -> RunningExperiment | None:
     """Read the record of the running experiment; ``None`` without a record. A killed experiment leaves its record."""
     for presence in await store.presences(name, member=OWNER):
-        # The fields of the presence itself count; the details only repeat them.
-        found = {**presence.details, "session": presence.session, "beat": presence.beat}
-        return msgspec.convert(found, RunningExperiment)
+        # A trainer that starts or ends has a presence, but nothing to join.
+        if "run" in presence.details:
+            found = {**presence.details, "session": presence.session, "seen_at": presence.seen_at}
+            return msgspec.convert(found, RunningExperiment)
     return None
-
-
-async def withdraw(store: Store, name: str) -> None:
-    """Remove the record of an experiment that has ended or was killed."""
-    await store.withdraw(name, [OWNER])
 
 
 def settings_of(plan: Plan) -> dict[str, Json]:
@@ -99,76 +97,45 @@ def settings_of(plan: Plan) -> dict[str, Json]:
     return {**settings, "experiment.agent": agent} if agent else settings
 
 
-class Heartbeat:
-    """Maintains the record of a running experiment during ``async with Heartbeat(store, name, serving):``."""
+class Invitation:
+    """Lets workers on other machines join an experiment, during ``async with Invitation(ownership, running):``."""
 
-    def __init__(self, store: Store, name: str, serving: RunningExperiment, *, beat_s: float = BEAT_S) -> None:
-        self._store = store
-        self._name = name
-        self._serving = serving
-        self._beat_s = beat_s
-        self._since = time.time()
-        self._beating: asyncio.Task[None] | None = None
+    def __init__(self, ownership: Ownership, running: RunningExperiment) -> None:
+        self._ownership = ownership
+        self._running = running
 
-    async def __aenter__(self) -> "Heartbeat":
-        """Write the record, and start to beat."""
-        await self._write()
-        self._beating = asyncio.create_task(self._beat())
+    async def __aenter__(self) -> "Invitation":
+        """Write the record."""
+        await self._ownership.announce(to_builtins(self._running))
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         """Remove the record, and wait a moment for the workers to sign off; a store that does not answer is ignored."""
-        if self._beating is not None:
-            self._beating.cancel()
-            await asyncio.gather(self._beating, return_exceptions=True)
         try:
             # The absence of the record is how workers learn of an orderly end.
-            await withdraw(self._store, self._name)
+            await self._ownership.announce({})
             await self._see_workers_off()
         except FencedError:
             pass  # the record belongs to the trainer that took over
         except StoreError as error:
-            _LOG.warning(
-                "the store could not record for remote workers that experiment %r ended: %s", self._name, error
-            )
+            name = self._ownership.name
+            _LOG.warning("the store could not record for remote workers that experiment %r ended: %s", name, error)
 
     async def update(self, live: Mapping[str, str]) -> None:
         """Write the live versions to the record."""
         # Workers read the live versions here for resources that a rollout does not pin.
-        self._serving = msgspec.structs.replace(self._serving, live=dict(live))
-        await self._write()
-
-    async def _write(self) -> None:
-        serving = self._serving
-        presence = Presence(
-            experiment=self._name,
-            member=OWNER,
-            session=serving.session,
-            since=self._since,
-            beat=serving.beat,
-            details=to_builtins(serving),
-        )
-        await self._store.announce(presence)
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(self._beat_s)
-            self._serving = msgspec.structs.replace(self._serving, beat=self._serving.beat + 1)
-            try:
-                await self._write()
-            except FencedError:
-                return
-            except StoreError as error:
-                _LOG.warning("the store could not record that experiment %r still runs: %s", self._name, error)
+        self._running = msgspec.structs.replace(self._running, live=dict(live))
+        await self._ownership.announce(to_builtins(self._running))
 
     async def _see_workers_off(self) -> None:
         """Wait for the workers to sign off; some still need this experiment's gateway, which closes next, to do so."""
-        for _ in range(int(FAREWELL_S / _LOOK_S)):
-            if not await self._store.presences(self._name):
-                return
+        store, name = self._ownership.store, self._ownership.name
+        end = time.monotonic() + FAREWELL_S
+        while left := [presence.member for presence in await store.presences(name) if presence.member != OWNER]:
+            if time.monotonic() > end:
+                # Workers that were killed never sign off; their entries must not greet the next run.
+                return await store.withdraw(name, left)
             await asyncio.sleep(_LOOK_S)
-        # Workers that were killed never sign off; their entries must not greet the next run.
-        await self._store.withdraw(self._name, [left.member for left in await self._store.presences(self._name)])
 
 
 def make_running(
@@ -176,10 +143,7 @@ def make_running(
 ) -> RunningExperiment:
     """Make the record of an experiment that starts now; keys in URLs are removed."""
     return RunningExperiment(
-        session=new_trace_id(),
         run=run,
-        host=socket.gethostname(),
-        place=host_id(),
         release=agl.__version__,
         gateway_url=gateway_url,
         # Every reader of the store can read the record, so keys are removed from URLs.

@@ -1,7 +1,8 @@
 """Agents that behave or misbehave as their task says, for the tests of runners.
 
-``task["do"]`` names one of the :data:`BEHAVIOURS`. As a program (``python -m agl_testing.conformance.agents``) the
-agent reads its task as JSON from standard input and prints the reward, as the runner ``command`` expects.
+``task["do"]`` names one of the :data:`BEHAVIOURS`. As a program (``python -m agl_testing.agents``) the
+agent reads its task as JSON from standard input and prints the reward, as the runner ``command`` expects. The module
+imports no test framework, so child processes start fast.
 """
 
 import asyncio
@@ -75,7 +76,7 @@ def _keys(task: dict[str, Any]) -> list[str]:
 
 
 def _search(task: dict[str, Any]) -> list[str]:
-    """Return the local values, as text, that mention the task in running functions and suspended coroutines."""
+    """Return the local variables, as text, that mention the task, in all running functions and suspended coroutines."""
     tops = sys._current_frames().values()  # pyright: ignore[reportPrivateUsage]  # documented
     frames = [frame for top in tops for frame, _ in traceback.walk_stack(top)]
     frames += [found.cr_frame for found in gc.get_objects() if inspect.iscoroutine(found) and found.cr_frame]
