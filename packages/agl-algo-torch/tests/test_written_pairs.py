@@ -147,6 +147,7 @@ def test_recorded_logprobs_are_no_reference_of_texts() -> None:
         made(DPO, data="p.jsonl", reference="behaviour")
 
 
+@pytest.mark.long
 class TestConformanceOfKto(AlgorithmConformance):
     collects = False
 

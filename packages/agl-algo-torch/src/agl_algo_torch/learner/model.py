@@ -111,7 +111,7 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_ma
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"The tokenizer of {path!r} has no chat template, so messages cannot be turned into tokens. "
-            "Use an instruction-tuned model, or add chat_template.jinja beside its tokenizer.json."
+            "Use an instruction-tuned model, or add chat_template.jinja next to its tokenizer.json."
         )
     if held != DTYPES[dtype]:
         setattr(model, _COMPUTED, DTYPES[dtype])

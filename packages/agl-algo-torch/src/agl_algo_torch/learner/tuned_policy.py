@@ -173,14 +173,14 @@ class TunedPolicy:
         if self._others is not None:
             self._others(self.step, kept)
         if self._unwritten is not None:
-            learner.export(workdir, step=self._unwritten, keep=self._saving.keep, kept=self._live.beside(kept))
+            learner.export(workdir, step=self._unwritten, keep=self._saving.keep, kept=self._live.with_live(kept))
 
     async def _publish(self, step: int) -> str:
         """Publish the weights, from memory if the policy's server can take them; returns `name@version`."""
         learner, context = self.opened, self._context
         offer = offer_of(context, self.name)
         if offer is None:
-            export = partial(learner.export, keep=self._saving.keep, kept=self._live.beside(context.kept()))
+            export = partial(learner.export, keep=self._saving.keep, kept=self._live.with_live(context.kept()))
             resource = await asyncio.to_thread(export, context.workdir, step=step)
         else:
             resource = learner.served(context.workdir, step=step)
