@@ -373,7 +373,7 @@ GENERIC = [
     "agent-framework-core>=1.23,<2",
     "agent-framework-openai>=1.17,<2",
     "pydantic-ai-slim[openai]>=2.62,<3",
-    *("smolagents[openai]>=1.20,<2", "openinference-instrumentation-smolagents>=0.1,<0.2"),
+    "smolagents[openai]>=1.20,<2",
     "litellm>=1.80,<2",
 ]
 """Frameworks and clients that need no adapter."""
@@ -381,9 +381,9 @@ GENERIC = [
 INSTRUMENTATIONS = [
     *("requests>=2.32,<3", "aiohttp>=3.11,<4", "wrapt>=1.17,<3"),
     *(f"opentelemetry-instrumentation-{of}>=0.59b0" for of in ("threading", "httpx", "requests", "aiohttp-client")),
-    "opentelemetry-instrumentation-logging>=0.59b0",
+    *("opentelemetry-instrumentation-logging>=0.59b0", "openinference-instrumentation-smolagents>=0.1,<0.2"),
 ]
-"""Instrumentations that patch what we patch."""
+"""Instrumentations that patch what we patch, or what a framework of ``GENERIC`` does."""
 
 
 @nox.session
