@@ -456,7 +456,7 @@ def gateway(session: nox.Session) -> None:
 @nox.session
 def torch(session: nox.Session) -> None:
     """Losses and estimators, the torch algorithms and the embedded policy server: tests and types."""
-    needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, *CLIENTS]
+    needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, TRL[0], *CLIENTS]
     tools = environment(session, needs)
     pytest(
         session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests", "examples/tests", processes=2
