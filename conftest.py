@@ -1,6 +1,30 @@
-"""Property tests may take their time: on a busy machine, a limit per example fails for no fault of the code."""
+"""What all tests share: property tests without a limit of time, and certificates that are read once."""
+
+import os
+import ssl
+from functools import cache
 
 from hypothesis import HealthCheck, settings
 
+# On a busy machine, a limit per example fails for no fault of the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+_create = ssl.create_default_context
+
+
+@cache
+def _shared(cafile: str | None, *_version: object) -> ssl.SSLContext:
+    return _create(cafile=cafile)
+
+
+def _create_or_share(purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH, **options: str | None) -> ssl.SSLContext:
+    """Return a client's context, which all clients share: reading the system's certificates takes each 30 ms."""
+    if purpose is not ssl.Purpose.SERVER_AUTH or options.keys() - {"cafile"}:
+        return _create(purpose, **options)
+    cafile = options.get("cafile")
+    changed = os.path.getmtime(cafile) if cafile else 0.0
+    return _shared(cafile, changed, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+
+ssl.create_default_context = _create_or_share

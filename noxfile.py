@@ -373,7 +373,7 @@ GENERIC = [
     "agent-framework-core>=1.23,<2",
     "agent-framework-openai>=1.17,<2",
     "pydantic-ai-slim[openai]>=2.62,<3",
-    *("smolagents[openai]>=1.20,<2", "openinference-instrumentation-smolagents>=0.1,<0.2"),
+    "smolagents[openai]>=1.20,<2",
     "litellm>=1.80,<2",
 ]
 """Frameworks and clients that need no adapter."""
@@ -381,9 +381,9 @@ GENERIC = [
 INSTRUMENTATIONS = [
     *("requests>=2.32,<3", "aiohttp>=3.11,<4", "wrapt>=1.17,<3"),
     *(f"opentelemetry-instrumentation-{of}>=0.59b0" for of in ("threading", "httpx", "requests", "aiohttp-client")),
-    "opentelemetry-instrumentation-logging>=0.59b0",
+    *("opentelemetry-instrumentation-logging>=0.59b0", "openinference-instrumentation-smolagents>=0.1,<0.2"),
 ]
-"""Instrumentations that patch what we patch."""
+"""Instrumentations that patch what we patch, or what a framework of ``GENERIC`` does."""
 
 
 @nox.session
@@ -604,10 +604,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def trl(session: nox.Session) -> None:
-    """A step of TRL's trainer on rollouts of agl, and the published readers of Tinker and VERL; needs 2 GB."""
+    """A step of TRL's trainer, the published readers of Tinker and VERL, and TRL's chat templates; needs 2 GB."""
     others = [*TRL, *VERL, "cachetools", "uvicorn", "fastapi", "openai>=3,<4", *PLUGINS["agl-data"]]
-    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, *others])
-    pytest(session, tools, *(f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers")))
+    tools = environment(session, [*ours(*LIGHT, "agl-algo-torch"), *TEST_TOOLS, *others])
+    exports = (f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers"))
+    pytest(session, tools, *exports, "packages/agl-algo-torch/tests/test_template_matrix.py")
 
 
 @nox.session

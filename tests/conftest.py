@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+import certifi
 import pytest
 
 from agl_testing.model_server import Reply, ScriptedModelServer
@@ -186,8 +187,17 @@ use = "exact-match"
     return write
 
 
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with one certificate: each client of an agent in a process would read the system's for 30 ms."""
+    file = tmp_path_factory.mktemp("certificates") / "one.pem"
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
+    file.write_text(first + end)
+    return file
+
+
 @pytest.fixture
-def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def agl(agl_plugins: PluginFolder, certificate: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts the ``agl`` command with the toy plugin; the caller waits for it, and what still runs is killed."""
     started: list[subprocess.Popen[str]] = []
 
@@ -195,6 +205,7 @@ def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Callable[..., sub
         environment = {**agl_plugins.environment, "AGL_SECRET": "x" * 32, "XDG_STATE_HOME": str(tmp_path / "state")}
         environment.pop("OPENAI_BASE_URL", None)
         environment["OPENAI_API_KEY"] = "sk-the-users-own-key-0123456789"
+        environment["SSL_CERT_FILE"] = str(certificate)
         environment.update(more)
         process = subprocess.Popen(
             [sys.executable, "-c", AGL, *words],

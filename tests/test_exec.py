@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from agl_inspect.terminal.program import cli
 from agl_testing.model_server import ScriptedModelServer
 
 from .programs import alive
@@ -43,42 +45,41 @@ def test_program_is_recorded_whichever_way_it_finds_its_model(
 
     assert (3, "4\n") == (code, out)
     assert "agl: recorded 1 model call" in err, err
-    shown = agl("show", "latest", "--json", "--store", "sqlite:///runs/agl.db", cwd=tmp_path)
-    text, _ = shown.communicate(timeout=60)
-    spans = json.loads(text)["spans"]
+    spans = read("show", "latest", folder=tmp_path)["spans"]
     assert ["m"] == [span["call"]["model"] for span in spans if span.get("call")]
 
 
-def latest(agl: StartAgl, folder: Path) -> Any:
-    text, _ = agl("show", "latest", "--json", "--store", "sqlite:///runs/agl.db", cwd=folder).communicate(timeout=60)
-    return json.loads(text)["rollout"]
+def read(*words: str, folder: Path) -> Any:
+    """What a command prints as JSON about the store in ``folder``."""
+    done = CliRunner().invoke(cli, [*words, "--json", "--store", f"sqlite:///{folder}/runs/agl.db"])
+    assert 0 == done.exit_code, done.output
+    return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        ("no-such-program-at-all", "cannot start 'no-such-program-at-all': no such program was found; the command"),
-        ("./notes.txt", r"cannot start './notes.txt': it may not be executed (chmod +x); the command goes after --"),
-        ("./broken", "cannot start './broken': [Errno 8] Exec format error"),
-    ],
-)
-def test_program_that_cannot_start_is_a_readable_error_and_leaves_no_rollout(
-    agl: StartAgl, tmp_path: Path, program: str, message: str
-) -> None:
+def latest(folder: Path) -> Any:
+    return read("show", "latest", folder=folder)["rollout"]
+
+
+CANNOT_START = {
+    "no-such-program-at-all": "cannot start 'no-such-program-at-all': no such program was found; the command",
+    "./notes.txt": "cannot start './notes.txt': it may not be executed (chmod +x); the command goes after --",
+    "./broken": "cannot start './broken': [Errno 8] Exec format error",
+}
+
+
+def test_program_that_cannot_start_is_a_readable_error_and_leaves_no_rollout(agl: StartAgl, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no program")
     (tmp_path / "broken").write_bytes(b"\x7fELF and nothing more")
     (tmp_path / "broken").chmod(0o755)
     record(agl, tmp_path, "--", sys.executable, "-c", "pass")
-    before = latest(agl, tmp_path)
+    before = latest(tmp_path)
 
-    code, _, err = record(agl, tmp_path, "--", program)
-
-    assert 1 == code
-    assert message in err
-    assert "Traceback" not in err
-    assert before == latest(agl, tmp_path)
-    listed, _ = agl("runs", "--json", "--store", "sqlite:///runs/agl.db", cwd=tmp_path).communicate(timeout=60)
-    assert [before] == [row["rollout"] for row in json.loads(listed)]
+    for program, message in CANNOT_START.items():
+        code, _, err = record(agl, tmp_path, "--", program)
+        assert 1 == code
+        assert message in err
+        assert "Traceback" not in err
+    assert [before] == [row["rollout"] for row in read("runs", folder=tmp_path)]
 
 
 def test_program_that_does_not_exist_makes_no_store(agl: StartAgl, tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_program_that_is_interrupted_ends_with_its_descendants_and_settles_its_a
     assert 1 == len(err.splitlines()), err
     assert err.startswith(f"agl: stopped by {name} after "), err
     assert [] == alive(pids)
-    assert "failed" == latest(agl, tmp_path)["status"]
+    assert "failed" == latest(tmp_path)["status"]
 
 
 @needs_proc
@@ -173,7 +174,7 @@ def test_program_beyond_its_time_is_stopped_and_its_record_says_so(agl: StartAgl
     assert 124 == code
     assert "agl: stopped after 0.5 s" in err
     assert "Error" not in err
-    assert "failed" == latest(agl, tmp_path)["status"]
+    assert "failed" == latest(tmp_path)["status"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="ends a process by a signal")

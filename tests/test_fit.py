@@ -171,10 +171,15 @@ def run_file(folder: Path, agl_plugins: PluginFolder, *options: str, best: str, 
 
 
 @pytest.mark.parametrize(
-    ("best", "place"),
-    [("none", "before the first step"), ("writer 2", "after step 2"), ("writer 3", ""), ("nothing", "")],
+    ("final", "best", "place"),
+    [
+        ("best", "none", "before the first step"),
+        ("best", "writer 2", "after step 2"),
+        ("last", "writer 2", "after step 2"),
+        ("last", "writer 3", ""),
+        ("best", "nothing", ""),
+    ],
 )
-@pytest.mark.parametrize("final", ["best", "last"])
 def test_run_says_when_its_end_is_worse_than_its_start_or_its_best(
     final: str, best: str, place: str, log: Log, agl_plugins: PluginFolder, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from .test_workers import store_of, tried
 
 StartAgl = Callable[..., subprocess.Popen[str]]
 
-RETURNS = 4
+RETURNS = 3
 
 KILLER = f"import os\nimport signal\n{AGENT}".replace(
     "    with openai",
@@ -55,7 +55,7 @@ def test_trainer_that_comes_back_late_again_and_again_loses_no_rollout(
     resume: tuple[str, ...] = ()
     for _ in range(RETURNS):
         trainer = agl("run", str(file), "--quiet", *resume, cwd=file.parent)
-        wait_until(lambda: len(running(file)) == 3)
+        wait_until(lambda: len(running(file)) == 3, every_s=0.1)
         trainer.kill()
         trainer.communicate()
         pass_time(file, seconds=60)

@@ -27,9 +27,13 @@ TINY = {
 """Settings that make the experiment small enough for a test."""
 
 
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(CALC, tmp_path / "calc", ignore=shutil.ignore_patterns("out", "tests", "__pycache__")))
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the example with its data."""
+    folder = tmp_path_factory.mktemp("example") / "calc"
+    shutil.copytree(CALC, folder, ignore=shutil.ignore_patterns("out", "tests", "__pycache__"))
+    run(folder, "autogen_data.py")
+    return folder
 
 
 def run(folder: Path, *words: str) -> str:
@@ -52,7 +56,6 @@ def without_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_dialogues_are_what_the_agent_sends(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(example, "autogen_data.py")
     rows = [json.loads(line) for line in (example / "out/autogen/data/dialogues.jsonl").read_text().splitlines()]
     row = next(row for row in rows if len(row["messages"]) == 5)
     *_, called, _, said = row["messages"]
@@ -71,7 +74,6 @@ def test_dialogues_are_what_the_agent_sends(example: Path, monkeypatch: pytest.M
 
 def test_warm_up_and_plain_variant_share_their_tasks(example: Path) -> None:
     run(example, "make_data.py")
-    run(example, "autogen_data.py")
 
     for name in ("train.jsonl", "val.jsonl"):
         assert (example / "out/data" / name).read_text() == (example / "out/autogen/data" / name).read_text()
@@ -98,7 +100,6 @@ def test_experiment_differs_from_the_plain_one_in_its_agent_only() -> None:
 def test_experiment_runs_from_nothing(example: Path) -> None:
     pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch and torch")
     settings = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
-    run(example, "autogen_data.py")
     run(example, str(CALC.parent / "make_model.py"), "--out", "out/autogen")
 
     result = json.loads(run(example, "-m", "agl", "run", "autogen.toml", "--json", *settings))

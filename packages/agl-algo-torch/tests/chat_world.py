@@ -28,14 +28,15 @@ class ChatWorld:
         self.remarks, self.temperature = remarks, temperature
         self.value_of = good_tokens
         self._models: dict[tuple[str, str], Any] = {}
+        self._next: dict[tuple[int, ...], torch.Tensor] = {}  # log-probabilities after a prompt, of the loaded model
 
     def play(self, order: RolloutOrder) -> Episode:
         weights = order.resources["llm"]
         assert isinstance(weights, Weights)
-        torch.manual_seed(zlib.crc32(order.rollout.rollout_id.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(order.rollout.rollout_id.encode()))
         key = (weights.uri, order.rollout.resources["llm"])
         if key not in self._models:
-            self._models = {key: _loaded(weights)}
+            self._models, self._next = {key: _loaded(weights)}, {}
         model, tokenizer = self._models[key]
         ids = _ids(tokenizer, [{"role": "user", "content": order.rollout.task["question"]}])
         parts: list[tuple[int, int]] = []
@@ -47,16 +48,19 @@ class ChatWorld:
                 logprobs += [0.0] * len(more)
             start = len(ids)
             for _ in range(TOKENS):
-                token, logprob = self._draw(model, ids)
+                token, logprob = self._draw(model, ids, generator)
                 ids.append(token)
                 logprobs.append(logprob)
             parts.append((start, len(ids)))
         return self._episode(order.rollout, ids, logprobs, parts)
 
     @torch.no_grad()
-    def _draw(self, model: Any, ids: list[int]) -> tuple[int, float]:
-        logp_V = (model(input_ids=torch.tensor([ids])).logits[0, -1] / self.temperature).log_softmax(0)
-        token = int(torch.multinomial(logp_V.exp(), 1))
+    def _draw(self, model: Any, ids: list[int], generator: torch.Generator) -> tuple[int, float]:
+        if tuple(ids) not in self._next:
+            logits_V = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            self._next[tuple(ids)] = (logits_V / self.temperature).log_softmax(0)
+        logp_V = self._next[tuple(ids)]
+        token = int(torch.multinomial(logp_V.exp(), 1, generator=generator))
         return token, float(logp_V[token])
 
     def _episode(

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,18 @@ def connect() -> Iterator[Callable[[TorchPolicy], openai.OpenAI]]:
         client.close()
 
 
-@pytest.fixture
-def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
-    """Directory of a saved tiny model."""
-    made = make_loaded()
+@pytest.fixture(scope="session")
+def saved_model(make_loaded: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny model, which no test changes."""
+    folder, made = tmp_path_factory.mktemp("saved"), make_loaded()
     with torch.no_grad():
         made.model.model.embed_tokens.weight.mul_(8.0)  # else adapters below a frozen head could not matter
-    made.model.save_pretrained(tmp_path / "model")
-    made.tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    made.model.save_pretrained(folder)
+    made.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model_dir(saved_model: Path, tmp_path: Path) -> Path:
+    """Directory of a tiny model of a test's own."""
+    return Path(shutil.copytree(saved_model, tmp_path / "model"))

@@ -362,4 +362,4 @@ def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(
 ) -> None:
     bench = AlgorithmBench(scenario_of(model_dir, teacher_dir, reward_coef=0.5), tmp_path, credit=FinishedCredit())
     (line,) = [line for line in asyncio.run(bench.said(steps=2)) if "estimator" in line]
-    assert 'finished advantages, in which estimator = "grpo" has no part' in line
+    assert 'finished advantages, which estimator = "grpo" does not change' in line

@@ -54,6 +54,7 @@ class TestConformance(AlgorithmConformance):
         return scenario_of(model_dir, replay_share=0.5, updates_per_step=2)
 
 
+@pytest.mark.long
 class TestConformanceOfPPO(AlgorithmConformance):
     """PPO also replays the same rollouts after a restart."""
 

@@ -65,7 +65,7 @@ def fit(folder: Path, model: Path, *, seed: int, runners: int, fresh: bool = Fal
     folder.mkdir(exist_ok=True)
     store = f"sqlite:///{folder}/runs.db"
     compute = {"device": "cpu", "threads": 1}
-    grpo = algorithm("grpo", tunes="llm", steps=1, tasks_per_step=4, group_size=4, compute=compute)
+    grpo = algorithm("grpo", tunes="llm", steps=1, tasks_per_step=2, group_size=4, compute=compute)
     trainer = agl.Trainer(
         name="seeded",
         algorithm=grpo,
@@ -82,7 +82,7 @@ def fit(folder: Path, model: Path, *, seed: int, runners: int, fresh: bool = Fal
 
 def test_a_seed_fixes_every_token_of_the_first_step(model_dir: Path, tmp_path: Path) -> None:
     one, other = (fit(tmp_path / f"{n}", model_dir, seed=3, runners=n) for n in (1, 8))
-    assert 16 == len(one)
+    assert 8 == len(one)
     assert one == other
     group = [ids for place, ids in one.items() if "-00000-" in place]
     assert 4 == len({str(ids) for ids in group}), "the rollouts of a group draw numbers of their own"

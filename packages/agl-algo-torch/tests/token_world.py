@@ -40,15 +40,15 @@ class World:
     def __init__(self, reward: Reward = good_tokens, *, rows: int = 1, bias: float = 0.0) -> None:
         self.reward, self.rows, self.bias = reward, rows, bias
         self._models: dict[tuple[str, str], Any] = {}
+        self._next: dict[tuple[int, ...], torch.Tensor] = {}  # log-probabilities after a prompt, of the loaded model
 
     def play(self, order: RolloutOrder) -> Episode:
         weights = order.resources["llm"]
         assert isinstance(weights, Weights)
-        torch.manual_seed(zlib.crc32(order.rollout.rollout_id.encode()))
         key = (weights.uri, order.rollout.resources["llm"])
         if key not in self._models:
-            self._models = {key: self._load(weights)}
-        ids, logprobs = self._sample(self._models[key])
+            self._models, self._next = {key: self._load(weights)}, {}
+        ids, logprobs = self._sample(self._models[key], seed=zlib.crc32(order.rollout.rollout_id.encode()))
         return episode(order.rollout, ids, [p + self.bias for p in logprobs], self.reward(ids[3:]), rows=self.rows)
 
     def _load(self, weights: Weights) -> Any:
@@ -59,11 +59,14 @@ class World:
         return PeftModel.from_pretrained(load_model(weights.base_model, device="cpu").model, weights.uri)
 
     @torch.no_grad()
-    def _sample(self, model: Any) -> tuple[list[int], list[float]]:
+    def _sample(self, model: Any, *, seed: int) -> tuple[list[int], list[float]]:
+        generator = torch.Generator().manual_seed(seed)
         ids, logprobs = list(PROMPT), [0.0] * len(PROMPT)
         for _ in range(TOKENS):
-            logp_V = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(0)
-            token = int(torch.multinomial(logp_V.exp(), 1))
+            if tuple(ids) not in self._next:
+                self._next[tuple(ids)] = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(0)
+            logp_V = self._next[tuple(ids)]
+            token = int(torch.multinomial(logp_V.exp(), 1, generator=generator))
             ids.append(token)
             logprobs.append(float(logp_V[token]))
         return ids, logprobs

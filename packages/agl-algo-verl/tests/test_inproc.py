@@ -264,4 +264,4 @@ def test_policies_without_reachable_weights_are_refused(model_dir: Path, tmp_pat
 def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(model_dir: Path, tmp_path: Path) -> None:
     bench = AlgorithmBench(scenario(model_dir), tmp_path, credit=FinishedCredit())
     (line,) = [line for line in asyncio.run(bench.said(steps=2)) if "estimator" in line]
-    assert 'finished advantages, in which estimator = "grpo" has no part' in line
+    assert 'finished advantages, which estimator = "grpo" does not change' in line

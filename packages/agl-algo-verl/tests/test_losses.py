@@ -421,7 +421,7 @@ def test_a_penalty_on_the_ratio_is_taken_with_several_updates_per_step(keys: dic
 @pytest.mark.parametrize(
     "keys",
     [
-        {"loss": "gmpo", "actor.ppo_micro_batch_size_per_gpu": 3},
+        pytest.param({"loss": "gmpo", "actor.ppo_micro_batch_size_per_gpu": 3}, marks=pytest.mark.soak),
         {"actor.policy_loss.loss_mode": "clip_cov", "estimator": "opo"},
     ],
     ids=["gmpo", "clip_cov"],

@@ -320,7 +320,7 @@ def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(mo
 
     asyncio.run(body())
     (line,) = [line for line in said if "estimator" in line]
-    assert 'finished advantages, in which estimator = "grpo" has no part' in line
+    assert 'finished advantages, which estimator = "grpo" does not change' in line
 
 
 def test_with_a_critic_rows_bring_rewards_that_sum_to_what_credit_gave() -> None:

@@ -1,4 +1,4 @@
-"""Rollouts of earlier steps that `verl` trains once more: beside its own, weighted, counted and kept over a restart."""
+"""Rollouts of earlier steps that `verl` trains once more: with its own, weighted, counted and kept over a restart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from agl.contracts import CallUse
 from agl.errors import ConfigError
-from agl_algo_verl.rows.replay import VerlReplay, beside
+from agl_algo_verl.rows.replay import VerlReplay, with_replayed
 from agl_algo_verl.rows.rows import PreparedStep, RowSample
 from agl_algo_verl.settings.ray import read_ray_settings
 from agl_algo_verl.settings.settings import read_settings
@@ -117,7 +117,7 @@ def test_saved_rows_come_back_and_are_dealt_out_over_the_tasks_of_a_step(tmp_pat
     one.add(rows, version="v1", uses=uses)
     one.save(step=3)
     two.load(step=3)
-    first, second = (beside(own, each.take(own, version="v2")) for each in (one, two))
+    first, second = (with_replayed(own, each.take(own, version="v2")) for each in (one, two))
     assert [("x", 0), ("y", 1), ("a", 0), ("b", 1)] == first.rollouts == second.rollouts
     assert [0, 1, 0, 0, 1] == [sample.group for sample in second.samples]
     for left, right in zip(first.samples, second.samples, strict=True):
@@ -125,7 +125,7 @@ def test_saved_rows_come_back_and_are_dealt_out_over_the_tasks_of_a_step(tmp_pat
         assert torch.equal(left.advantages, right.advantages)
     assert all(sample.old is None for sample in second.samples[2:])
     one.clear(step=3)
-    assert [] == beside(own, one.take(own, version="v3")).samples[2:]
+    assert [] == with_replayed(own, one.take(own, version="v3")).samples[2:]
 
 
 @pytest.mark.parametrize(

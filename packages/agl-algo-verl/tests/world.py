@@ -57,23 +57,26 @@ class World:
     def __init__(self, reward: Callable[[list[int]], float] = good_tokens, *, rows: int = 1, bias: float = 0.0) -> None:
         self.reward, self.rows, self.bias = reward, rows, bias
         self._loaded: tuple[str, Any] = ("", None)
+        self._next: dict[tuple[int, ...], torch.Tensor] = {}  # log-probabilities after a prompt, of the loaded model
 
     def play(self, order: RolloutOrder) -> Episode:
         weights = order.resources["llm"]
         assert isinstance(weights, Weights)
-        torch.manual_seed(zlib.crc32(order.rollout.rollout_id.encode()))
         if self._loaded[0] != weights.uri:
-            self._loaded = (weights.uri, whole_model(weights))
-        ids, logprobs = self._sample(self._loaded[1])
+            self._loaded, self._next = (weights.uri, whole_model(weights)), {}
+        ids, logprobs = self._sample(self._loaded[1], seed=zlib.crc32(order.rollout.rollout_id.encode()))
         reward = self.reward(ids[len(PROMPT) :])
         return episode(order.rollout, ids, [p + self.bias for p in logprobs], reward, rows=self.rows)
 
     @torch.no_grad()
-    def _sample(self, model: Any) -> tuple[list[int], list[float]]:
+    def _sample(self, model: Any, *, seed: int) -> tuple[list[int], list[float]]:
+        generator = torch.Generator().manual_seed(seed)
         ids, logprobs = list(PROMPT), [0.0] * len(PROMPT)
         for _ in range(TOKENS):
-            logp_V = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(0)
-            token = int(torch.multinomial(logp_V.exp(), 1))
+            if tuple(ids) not in self._next:
+                self._next[tuple(ids)] = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(0)
+            logp_V = self._next[tuple(ids)]
+            token = int(torch.multinomial(logp_V.exp(), 1, generator=generator))
             ids.append(token)
             logprobs.append(float(logp_V[token]))
         return ids, logprobs

@@ -583,7 +583,6 @@ def test_a_stream_that_was_read_to_its_last_event_is_whole_whatever_broke_afterw
         request=Request("chat", b'{"model": "m", "messages": [], "stream": true}'),
         request_id="r",
         status=200,
-        headers={},
         response=body,
         is_streamed=True,
         is_complete=False,

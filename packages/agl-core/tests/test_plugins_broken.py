@@ -7,6 +7,9 @@ import sys
 import pytest
 
 from agl import PluginManager
+from agl._plugins import manager as manager_module
+from agl._plugins.build import METHODS
+from agl.contracts import Algorithm, Tracer
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 
 REWARD = """
@@ -215,3 +218,69 @@ def test_component_whose_module_quits_is_named(install_plugin, site):
         BrokenPluginError, match=r"'quits:make' of the plugin 'lazy' \(agl-lazy 1.0\) raised SystemExit: 3"
     ):
         manager.build(manager.reward("lazy"))
+
+
+def test_required_methods_are_those_of_the_contracts():
+    assert {name for name in vars(Algorithm) if not name.startswith("_")} == set(METHODS["AlgorithmEntry"])
+    assert set(METHODS["TracerEntry"]) <= vars(Tracer).keys()
+
+
+LACKING = """
+from agl import AlgorithmEntry, TracerEntry, hookimpl
+
+class Half:
+    async def setup(self, context): ...
+    async def step(self): ...
+    def state(self): ...
+    async def restore(self, state): ...
+
+@hookimpl
+def agl_algorithms():
+    yield AlgorithmEntry(name="half", factory=Half, tunes=("weights",))
+
+@hookimpl
+def agl_tracers():
+    yield TracerEntry(name="made", factory=lambda: Half())
+"""
+
+
+def test_component_without_a_method_of_its_contract_is_refused_with_its_name(install_plugin):
+    install_plugin("agl-half", LACKING, entry="half")
+    manager = PluginManager.from_environment()
+    with pytest.raises(BrokenPluginError, match=r"the algorithm 'half' of the plugin .* lacks close,"):
+        manager.check(manager.algorithm("half"))
+    with pytest.raises(BrokenPluginError, match=r"the tracer 'made' .* lacks install, uninstall,"):
+        manager.build(manager.tracer("made"))
+
+
+def test_plugin_that_still_loads_after_a_while_is_named(install_plugin, caplog, monkeypatch):
+    monkeypatch.setattr(manager_module, "SLOW_S", 0.01)
+    install_plugin("agl-slow", "import time\ntime.sleep(0.2)\n", entry="slow")
+    with caplog.at_level(logging.WARNING, "agl._plugins"):
+        PluginManager.from_environment()
+    assert any("the plugin 'slow' (agl-slow 1.0) still loads; " in record.getMessage() for record in caplog.records)
+
+
+ENDLESS = """
+import itertools
+from agl import RewardEntry, hookimpl
+
+@hookimpl
+def agl_rewards():
+    for number in itertools.count():
+        yield RewardEntry(name=f"r{number}", factory=print)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(ENDLESS, "yields more than 1000 components"), ("raise GeneratorExit\n", "GeneratorExit")]
+)
+def test_plugin_that_never_ends_or_ends_a_generator_is_quarantined(install_plugin, text, says):
+    install_plugin("agl-odd", text, entry="odd")
+    assert says in status(PluginManager.from_environment(), "odd").error
+
+
+def test_what_a_plugin_prints_while_it_loads_is_not_in_the_output(install_plugin, capsys):
+    install_plugin("agl-loud", "print('hello')\n", entry="loud")
+    PluginManager.from_environment()
+    assert ("", "hello\n") == capsys.readouterr()

@@ -45,8 +45,7 @@ def coroutine(model: crewai.LLM) -> Callable[[Any], Any]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # CrewAI's own, of its own parts
-@pytest.mark.parametrize("gateway", ["none", "auto"])
-@pytest.mark.parametrize("make", [blocking, coroutine])
+@pytest.mark.parametrize(("make", "gateway"), [(blocking, "none"), (coroutine, "auto")])
 def test_shared_models_work_in_every_rollout_of_every_run(
     make: Make, gateway: str, model_server: ScriptedModelServer, tmp_path: Path
 ):

@@ -206,6 +206,8 @@ TUNER = """
 from agl import AlgorithmEntry, CreditEntry, hookimpl
 
 class Tuner:
+    setup = step = state = restore = None
+
     async def close(self):
         pass
 

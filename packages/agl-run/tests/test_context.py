@@ -1,4 +1,4 @@
-"""An algorithm's context names the agents whose calls train."""
+"""What an algorithm and an agent are given by a run: the agents whose calls train, and the way to the gateway."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from agl.contracts import AlgorithmContext, StepReport
 from agl.schemas import PromptTemplate
 from agl.stores import MemoryStore
 from agl_run import Quiet, Trainer
+from agl_run.runners.setup import without_proxy
 
 
 class Asks:
@@ -67,3 +68,13 @@ def test_it_names_the_agents_of_the_algorithm_or_of_the_adapter(
     )
     trainer.fit(lambda task: None, [{"q": 1}])
     assert f"asks: trains {expected!r}" in said.lines
+
+
+def test_calls_to_the_gateway_do_not_go_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    assert {} == without_proxy("http://10.0.0.1:4747")
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "intern")
+    assert "intern,10.0.0.1" == without_proxy("http://10.0.0.1:4747")["NO_PROXY"]

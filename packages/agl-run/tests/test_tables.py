@@ -1,5 +1,7 @@
 """Data sets from CSV files, and from files that need a library which is not installed."""
 
+import gzip
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -107,3 +109,33 @@ def test_mapping_of_splits_is_refused_with_their_names(tmp_path):
 def test_frames_that_offer_their_rows_are_read(tmp_path):
     frame = SimpleNamespace(columns=["n"], to_dicts=lambda: [{"n": 1}, {"n": 2}])  # as polars does
     assert [{"n": 1}, {"n": 2}] == tasks_of(frame, tmp_path)
+
+
+def test_values_of_a_csv_file_may_be_long_and_separated_by_semicolons(write, tmp_path):
+    write("long.csv", b"q,a\n" + b"x" * 200_000 + b",1\n")
+    write("other.csv", b"q;a\n1,5;2\n")
+    assert [{"q": "x" * 200_000, "a": "1"}] == tasks_of("long.csv", tmp_path)
+    assert [{"q": "1,5", "a": "2"}] == tasks_of("other.csv", tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda data: b"\xef\xbb\xbf" + data, gzip.compress], ids=["mark", "gzip"])
+def test_json_lines_may_be_packed_or_begin_with_a_byte_order_mark(write, tmp_path, change):
+    write("tasks.jsonl", change(b'{"q": 1}\n{"q": 2}\n'))
+    assert [{"q": 1}, {"q": 2}] == tasks_of("tasks.jsonl", tmp_path)
+
+
+def test_missing_number_is_none_from_every_format(write, tmp_path):
+    write("tasks.jsonl", b'{"q": NaN}\n')
+    assert [{"q": None}] == tasks_of("tasks.jsonl", tmp_path) == tasks_of([{"q": float("nan")}], tmp_path)
+
+
+def test_cells_of_a_data_frame_may_hold_arrays(tmp_path):
+    pandas, numpy = pytest.importorskip("pandas"), pytest.importorskip("numpy")
+    frame = pandas.DataFrame({"q": [numpy.array([1, 2]), numpy.array([float("nan")])], "n": [1.5, float("nan")]})
+    assert [{"q": [1, 2], "n": 1.5}, {"q": [None], "n": None}] == tasks_of(frame, tmp_path)
+
+
+def test_dataset_that_is_a_named_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "tasks.jsonl")
+    with pytest.raises(DatasetError, match="is not a file"):
+        tasks_of("tasks.jsonl", tmp_path)

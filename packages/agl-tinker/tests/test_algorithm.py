@@ -111,10 +111,9 @@ async def complete_run(bench: AlgorithmBench) -> list[dict[str, float]]:
         return found
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
-def test_reward_rises(served: Served, tmp_path: Path, loss: str) -> None:
+def test_reward_rises(served: Served, tmp_path: Path) -> None:
     scenario = scenario_of(
-        served, lambda: make(steps=12, group_size=8, loss=loss, optim={"lr": 0.02}, updates_per_step=2)
+        served, lambda: make(steps=12, group_size=8, loss="ppo", optim={"lr": 0.02}, updates_per_step=2)
     )
     found = asyncio.run(complete_run(AlgorithmBench(scenario, tmp_path)))
     first, last = (sum(metrics["reward"] for metrics in part) / 2 for part in (found[:2], found[-2:]))
@@ -131,7 +130,7 @@ def test_sampler_and_trainer_agree_about_fresh_tokens(served: Served, tmp_path: 
 def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(served: Served, tmp_path: Path) -> None:
     bench = AlgorithmBench(scenario_of(served), tmp_path, credit=FinishedCredit())
     (line,) = [line for line in asyncio.run(bench.said(steps=2)) if "estimator" in line]
-    assert 'finished advantages, in which estimator = "grpo" has no part' in line
+    assert 'finished advantages, which estimator = "grpo" does not change' in line
 
 
 def test_server_that_lost_the_model_gets_the_last_state(launch: Callable[..., Served], tmp_path: Path) -> None:

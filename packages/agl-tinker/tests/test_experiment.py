@@ -119,7 +119,7 @@ def test_killed_trainer_and_killed_server_train_every_rollout_once(
     file = tmp_path / "experiment.toml"
     file.write_text(EXPERIMENT.format(model=model_dir, url=url, steps=steps))
     trainer = start("run", str(file), "--quiet", cwd=tmp_path)
-    wait_until(lambda: steps_done(tmp_path) >= 2 or trainer.poll() is not None)
+    wait_until(lambda: steps_done(tmp_path) >= 2 or trainer.poll() is not None, every_s=0.1)
     trainer.kill()
     trainer.wait()
     done = steps_done(tmp_path)

@@ -124,13 +124,10 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         meanings=MEANINGS,
         tables=_tables([metric for metric in shown if steps and metric.step >= steps[-1]]),
         settings=await load_settings(store, record),
-        next=_next(chosen, steps[-1]) if len(newest) > rows else {},
+        next={"before": str(steps[-1]), **({} if chosen.goal is None else {"goal": repr(chosen.goal)})}
+        if len(newest) > rows
+        else {},
     )
-
-
-def _next(chosen: LearningFilter, before: int) -> dict[str, str]:
-    """Return the query of the page with older steps."""
-    return {"before": str(before), **({} if chosen.goal is None else {"goal": repr(chosen.goal)})}
 
 
 def _figures(run: str, metrics: Sequence[Metric]) -> list[Figure]:

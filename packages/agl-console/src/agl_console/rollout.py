@@ -218,13 +218,8 @@ async def _page(store: Store, rollout_id: str, attempt_id: str, after: int) -> t
         if len(page) >= SPANS or size > _PAGE_BYTES:
             return page, False
         page.append(span)
-        size += _size(span)
+        size += len(str(span.call.request)) + len(str(span.call.response)) if span.call else 0
     return page, True
-
-
-def _size(span: Span) -> int:
-    """Return the approximate number of characters in a span's call."""
-    return len(str(span.call.request)) + len(str(span.call.response)) if span.call else 0
 
 
 def _attempt(attempt: Attempt) -> AttemptRow:

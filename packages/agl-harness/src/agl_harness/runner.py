@@ -127,7 +127,11 @@ class HarnessRunner:
         """
         folder = Path(agent.folder or ".").absolute()
         find(agent.harness, folder=folder)
-        found = (task_folder_of(agent.workspace, task, folder=folder) for task in tasks if _is_of_harbor(agent, task))
+        found = (
+            task_folder_of(agent.workspace, task, folder=folder)
+            for task in tasks
+            if str(fields_of(task).get("workspace") or agent.workspace).startswith(PREFIX)
+        )
         check_tasks([place for place in found if place is not None], settings=_settings(dict(params or {})))
 
     def _hidden(self) -> list[str]:
@@ -306,18 +310,14 @@ class HarnessRunner:
             await self._sandboxes.close()
 
 
-def _is_of_harbor(agent: AgentSpec, task: Json) -> bool:
-    return str(fields_of(task).get("workspace") or agent.workspace).startswith(PREFIX)
-
-
 def base_environment(sandbox: Sandbox, program: Program | None = None) -> dict[str, str]:
     """Return the variables that any program in a sandbox gets; its ``python`` is the Python that runs agl."""
     passed = {name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("LC_")}
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    inherited = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     own = f"{Path(program.path).parent}{os.pathsep}" if program is not None else ""
     return {
         **passed,
-        "PATH": own + beside,
+        "PATH": own + inherited,
         "HOME": str(sandbox.root / HOME),
         "TMPDIR": str(sandbox.root / TEMPORARY),
         "TERM": "dumb",

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from agl.contracts import RolloutQuery, Store, VersionScore
+from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.hints import did_you_mean
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
@@ -103,7 +103,11 @@ async def list_versions(
     if name is None and not has_candidates:
         versions = [await _newest_published(store, v, pointing[v.name]) for v in versions]
     kept = [v for v in versions if has_candidates or not _is_only_tried(v, pointing[v.name])]
-    scores = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
+    scores = {
+        (score.name, score.version): f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}] n={score.n} ({score.how})"
+        for n in names
+        for score in await store.scores(n)
+    }
     tried = [] if name is None else await candidates_of(store, name)
     trials = await _trials(store, name, kept) if name is not None and has_trials else {}
     lost = await unsaved(store, kept)
@@ -242,10 +246,6 @@ def diff_versions(old: ResourceVersion, new: ResourceVersion) -> list[str]:
 def _kind(resource: Resource) -> str:
     name = type(resource).__name__
     return f"{name} ({resource.engine})" if isinstance(resource, PromptTemplate) else name
-
-
-def _words(score: VersionScore) -> str:
-    return f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}] n={score.n} ({score.how})"
 
 
 def _pointing(names: dict[str, str], version: str) -> list[str]:

@@ -55,8 +55,8 @@ class UnusedEstimator:
             return ""
         self._is_said = True
         return (
-            f"the credit gave {final} of {calls} calls finished advantages, in which "
-            f'estimator = "{self._name}" has no part'
+            f"the credit gave {final} of {calls} calls finished advantages, which "
+            f'estimator = "{self._name}" does not change'
         )
 
 

@@ -94,7 +94,7 @@ class LiveAtSaves:
         step = version.step if version.algorithm == self._context.name else 0
         self._steps = (step, *self._steps[:1])
 
-    def beside(self, kept: Collection[int]) -> frozenset[int]:
+    def with_live(self, kept: Collection[int]) -> frozenset[int]:
         """Return the steps `kept` together with those whose weights were live at the last two saves."""
         return frozenset((*kept, *self._steps))
 

@@ -18,7 +18,7 @@ from agl_run.access.tokens import PLACEHOLDER_KEY
 from agl_run.agents.agent import AgentSpec, LoadedAgent
 from agl_run.config.records import ExperimentConfig, RunnerConfig
 from agl_run.fleet import Fleet
-from agl_run.runners.setup import environment
+from agl_run.runners.setup import environment, without_proxy
 
 VALIDATION = "validate"
 """The caller's name for validation, in rollout ids and metrics; no algorithm may have it."""
@@ -95,7 +95,8 @@ def placeholder_keys() -> AbstractContextManager[None]:
     # Clients are often made at import and refuse to be without a key; the attempt's own replaces it
     # in every call.
     missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
-    return environment(dict.fromkeys(missing, PLACEHOLDER_KEY))
+    # A client also decides then which calls go through a proxy, and the gateway is on this machine.
+    return environment({**dict.fromkeys(missing, PLACEHOLDER_KEY), **without_proxy("http://127.0.0.1")})
 
 
 def load_agent(spec: AgentSpec) -> LoadedAgent:

@@ -105,9 +105,9 @@ def _lines(spans: Sequence[Span], name: str, resource: Resource, agents: str) ->
     for span in spans:
         if span.span_id in shown:
             who = enclosing.who(span).agent
-            told = [f"[{who}] {line}" if who else line for line in _messages(span, name, prompt)]
-            lines += [line for line in told if line not in seen]
-            seen.update(told)
+            texts = [f"[{who}] {line}" if who else line for line in _messages(span, name, prompt)]
+            lines += [line for line in texts if line not in seen]
+            seen.update(texts)
         else:
             lines += _event(span)
     return lines

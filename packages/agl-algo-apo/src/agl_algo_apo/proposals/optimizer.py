@@ -297,7 +297,12 @@ class Optimizer:
             sent = self._fitted(body)
             response = await self._client.post("chat/completions", json=sent)
             # Compared with the body that was sent: another request may have dropped the field since.
-            refused = [name for name in _OPTIONAL if name in sent and _is_refused(name, response.text)]
+            # An error about `max_tokens` names the field that newer models use instead.
+            refused = [
+                name
+                for name in _OPTIONAL
+                if name in sent and ("max_completion_tokens" if name == "max_tokens" else name) in response.text
+            ]
             if response.status_code != 400 or not refused:
                 return response
             self._dropped.update(refused)
@@ -334,11 +339,6 @@ def _headers(settings: OptimizerSettings) -> dict[str, str]:
 def most_tokens(text: str) -> int:
     """Return an upper bound of a text's tokens: its bytes, which no tokenizer exceeds, plus the chat format."""
     return len(text.encode()) + 64
-
-
-def _is_refused(name: str, message: str) -> bool:
-    """Return true if an error refuses a field; for ``max_tokens`` it names the field that newer models use instead."""
-    return ("max_completion_tokens" if name == "max_tokens" else name) in message
 
 
 def _read_answer(response: httpx.Response) -> OptimizerAnswer | None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl_algo_verl.losses.correction import corrected, correction_metrics
 from agl_algo_verl.losses.metrics import finite
-from agl_algo_verl.rows.replay import beside
+from agl_algo_verl.rows.replay import with_replayed
 from agl_algo_verl.rows.token_numbers import mean_entropy
 from agl_objectives.directories import step_directory
 from agl_objectives.reports import Skipped, averaged
@@ -328,7 +328,7 @@ class VerlLearner:
 
     def _with_replayed(self, prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:
         """Return a step with its own evaluated rows, and the replayed rows with today's log-probabilities."""
-        every = beside(prepared, replayed)
+        every = with_replayed(prepared, replayed)
         rows = every.samples[len(prepared.samples) :]
         if not rows:
             return prepared

@@ -72,9 +72,9 @@ class VERL(VerlTraining):
         self._context = context
         self._live_at_saves = LiveAtSaves(context, self._tuned)
         # Packed rows need a GPU and flash-attn; from here on the settings are final.
-        self.settings, told = with_packing(self.settings, has_gpu=own_device().type == "cuda")
+        self.settings, notes = with_packing(self.settings, has_gpu=own_device().type == "cuda")
         await asyncio.to_thread(check_machine, self.settings)
-        self._begin(context, extra=told, serves=self._tuned)
+        self._begin(context, extra=notes, serves=self._tuned)
         self._learner = VerlLearner(self.settings, workdir=context.workdir, steps=self._steps)
 
     async def step(self) -> StepReport:
@@ -136,7 +136,7 @@ class VERL(VerlTraining):
         self._live_at_saves.note()
         # Weights that were served from memory are written now, because a resumed run serves them from disk.
         if self._unwritten is not None:
-            await self._learner.export(step=self._unwritten, kept=self._live_at_saves.beside(kept))
+            await self._learner.export(step=self._unwritten, kept=self._live_at_saves.with_live(kept))
         self._unwritten = None
         await prune_merged(self._context, name=self._tuned, used=self._learner.origins())
         self._interval.saved(time.perf_counter() - started)
@@ -179,7 +179,7 @@ class VERL(VerlTraining):
         # A policy in this process takes weights from memory, so they need not be written before they are served.
         offer = offer_of(context, self._tuned)
         if offer is None:
-            resource = await learner.export(step=step, kept=self._live_at_saves.beside(context.kept()))
+            resource = await learner.export(step=step, kept=self._live_at_saves.with_live(context.kept()))
         else:
             resource = learner.served(step=step)
             offer(resource, await learner.held())

@@ -100,7 +100,10 @@ def with_penalty(
     estimator = chosen_estimator(settings).call
     found = call_advantages(credits, groups=groups, tokens=prepared.tokens, estimator=estimator)
     by_rollout = {rollout: values for (rollout, _), values in zip(prepared.rollouts, found, strict=True)}
-    return [_spread(sample, by_rollout[sample.rollout]) for sample in samples]
+    return [
+        replace(sample, advantages=spread(by_rollout[sample.rollout], calls=sample.calls, length=len(sample.mask)))
+        for sample in samples
+    ]
 
 
 def _with_penalty(call: CallCredit, penalty: float) -> CallCredit:
@@ -112,10 +115,6 @@ def _with_penalty(call: CallCredit, penalty: float) -> CallCredit:
             '[credit] use = "turn".'
         )
     return changed(call, value=call.value + penalty)
-
-
-def _spread(sample: RowSample, values: Mapping[str, float]) -> RowSample:
-    return replace(sample, advantages=spread(values, calls=sample.calls, length=len(sample.mask)))
 
 
 def with_values(

@@ -118,10 +118,10 @@ def _rows(
     """Return the rows of an update with `rollouts` rollouts, and the `held` rows of the same rollouts."""
     weights = None if choice is None else weighting(samples, rollouts=rollouts, choice=choice)
     names = {sample.rollout for sample in samples}
-    beside = [sample for sample in held if sample.rollout in names]
-    tokens = sum(len(sample.mask) for sample in beside)
+    anchored = [sample for sample in held if sample.rollout in names]
+    tokens = sum(len(sample.mask) for sample in anchored)
     rows: list[BridgeRow] = []
-    for sample in [*samples, *beside]:
+    for sample in [*samples, *anchored]:
         row = BridgeRow(
             group=sample.group,
             rollout=places[sample.rollout],

@@ -59,7 +59,7 @@ from agl_algo_verl.ray.checkpoints import (
 from agl_algo_verl.ray.configuration import CHECKPOINTS, METRICS, compose, environment, module_path
 from agl_algo_verl.ray.schedule import schedule_after
 from agl_algo_verl.ray.validation import check_composed
-from agl_algo_verl.rows.replay import beside
+from agl_algo_verl.rows.replay import with_replayed
 from agl_algo_verl.rows.training import VerlTraining
 from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.settings.packing import with_packing
@@ -149,10 +149,10 @@ class RayVERL(VerlTraining):
 
         self._tuned, weights = tuned_policy(context)
         self._context = context
-        told_of_agents = self._use_agents(context.agents)
+        agent_notes = self._use_agents(context.agents)
         # The GPUs of a cluster elsewhere are not visible from here; its machines are assumed to have the same packages.
         has_gpu = not self.read.is_cpu and (torch.cuda.is_available() or bool(self.read.ray_init.get("address")))
-        self.settings, told = with_packing(self.settings, has_gpu=has_gpu)
+        self.settings, notes = with_packing(self.settings, has_gpu=has_gpu)
         self.read = replace(self.read, settings=self.settings)
         check_machine(self.read, has_gpu=torch.cuda.is_available())
         if self.settings.has_critic:
@@ -165,7 +165,7 @@ class RayVERL(VerlTraining):
             )
         self._policy = policy
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
-        self._begin(context, extra=[*told, *told_of_agents])
+        self._begin(context, extra=[*notes, *agent_notes])
 
     async def step(self) -> StepReport:
         """Answer VERL's request with a step's rows, wait until VERL has trained on them, and publish the new weights.
@@ -190,7 +190,7 @@ class RayVERL(VerlTraining):
         replayed = self._replay.take(prepared, version=version)
         self._replay.add(prepared.samples, version=version, uses=prepared.uses)
         metrics |= self._replay.metrics(replayed)
-        every = beside(prepared, replayed)
+        every = with_replayed(prepared, replayed)
         self._interval.stepped()
         is_trained = self._can_train(every)
         if is_trained:
@@ -198,7 +198,9 @@ class RayVERL(VerlTraining):
             held, unheld = held_rows(others, policy=self._tuned, settings=self.settings)
             answer = self._answer(every, held, step=step, replayed={row.rollout for row in replayed.rows})
             metrics |= unheld | await self._train(cluster, answer, request=request)
-            is_trained = self._trains_policy(request)
+            is_trained = (
+                not self.settings.has_critic or self.settings.trainer.critic_warmup - self._base <= request.step
+            )
         else:
             metrics["updates_skipped"] = 1.0
             self._skipped += 1
@@ -349,10 +351,6 @@ class RayVERL(VerlTraining):
 
         samples = prepared.samples
         return bool(samples) and (self.settings.has_critic or has_gradient(samples, self.settings))
-
-    def _trains_policy(self, request: StepRequest) -> bool:
-        """Return true if VERL's step trains the policy, false if only a critic; see `configuration.compose`."""
-        return not self.settings.has_critic or self.settings.trainer.critic_warmup - self._base <= request.step
 
     async def _train(self, cluster: Cluster, answer: StepRows, *, request: StepRequest) -> dict[str, float]:
         """Let VERL train on a step's rows; returns metrics to log."""

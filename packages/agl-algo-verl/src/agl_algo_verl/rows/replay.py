@@ -132,7 +132,7 @@ def replay_weights(rows: Sequence[RowSample], *, bound: float) -> dict[str, floa
     }
 
 
-def beside(prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:
+def with_replayed(prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:
     """Return a step with its own rows and the replayed ones, which are distributed over the step's tasks."""
     tasks = 1 + max((place for _, place in prepared.rollouts), default=0)
     places = {each.rows[0].rollout: index % tasks for index, each in enumerate(replayed.rollouts)}

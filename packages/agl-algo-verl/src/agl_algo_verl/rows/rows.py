@@ -190,7 +190,8 @@ def prepare(
     # Every episode counts as a rollout, even if none of its rows is left: means over rollouts divide by this list.
     rollouts = [(e.rollout.rollout_id, place) for e, place in zip(episodes, places, strict=True)]
     metrics = _metrics(groups, samples) | {f"rows_{reason}": float(count) for reason, count in left_out.items()}
-    loud = _loud(samples, has_critic=settings.has_critic)
+    # Rollouts with a gradient; with a critic, whose values come later, all rollouts with a row.
+    loud = {s.rollout for s in samples if settings.has_critic or bool((s.advantages[s.mask] != 0).any())}
     metrics |= rollout_shares(episodes, dropped=dropped, loud=loud)
     metrics |= {} if settings.has_critic else {"groups_silent": _silent(groups, loud)}
     kept = tuple(tuple(calls) for calls in credits)
@@ -310,11 +311,6 @@ def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) 
         "rows": float(len(samples)),
         "calls_without_ids": float(sum(call.reject == "missing_token_ids" for call in calls)),
     }
-
-
-def _loud(samples: Sequence[RowSample], *, has_critic: bool) -> set[str]:
-    """Return the ids of rollouts with a gradient; with a critic, whose values come later, of all with a row."""
-    return {s.rollout for s in samples if has_critic or bool((s.advantages[s.mask] != 0).any())}
 
 
 def _silent(groups: Sequence[Sequence[Episode]], loud: set[str]) -> float:

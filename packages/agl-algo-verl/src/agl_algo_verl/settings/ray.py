@@ -100,7 +100,7 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     """
     ray_kwargs = cast("dict[str, Any]", config.get("ray_kwargs") or {})
     wrong = tuple(f"ray_kwargs.{name}: only ray_kwargs.ray_init is used" for name in ray_kwargs if name != "ray_init")
-    beside = {name: value for name, value in config.items() if name in OWN}
+    ours = {name: value for name, value in config.items() if name in OWN}
     keys = {name: value for name, value in config.items() if name not in ("ray_kwargs", *OWN)}
     strategy = {".".join(path): value for path, value in leaves(keys)}.get(STRATEGY, STRATEGIES[0])
     if strategy not in STRATEGIES:
@@ -109,11 +109,11 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
         )
     used, notes = read_keys(keys, engine=strategy, shape=VerlSettings, wrong=wrong)
     own = {name: value for name, value in used.items() if has(VerlSettings, tuple(name.split(".")))}
-    settings, unheld = read_settings(nested(own) | beside)[0], ""
-    if "anchor_coef" not in beside and settings.has_critic and settings.is_lora:
+    settings, unheld = read_settings(nested(own) | ours)[0], ""
+    if "anchor_coef" not in ours and settings.has_critic and settings.is_lora:
         settings, unheld = changed(settings, anchor_coef=0.0), UNHELD
     _check_cluster(used)
-    own_flat = {".".join(path): value for path, value in leaves(msgspec.to_builtins(beside))}
+    own_flat = {".".join(path): value for path, value in leaves(msgspec.to_builtins(ours))}
     check_rules(settings, used | own_flat, engine=strategy)
     given = {name: value for name, value in used.items() if name != MINI_BATCH and not name.startswith(PUNISHMENT)}
     ray_init = dict(ray_kwargs.get("ray_init", {}))

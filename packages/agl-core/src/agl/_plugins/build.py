@@ -7,7 +7,7 @@ parameter does not exist or has the wrong type.
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast, get_args, get_type_hints
 
@@ -17,6 +17,12 @@ from agl._entries import Entry
 from agl._plugins.sources import Source
 from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError, describe
 from agl.hints import did_you_mean, pip_install
+
+METHODS: Mapping[str, Sequence[str]] = {
+    "AlgorithmEntry": ("setup", "step", "state", "restore", "close"),
+    "TracerEntry": ("install", "uninstall"),
+}
+"""The required methods of the contracts that plugins fulfil most often, by the entry's type."""
 
 # Only values that may have come from a file are converted; an object that a Python program passes
 # is taken as it is.
@@ -56,7 +62,19 @@ def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
 def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any]) -> Any:
     """Build the component; raises :class:`ConfigError`, which names the wrong parameter and the accepted ones."""
     factory = resolve(entry, component, source)
-    return factory(**checked_params(factory, component, params))
+    made = factory(**checked_params(factory, component, params))
+    check_contract(made, entry, component, source)
+    return made
+
+
+def check_contract(made: Any, entry: Entry, component: str, source: Source) -> None:
+    """Refuse a component, or its class, that lacks a method of its contract."""
+    lacking = [name for name in METHODS.get(type(entry).__name__, ()) if not hasattr(made, name)]
+    if lacking:
+        raise BrokenPluginError(
+            f"{component} of the plugin {source.shown_name} lacks {', '.join(lacking)}, which its contract in "
+            f"agl.contracts has; {source.remedy}"
+        )
 
 
 def checked_params(factory: Callable[..., Any], component: str, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ them. Here each of them raises an error that names the remedy.
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import pluggy
 
@@ -27,6 +27,9 @@ PROVIDERS: dict[str, type[Entry]] = {
 """Maps each provider hook to the type of entry that it returns."""
 
 OBSERVERS = tuple(name for name in HOOKS if name not in PROVIDERS)
+
+MOST = 1_000
+"""The most components of one hook; a hook that yields more would probably never end."""
 
 _NAME = re.compile(r"[a-z][a-z0-9+-]*")
 _FACTORY = re.compile(r"[\w.]+:[\w.]+")
@@ -90,10 +93,12 @@ def _entries(impl: pluggy.HookImpl, hook: str, record: type[Entry]) -> Iterator[
     result: object = impl.function()
     if not isinstance(result, Iterable):
         raise PluginError(f"{hook} returned {type(result).__name__}; yield {record.__name__} records")
-    for entry in result:  # pyright: ignore[reportUnknownVariableType]  # checked in the next line
+    for number, entry in enumerate(cast("Iterable[Any]", result)):  # pyright: ignore[reportUnknownVariableType]  # checked in the next line
         if not isinstance(entry, record):
             found = type(entry).__name__  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]  # of anything
             raise PluginError(f"{hook} yielded a {found}; yield agl.contracts.{record.__name__}(name=..., factory=...)")
+        if number >= MOST:
+            raise PluginError(f"{hook} yields more than {MOST} components; end its loop")
         yield _checked(entry, hook)
 
 

@@ -6,7 +6,10 @@ component's own module is imported when :meth:`PluginManager.build` is called.
 
 import logging
 import os
+import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from importlib.metadata import EntryPoint
 from typing import Any, TypeVar
 
@@ -31,7 +34,7 @@ from agl._entries import (
     TracerEntry,
 )
 from agl._hookspecs import PROJECT, AglSpec
-from agl._plugins.build import build, resolve
+from agl._plugins.build import build, check_contract, resolve
 from agl._plugins.catalog import KINDS, RECORDS, Catalog, Key, QuarantinedPlugin, key_of, missing
 from agl._plugins.hooks import OBSERVERS, check_hooks, components, hookimpls
 from agl._plugins.sources import (
@@ -51,6 +54,9 @@ EVERY = "*"
 """In ``AGL_DISABLED_PLUGINS``, stands for every plugin except the core's own components."""
 
 CORE_PLUGIN = "core"
+
+SLOW_S = 5.0
+"""Seconds after which a plugin that is still loading is named, because it may never end."""
 
 _log = logging.getLogger("agl.plugins")
 
@@ -185,6 +191,12 @@ class PluginManager:
         """Import and return the entry's factory; see :meth:`build`."""
         return resolve(entry, _shown_name(entry), self._source_of(entry))
 
+    def check(self, entry: Entry, /) -> None:
+        """Import the entry's factory and, if it is a class, check that it has the methods of its contract."""
+        factory = self.resolve(entry)
+        if isinstance(factory, type):
+            check_contract(factory, entry, _shown_name(entry), self._source_of(entry))
+
     def build(self, entry: Entry, /, **params: Any) -> Any:
         """Build the component.
 
@@ -230,11 +242,17 @@ class PluginManager:
         return sorted(self._disabled - known)
 
     def _load(self, source: Source, point: EntryPoint) -> None:
+        said = ("the plugin %s still loads; %s", source.shown_name, source.remedy)
+        slow = threading.Timer(SLOW_S, _log.warning, said)
+        slow.daemon = True
+        slow.start()
         try:
             check_bound(source, agl.__version__)
-            self._admit(source, point.load())
+            # What a plugin prints must not mix with a command's output, which a program may read.
+            with redirect_stdout(sys.stderr):
+                self._admit(source, point.load())
         # KeyboardInterrupt passes through: a person pressed Ctrl-C during a slow import.
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # one plugin must not take the others with it
+        except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001  # one plugin must not take the others with it
             failure = _failure(source, error)
             if self._strict:
                 raise failure from _cause_of(failure, error)
@@ -243,6 +261,8 @@ class PluginManager:
                 failure.__cause__ = error
             self._broken.append(QuarantinedPlugin(source=source, error=failure, keys=self._named.get(source, ())))
             _log.warning("%s", failure)
+        finally:
+            slow.cancel()
 
     def _admit(self, source: Source, plugin: object) -> None:
         if source.name in self._loaded:

@@ -1,7 +1,5 @@
 """One HTTP exchange with a model server, as the bytes that a proxy or a wire hook saw."""
 
-from collections.abc import Mapping
-
 import msgspec
 
 from agl.dialects._request import Request
@@ -31,8 +29,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         request: The client's request.
         status: HTTP status; 0 when no response came.
-        headers: The response's headers, names in lower case.
-        response: The decoded bytes of the response's body, as far as they arrived.
+        response: The decoded bytes of the body, as far as they arrived.
         is_streamed: Whether the body is a stream of server-sent events.
         is_complete: Whether the whole body arrived.
         latency_s: Seconds from the request's last byte to the response's last byte.
@@ -46,7 +43,6 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     # 0 is not an HTTP status: the connection failed before one came.
     status: int = 0
-    headers: Mapping[str, str] = {}
     response: bytes = b""
     is_streamed: bool = False
     is_complete: bool = True

@@ -4,8 +4,8 @@ from agl.stores._leases import MAX_ATTEMPTS, deadline
 from agl.stores._memory import MemoryStore, MemoryTables
 from agl.stores._operations import closed, documents_of, expire, unknown_attempt
 from agl.stores._queries import all_spans, is_wanted, read_recordings, select, sort_key, start_of
-from agl.stores._store import TableStore
-from agl.stores._tables import Backend, Reads, Tables, Work
+from agl.stores._store import Backend, TableStore, Work
+from agl.stores._tables import Reads, Tables
 from agl.stores._tallies import counted, place_of, reward_of, share_of
 from agl.stores._urls import shown_url, web_parts, without_credentials
 from agl.stores._values import MAX_SEQUENCE, check_recording, placed, readable

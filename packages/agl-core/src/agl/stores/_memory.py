@@ -28,8 +28,7 @@ from agl.stores import _queries as queries
 from agl.stores import _values as values
 from agl.stores._leases import deadline
 from agl.stores._operations import closed, expire, need_held, need_rollout, unknown_attempt
-from agl.stores._store import TableStore
-from agl.stores._tables import Work
+from agl.stores._store import TableStore, Work
 from agl.stores._tallies import place_of
 from agl.stores._wake_up import WakeUp
 

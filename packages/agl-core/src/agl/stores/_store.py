@@ -1,15 +1,16 @@
-"""The store contract, implemented once over the tables of a backend."""
+"""The store contract, implemented once over the tables of a backend, which runs transactions."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from agl.contracts import Change
 from agl.schemas import Claim
 from agl.stores import _operations as operations
 from agl.stores._queries import check_page
-from agl.stores._tables import Backend, Reads, Tables, Work
+from agl.stores._tables import Reads, Tables
 from agl.stores._values import check_ids, copied
 from agl.stores._wake_up import WakeUp
 
@@ -18,6 +19,53 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work(Generic[T_co]):
+    """One writing operation with its arguments; a store may choose by the operation's name which rows to load for it.
+
+    Attributes:
+        undo: Given the answer, makes the work that undoes the operation if its caller was cancelled; ``None`` if it
+            need not be undone.
+    """
+
+    act: Callable[..., T_co]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    undo: "Callable[[Any], Work[None]] | None" = None
+
+    def do(self, tables: Tables) -> T_co:
+        """Run the operation and return its answer."""
+        return self.act(tables, *self.args, **self.kwargs)
+
+
+class Backend(Protocol):
+    """Runs transactions of a database for any number of threads and event loops at once.
+
+    Every transaction decides overdue attempts first, by :func:`agl.stores.expire`.
+
+    Attributes:
+        shown_url: The store's address for people, without passwords.
+        queued: Rings after a transaction that queued rollouts, in this process or elsewhere.
+        changed: Rings after a transaction that put something on the change feed.
+    """
+
+    shown_url: str
+    queued: WakeUp
+    changed: WakeUp
+
+    async def write(self, work: Work[T]) -> T:
+        """Run ``work`` and return its answer after the commit; if the caller is cancelled meanwhile, undo the work."""
+        ...
+
+    async def read(self, look: Callable[[Reads], T]) -> T:
+        """Run ``look`` in a reading transaction and return its answer."""
+        ...
+
+    async def close(self) -> None:
+        """Finish open transactions, release everything and ring; later calls raise :class:`~agl.errors.StoreError`."""
 
 
 def _writes(

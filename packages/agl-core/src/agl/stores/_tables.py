@@ -1,19 +1,14 @@
-"""The protocols that a store implements: the tables within a transaction, and the backend that runs transactions.
+"""The tables that a store implements, as a writing and a reading transaction see them.
 
 The operations of :mod:`agl.stores` are written once over these protocols, for all stores. They check their arguments
 before they change anything, so an operation that raises changes nothing. They wait for nothing but the database.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from agl.contracts import Change, Metric, RolloutQuery, Statistics
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
-from agl.stores._wake_up import WakeUp
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
 class Tables(Protocol):
@@ -139,54 +134,3 @@ class Reads(Protocol):
     def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:
         """Return the documents with keys from ``start`` up to but excluding ``stop``, in order of their keys."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work(Generic[T_co]):
-    """One writing operation with its arguments.
-
-    A store may choose by the operation's name which rows to load.
-
-    Attributes:
-        undo: Takes the operation's answer and returns the work that undoes the operation if its caller was cancelled;
-            ``None`` if it need not be undone.
-    """
-
-    act: Callable[..., T_co]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    undo: "Callable[[Any], Work[None]] | None" = None
-
-    def do(self, tables: Tables) -> T_co:
-        """Run the operation and return its answer."""
-        return self.act(tables, *self.args, **self.kwargs)
-
-
-class Backend(Protocol):
-    """Runs transactions of a database for any number of threads and event loops at once.
-
-    Every transaction decides overdue attempts first, by :func:`agl.stores.expire`.
-
-    Attributes:
-        shown_url: The store's address for people, without passwords.
-        queued: Wakes waiters after a transaction that queued rollouts, in this process or elsewhere.
-        changed: Wakes waiters after a transaction that put something on the change feed.
-    """
-
-    shown_url: str
-    queued: WakeUp
-    changed: WakeUp
-
-    async def write(self, work: Work[T]) -> T:
-        """Run ``work`` and return its answer after the commit; if the caller is cancelled meanwhile, undo the work."""
-        ...
-
-    async def read(self, look: Callable[[Reads], T]) -> T:
-        """Run ``look`` in a reading transaction and return its answer."""
-        ...
-
-    async def close(self) -> None:
-        """Finish open transactions, release everything and wake all waiters.
-
-        Later calls raise :class:`~agl.errors.StoreError`.
-        """

@@ -149,7 +149,8 @@ def _packed(part: Part) -> bytes:
 
 
 def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) -> Run:
-    parts = _once(parts)
+    # Each span once, in its last copy: an exporter sends a span again if it got no response.
+    parts = list({part.id or number: part for number, part in enumerate(parts)}.values())
     spans = [part for part in parts if part.id]
     tops = [span for span in spans if not span.parent] or spans[:1]
     fields: dict[str, Json] = {}
@@ -175,17 +176,12 @@ def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) ->
     return run
 
 
-def _once(parts: list[Part]) -> list[Part]:
-    """Return each span once, in its last copy: an exporter sends a span again if it got no response."""
-    return list({part.id or number: part for number, part in enumerate(parts)}.values())
-
-
 def _add_rewards(run: Run, parts: list[Part], calls: set[str]) -> None:
     known = {name: part.id for part in parts if part.id for name in (part.id, part.alias) if name}
     every = [scored for part in parts for scored in part.rewards]
-    told = {(scored.about, scored.reward.name) for scored in every if not scored.is_mean}
+    reported = {(scored.about, scored.reward.name) for scored in every if not scored.is_mean}
     for scored in every:
-        if not scored.is_mean or (scored.about, scored.reward.name) not in told:
+        if not scored.is_mean or (scored.about, scored.reward.name) not in reported:
             _add_reward(run, scored, about=known.get(scored.about, ""), calls=calls)
 
 

@@ -1,4 +1,4 @@
-"""``agl doctor``: examines a deployment end to end, and says what is wrong and how to repair it.
+"""``agl doctor``: examines a deployment end to end, names faults and says how to repair them.
 
 Every check is made on the running system: it asks the gateway with the token that a worker would send, writes to the
 store and reads the value back, and compares clocks by the answers. It leaves nothing behind.

@@ -268,7 +268,7 @@ def _take(note: Note) -> None:
 def refusal(store_url: str, *, spool: str) -> str:
     """Return the reason why the gateway cannot run in its own process, as text; ``""`` if it can."""
     if sys.platform == "win32":
-        return "Windows does not pass a socket on to a process; start agl serve beside the experiment"
+        return "Windows does not pass a socket on to a process; start agl serve in addition to the experiment"
     if store_url.startswith("memory:"):
         return "the store is in the memory of this process; use sqlite:///runs.db"
     if spool == OFF:

@@ -110,7 +110,6 @@ class CallRecord:
             request=self.outgoing.request,
             request_id=self.context.request_id,
             status=status,
-            headers={},
             response=body,
             is_streamed=first_byte > 0.0,
             is_complete=is_complete,

@@ -12,10 +12,9 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 
 from agl.contracts import Store
 from agl.errors import CaptureError, StoreError
@@ -35,6 +34,9 @@ _MAX_FAILURES = 10_000
 _STREAM_GRACE_S = 2.0
 _LINGER_S = 0.005
 _SPOOL_RETRY_S = 0.5
+_RETRY_DELAYS_S = (0.05, 0.2, 1.0, 3.0)
+"""Pauses of a gateway without a spool before it writes an attempt's calls again; after the last one they are lost."""
+
 _STOP_TRIES = 10
 """Attempts of a stopping gateway to write calls to the spool or the store."""
 
@@ -65,7 +67,7 @@ class Recorder:
     def __post_init__(self) -> None:
         self._held = 0
         self.stored = SpanCount()
-        self._writer = AttemptWriter(self.store, stored=self.stored, on_failure=self._fail)
+        self._retries: dict[str, asyncio.Task[None]] = {}
         self._queue: deque[CallRecord] = deque()
         self._bytes = 0
         self._pending: Counter[str] = Counter()
@@ -135,7 +137,7 @@ class Recorder:
         self._work.set()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
-            await self._writer.stop()
+            await asyncio.gather(*self._retries.values(), return_exceptions=True)
             self._task = None
         return 0 if self.spool is None else await self.spool.stop(limit_s=_SPOOL_STOP_S)
 
@@ -270,13 +272,39 @@ class Recorder:
         spans: defaultdict[str, list[Span]] = defaultdict(list)
         for queued, own in parsed:
             spans[queued.attempt_id] += own
-        at_once = [attempt_id for attempt_id in spans if not self._writer.is_behind(attempt_id)]
+        at_once = [attempt_id for attempt_id in spans if attempt_id not in self._retries]
         is_written = await self._append([span for attempt_id in at_once for span in spans[attempt_id]])
         done = set(at_once) if is_written else set[str]()
         await self._finish([queued for queued, _ in parsed if queued.attempt_id in done])
         for attempt_id in spans.keys() - done:
             batch = [queued for queued, _ in parsed if queued.attempt_id == attempt_id]
-            self._writer.write(attempt_id, spans[attempt_id], then=partial(self._finish, batch))
+            before = self._retries.get(attempt_id)
+            retry = self._retry(attempt_id, spans[attempt_id], batch, before=before)
+            self._retries[attempt_id] = asyncio.create_task(retry)
+
+    async def _retry(
+        self,
+        attempt_id: str,
+        spans: Sequence[Span],
+        batch: Sequence[CallRecord],
+        *,
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        """Write an attempt's spans after its earlier ones, again and again until they are stored or lost."""
+        if before is not None:
+            await asyncio.wait([before])
+        fitted, error = [storable(span) for span in spans], None
+        for delay_s in (0.0, *_RETRY_DELAYS_S):
+            await asyncio.sleep(delay_s)
+            error = await appended(self.store, fitted, self.stored)
+            if error is None or isinstance(error, FINAL):
+                break
+        if error is not None:
+            _log.error("the store refused %d spans of attempt %s: %s", len(spans), attempt_id, message_of(error))
+            self._fail(attempt_id, message_of(error), len(spans))
+        await self._finish(batch)
+        if self._retries.get(attempt_id) is asyncio.current_task():
+            del self._retries[attempt_id]
 
     async def _keep(self, spool: Spool, parsed: Sequence[tuple[CallRecord, list[Span]]]) -> None:
         """Store a batch, or spool it if the spool is not empty or the store does not take the batch at once."""
@@ -355,63 +383,3 @@ class Recorder:
         if len(self._failures) > _MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
         self.lost += count
-
-
-_RETRY_DELAYS_S = (0.05, 0.2, 1.0, 3.0)
-
-
-class AttemptWriter:
-    """Writes spans; the failures of one attempt delay no other attempt. Used in one event loop only.
-
-    Args:
-        on_failure: Called with the attempt, the error message and the number of spans that could not be written.
-    """
-
-    def __init__(self, store: Store, *, stored: SpanCount, on_failure: Callable[[str, str, int], None]) -> None:
-        self._store = store
-        self._stored = stored
-        self._on_failure = on_failure
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-
-    def is_behind(self, attempt_id: str) -> bool:
-        """Return true while earlier spans of the attempt are still being written or retried."""
-        return attempt_id in self._tasks
-
-    def write(self, attempt_id: str, spans: Sequence[Span], *, then: Callable[[], Awaitable[None]]) -> None:
-        """Write an attempt's spans in a task, after its earlier ones; calls ``then`` once they are stored or lost."""
-        task = asyncio.create_task(self._write(attempt_id, spans, self._tasks.get(attempt_id), then))
-        self._tasks[attempt_id] = task
-        task.add_done_callback(lambda done: self._forget(attempt_id, done))
-
-    async def stop(self) -> None:
-        """Wait until all spans are stored or lost."""
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    def _forget(self, attempt_id: str, done: asyncio.Task[None]) -> None:
-        if self._tasks.get(attempt_id) is done:
-            del self._tasks[attempt_id]
-
-    async def _write(
-        self,
-        attempt_id: str,
-        spans: Sequence[Span],
-        after: asyncio.Task[None] | None,
-        then: Callable[[], Awaitable[None]],
-    ) -> None:
-        if after is not None:
-            await asyncio.wait([after])
-        error = await self._try([storable(span) for span in spans])
-        if error is not None:
-            _log.error("the store refused %d spans of attempt %s: %s", len(spans), attempt_id, message_of(error))
-            self._on_failure(attempt_id, message_of(error), len(spans))
-        await then()
-
-    async def _try(self, spans: Sequence[Span]) -> Exception | None:
-        """Append the spans, with pauses between attempts; returns the last error, or ``None`` once they are stored."""
-        found: Exception | None = None
-        for delay_s in (0.0, *_RETRY_DELAYS_S):
-            await asyncio.sleep(delay_s)
-            found = await appended(self._store, spans, self._stored)
-            if found is None or isinstance(found, FINAL):
-                break
-        return found

@@ -19,7 +19,7 @@ from agl import semconv
 from agl.dialects import Request
 from agl.errors import ConfigError
 from agl.tracing import WHO_HEADER, decode_names
-from agl_gateway.processes.attempt_facts import AttemptFacts, RequestIds
+from agl_gateway.processes.attempt_facts import AttemptFacts
 from agl_gateway.record.exchanges import CallContext, Origin
 from agl_gateway.traffic.conversations import Conversations, conversation_of, rollout_id_of
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
@@ -268,34 +268,6 @@ def span_id_of(headers: Mapping[str, str]) -> str:
     return text if _is_hex(text, 16) else ""
 
 
-def context_of(
-    rollout_id: str,
-    attempt_id: str,
-    headers: Mapping[str, str],
-    asked: Request,
-    *,
-    request_ids: RequestIds,
-    helpers: HelperRules,
-) -> CallContext:
-    """Build the context of a request from its headers and, for a coding agent, from its body."""
-    request_id, retries = request_ids.of(attempt_id, headers, asked.body)
-    trace_id, trace_parent = trace_of(headers)
-    framework_span_id = span_id_of(headers)
-    names = decode_names(headers.get(WHO_HEADER, ""))
-    return CallContext(
-        rollout_id=rollout_id,
-        attempt_id=attempt_id,
-        request_id=request_id,
-        retry_count=retries,
-        trace_id=trace_id,
-        parent_id=framework_span_id or trace_parent or None,
-        framework_span_id=framework_span_id,
-        names=names,
-        client=headers.get("user-agent", "")[:_MAX_CLIENT],
-        origin=helpers.origin_of(headers, asked, has_tracer=bool(names or framework_span_id)),
-    )
-
-
 @dataclass(eq=False, kw_only=True)
 class Owners:
     """Finds the owners of calls. Used in one event loop only.
@@ -340,19 +312,27 @@ class Owners:
 
     async def context_of(self, request: web.BaseRequest, asked: Request, owner: Owner) -> CallContext:
         """Return the context of a call; asks other processes for the id of a repeated request."""
-        requests = self.facts.requests
-        if (key := requests.retry_of(owner.attempt_id, request.headers, asked.body)) is not None:
+        headers, requests = request.headers, self.facts.requests
+        if (key := requests.retry_of(owner.attempt_id, headers, asked.body)) is not None:
             await self.facts.find_request(key)
-        context = context_of(
-            owner.rollout_id,
-            owner.attempt_id,
-            request.headers,
-            asked,
-            request_ids=requests,
-            helpers=self.helpers,
+        request_id, retries = requests.of(owner.attempt_id, headers, asked.body)
+        trace_id, trace_parent = trace_of(headers)
+        framework_span_id = span_id_of(headers)
+        names = decode_names(headers.get(WHO_HEADER, ""))
+        origin = self.helpers.origin_of(headers, asked, has_tracer=bool(names or framework_span_id))
+        self.helper_calls += origin.role == semconv.HELPER
+        return CallContext(
+            rollout_id=owner.rollout_id,
+            attempt_id=owner.attempt_id,
+            request_id=request_id,
+            retry_count=retries,
+            trace_id=trace_id,
+            parent_id=framework_span_id or trace_parent or None,
+            framework_span_id=framework_span_id,
+            names=names,
+            client=headers.get("user-agent", "")[:_MAX_CLIENT],
+            origin=origin,
         )
-        self.helper_calls += context.origin.role == semconv.HELPER
-        return context
 
     def forget(self, owner: Owner) -> None:
         """Drop a conversation from the cache; its next call reads the conversation from the store."""

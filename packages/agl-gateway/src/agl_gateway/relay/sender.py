@@ -9,12 +9,9 @@ in the client's API, unless they lack it.
 :class:`StreamEnd` finds the last event of a stream, after which clients stop reading. Only lines of server-sent events
 count, never the text in an event, because an answer may well discuss such events.
 
-==================  ==================================================================================
-API                 last event
-==================  ==================================================================================
-chat, completions   ``data: [DONE]`` responses           of the type ``response.completed``, ``response.incomplete`` or
-``response.failed`` messages            of the type ``message_stop``
-==================  ==================================================================================
+- chat and completions: ``data: [DONE]``
+- responses: an event of the type ``response.completed``, ``response.incomplete`` or ``response.failed``
+- messages: an event of the type ``message_stop``
 
 Google's clients get translations of chat completions.
 """
@@ -186,7 +183,7 @@ class ClientApis:
             raise NotSpokenError
 
     def learn(self, upstream: Upstream, dialect: Dialect, status: int) -> None:
-        """Remember that a server lacks an API, if ``status``, that of the chat completion sent instead, is good."""
+        """Remember that a server lacks an API, unless the chat completion sent instead failed with ``status``."""
         if status < FIRST_ERROR:
             self._absent.add((upstream.name, dialect))
 

@@ -84,7 +84,7 @@ class WorkersApi:
         While the store does not answer, a worker's token is enough, because the answer reveals nothing.
         """
         if claim.scope == "attempt" and claim.attempt_id != attempt_id:
-            raise Problem(403, f"the token is not that of attempt {attempt_id!r}; use its own, or an admin token")
+            raise Problem(403, f"the token is another attempt's; use the token of {attempt_id!r}, or an admin token")
         if claim.scope == "worker":
             try:
                 await self.reach.require(claim, [rollout_id_of(attempt_id)])

@@ -183,5 +183,5 @@ class ArmRoutes:
 def _unserved_message(name: str, version: str) -> str:
     return (
         f"no upstream serves {name}@{version}; start the gateway with --upstream {name}=URL,version={version}, or "
-        f"publish the version as an LLM whose endpoint is that of an upstream {name!r}"
+        f"publish the version as an LLM with the endpoint of an upstream {name!r}"
     )

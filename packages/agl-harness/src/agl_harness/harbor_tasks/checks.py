@@ -114,11 +114,11 @@ def _task(path: Path, folder: Path) -> Json:
     if not prompt.strip():
         raise DatasetError(f"{path / 'instruction.md'} is empty; write the task there")
     task: dict[str, Json] = {"name": path.name, "prompt": prompt}
-    inside = PurePosixPath(path.absolute()).relative_to(folder.absolute()) if _is_below(path, folder) else None
+    inside = (
+        PurePosixPath(path.absolute()).relative_to(folder.absolute())
+        if ".." not in path.parts and path.absolute().is_relative_to(folder.absolute())
+        else None
+    )
     if inside is not None:
         task["workspace"] = f"{PREFIX}{inside}"
     return task
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return ".." not in path.parts and path.absolute().is_relative_to(folder.absolute())

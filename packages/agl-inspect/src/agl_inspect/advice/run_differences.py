@@ -94,7 +94,11 @@ def _difference(first: _Named, other: _Named) -> RunDifference:
     ends = (low, high) if difference > 0 or not is_clear else (-high, -low)
     if not is_clear:
         head = f"{run} is not shown to be better or worse than {baseline}: the difference is {difference:+.3g}"
-    how = f"paired by {_tasks(len(new.rewards))}" if is_paired else _unpaired(old, new)
+    how = (
+        f"paired by {_tasks(len(new.rewards))}"
+        if is_paired
+        else f"not paired, because the validation tasks differ: {len(new.rewards)} against {len(old.rewards)}"
+    )
     words = f"{head}, 95 % interval {ends[0]:.3g} to {ends[1]:.3g}, {how}"
     known = replace(unclear, difference=difference, low=low, high=high)
     return replace(known, is_paired=is_paired, verdict=verdict, words=words)
@@ -106,7 +110,3 @@ def _count(named: _Named) -> int:
 
 def _tasks(count: int) -> str:
     return f"{count} validation task{'' if count == 1 else 's'}"
-
-
-def _unpaired(old: Validation, new: Validation) -> str:
-    return f"not paired, because the validation tasks differ: {len(new.rewards)} against {len(old.rewards)}"

@@ -70,7 +70,7 @@ def show(manager: PluginManager, name: str, as_json: bool) -> None:
 @pass_manager
 @click.pass_context
 def check(ctx: click.Context, manager: PluginManager, name: str | None, as_json: bool) -> None:
-    """Import every component and report errors; exit status 1 if there are any.
+    """Import every component and report errors, such as a missing method; exit status 1 if there are any.
 
     A component whose extra is not installed is listed, but is not an error.
     """
@@ -94,7 +94,7 @@ def _findings(manager: PluginManager, status: PluginStatus) -> list[PluginProble
     for component in status.components:
         kind, name = _split(component)
         try:
-            manager.resolve(manager.entry(kind, name))
+            manager.check(manager.entry(kind, name))
         except AglError as error:
             is_optional = isinstance(error, MissingExtraError)
             found.append(

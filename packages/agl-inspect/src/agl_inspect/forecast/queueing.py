@@ -169,15 +169,13 @@ def uncertainty_of(observed: Sequence[Observed], *, tasks: int) -> float | None:
     The share is computed for the tokens that a step computes, and for the tokens that it trains on (or, without rows,
     for those of answers); the larger one is returned. ``None`` for one task or rollouts without tokens.
     """
-    computed = _uncertainty([(one.group_id, one.row_tokens or _all_tokens(one)) for one in observed], tasks=tasks)
+    computed = _uncertainty(
+        [(one.group_id, one.row_tokens or (one.prompt_tokens + one.response_tokens)) for one in observed], tasks=tasks
+    )
     has_rows = any(one.rows for one in observed)
     trained = [(one.group_id, one.trained_tokens if has_rows else one.response_tokens) for one in observed]
     found = [each for each in (computed, _uncertainty(trained, tasks=tasks)) if each is not None]
     return max(found, default=None)
-
-
-def _all_tokens(one: Observed) -> int:
-    return one.prompt_tokens + one.response_tokens
 
 
 def _uncertainty(tokens: Sequence[tuple[str, int]], *, tasks: int) -> float | None:

@@ -5,7 +5,7 @@ The store's change feed lists rollouts in the order in which they finished, so t
 
 from collections.abc import Sequence
 
-from agl.contracts import Change, RolloutQuery, Store
+from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Record, Rollout
 
@@ -42,17 +42,17 @@ async def finished(store: Store, experiment: str, *, after: int, limit: int = BA
     """Read at most ``limit`` training rollouts of an experiment that finished after the cursor ``after``."""
     found: list[Rollout] = []
     while changes := await store.changes(after=after, limit=_PAGE):
-        ends = {change.key: change.cursor for change in changes if _is_end(change) and change.experiment == experiment}
+        ends = {
+            change.key: change.cursor
+            for change in changes
+            if change.kind == "rollout" and change.status in _FINISHED and change.experiment == experiment
+        }
         for rollout in await existing(store, list(ends)):
             found += [rollout] if rollout.mode == "train" else []
             if len(found) == limit:
                 return FinishedRollouts(rollouts=found, cursor=ends[rollout.rollout_id], is_all=False)
         after = changes[-1].cursor
     return FinishedRollouts(rollouts=found, cursor=after, is_all=True)
-
-
-def _is_end(change: Change) -> bool:
-    return change.kind == "rollout" and change.status in _FINISHED
 
 
 async def existing(store: Store, rollout_ids: Sequence[str]) -> list[Rollout]:

@@ -194,7 +194,7 @@ class Validations:
 
         ``is_fresh`` marks rewards of another measurement, made after the validation.
         """
-        low, high = _interval(rewards)
+        low, high = interval(rewards) if len(rewards) > 1 else (rewards[0], rewards[0])
         for name in sorted(self._tuned.intersection(one.versions)):
             version = one.versions[name]
             known = {score.version: score.how for score in await self._store.scores(name)}
@@ -289,8 +289,3 @@ def after_step(turn: int) -> str:
 
 def _rank(one: Validation) -> tuple[float, int]:
     return one.mean, one.turn
-
-
-def _interval(rewards: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean; a single reward has no interval, so both ends equal the reward."""
-    return interval(rewards) if len(rewards) > 1 else (rewards[0], rewards[0])

@@ -69,7 +69,11 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
     ``spans`` and ``scores`` must be the ones from which the episode was built. Each next step appears only once.
     """
     lines = [_outcome(episode), *_reward(episode, spans, scores or ScoreOptions())]
-    lines += [_reported(reward) for reward in episode.rewards if _is_named(reward)]
+    lines += [
+        f"recorded reward {reward_text(reward)}"
+        for reward in episode.rewards
+        if reward.name or reward.dimensions or reward.feedback or reward.span_id
+    ]
     lines += _agreement(episode)
     if not episode.transitions:
         return [*lines, _NO_CALLS]
@@ -145,27 +149,17 @@ def _is_without_ids(episode: Episode) -> bool:
     return "missing_token_ids" in reasons and "" not in reasons
 
 
-def _is_named(reward: Reward) -> bool:
-    """Return true if a reward has more than its value: a name, parts, feedback or a span."""
-    return bool(reward.name or reward.dimensions or reward.feedback or reward.span_id)
-
-
-def _reported(reward: Reward) -> str:
-    return f"recorded reward {reward_text(reward)}"
-
-
 def reward_text(reward: Reward) -> str:
     """Describe a reward: its name, value, parts with weights, source, the call that it is about, and its feedback."""
-    parts = ", ".join(f"{name} {_number(value)}{_weight(reward, name)}" for name, value in reward.dimensions.items())
+    parts = ", ".join(
+        f"{name} {_number(value)}{f' weighing {reward.weights[name]:g}' if name in reward.weights else ''}"
+        for name, value in reward.dimensions.items()
+    )
     name = f"{reward.name!r} " if reward.name else ""
     about = f" about {reward.scope} {reward.span_id or ''}".rstrip() if reward.scope != "rollout" else ""
     words = f"; feedback: {reward.feedback}" if reward.feedback else ""
     value = f"{_number(reward.value)} ({parts})" if parts else _number(reward.value)
     return f"{name}{value} by {reward.source}{about}{words}"
-
-
-def _weight(reward: Reward, part: str) -> str:
-    return f" weighing {reward.weights[part]:g}" if part in reward.weights else ""
 
 
 def _outcome(episode: Episode) -> str:

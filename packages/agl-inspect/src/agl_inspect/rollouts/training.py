@@ -67,7 +67,11 @@ async def save_training(store: Store, records: Mapping[str, TrainingRecord]) -> 
 def training_of(spans: Iterable[Span]) -> list[TrainingRecord]:
     """Return the training records among a rollout's spans in order of time, and only the newest one of each step."""
     found: dict[tuple[str, int, str, int], TrainingRecord] = {}
-    for span in sorted((span for span in spans if _is_record(span)), key=lambda span: (span.start_ns, span.sequence)):
+    for span in sorted(
+        # Agents write spans of their own attempts only, so a span without an attempt is the experiment's.
+        (span for span in spans if not span.attempt_id and TRAINING in span.attributes),
+        key=lambda span: (span.start_ns, span.sequence),
+    ):
         record = msgspec.convert(span.attributes[TRAINING], TrainingRecord)
         key = (record.experiment, record.run, record.algorithm, record.step)
         found.pop(key, None)
@@ -80,11 +84,6 @@ def token_values(call: CallUse, name: str) -> list[float]:
     packed = call.tokens.get(name, b"")
     count = len(packed) // 2
     return list(struct.unpack(f"<{count}e", packed[: 2 * count]))
-
-
-def _is_record(span: Span) -> bool:
-    """Return true if a span is a record that an experiment wrote; agents can only write spans of their own attempts."""
-    return not span.attempt_id and TRAINING in span.attributes
 
 
 def _span(rollout_id: str, record: TrainingRecord) -> Span:

@@ -36,7 +36,13 @@ def print_fit(found: Fit) -> None:
         return
     if found.parameters:
         rows = [
-            (one.name, f"{one.importance:.2f}", f"{one.low:.2f} to {one.high:.2f}", _chance(one.chance), one.tried)
+            (
+                one.name,
+                f"{one.importance:.2f}",
+                f"{one.low:.2f} to {one.high:.2f}",
+                "below 0.001" if one.chance < 0.001 else f"{one.chance:.3f}",
+                one.tried,
+            )
             for one in found.parameters
         ]
         print_table(("parameter", "importance", "90 %", "by chance", "tried"), rows, least=("tried",))
@@ -119,7 +125,3 @@ def lacking(found: Fit) -> str:
     more = f"{found.missing} more comparable run{'' if found.missing == 1 else 's'}"
     how = "agl run FILE --set experiment.name=OTHER --set KEY=VALUE"
     return f"a model needs {FEWEST} runs to rank parameters: {more} first, with other values ({how})"
-
-
-def _chance(value: float) -> str:
-    return "below 0.001" if value < 0.001 else f"{value:.3f}"

@@ -1,8 +1,11 @@
 """Datasets: JSON-lines files, JSON arrays, tables, or any sequence of tasks."""
 
+import codecs
 import csv
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -14,6 +17,9 @@ import msgspec
 from agl.errors import DatasetError
 from agl.hints import did_you_mean
 from agl.schemas import Json, encode
+
+_LONGEST = 1 << 28
+"""The most characters of a value in a CSV file; Python's own limit of 131,072 is too low for documents."""
 
 _SUFFIXES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
 
@@ -45,14 +51,17 @@ def load_dataset(path: Path) -> list[Json]:
         # Folders of ``datasets`` are tables too, so this comes before the file is read.
         if path.exists() and is_table_file(path):
             return _refuse_none(_as_json(read_table(path), name=str(path)), path, "row below its header")
+        if path.exists() and not (path.is_file() or path.is_dir()):  # reading a named pipe would wait for its writer
+            raise DatasetError(f"the dataset {str(path)!r} is not a file; write its tasks to one")
         data = path.read_bytes()
+        data = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:
         there = [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES]
         hint = did_you_mean(path.name, there, otherwise="paths in an experiment file are relative to it")
         raise DatasetError(f"no dataset {str(path)!r}; {hint}") from None
     except IsADirectoryError:
         raise DatasetError(f"the dataset {str(path)!r} is a directory; name a JSON-lines file in it") from None
-    except OSError as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DatasetError(f"cannot read the dataset {str(path)!r}: {error}") from error
     # A file that begins with a bracket is either one array, or JSON lines of which each is an
     # array.
@@ -89,11 +98,17 @@ def _lines(data: bytes, path: Path) -> Iterator[tuple[int, Json]]:
         if not line.strip():
             continue
         try:
-            yield number, decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            # Python writes NaN, which JSON lacks.
+            yield number, json.loads(line, parse_constant=_constant) if b"NaN" in line else decoder.decode(line)
+        except (ValueError, RecursionError) as error:
             raise DatasetError(
                 f"{path}:{number}: not JSON: {error}; every line must be one JSON value, or the whole file one array"
             ) from None
+
+
+def _constant(name: str) -> None:
+    if name != "NaN":
+        raise ValueError(f"{name} is not a number in JSON")
 
 
 def _refuse_large_integers(tasks: Mapping[str, Json], path: Path) -> None:
@@ -134,14 +149,34 @@ def _as_json(rows: Iterable[Any], *, name: str) -> list[Json]:
     tasks: list[Json] = []
     for number, task in enumerate(rows):
         try:
-            tasks.append(msgspec.to_builtins(task, builtin_types=(bytes, bytearray, memoryview)))
-            json.dumps(tasks[-1])  # refuses bytes, which msgspec would convert to text
+            tasks.append(msgspec.to_builtins(task, builtin_types=(bytes, bytearray, memoryview), enc_hook=_as_list))
+            try:
+                json.dumps(tasks[-1], allow_nan=False)  # also refuses bytes, which msgspec would convert to text
+            except ValueError:
+                tasks[-1] = _without_nan(tasks[-1])
+                json.dumps(tasks[-1])
             encode(tasks[-1])
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise DatasetError(
                 f"{name}[{number}] is not JSON: {error}; tasks are dicts, lists, strings, numbers"
             ) from None
     return tasks
+
+
+def _as_list(value: Any) -> Any:
+    """Return an array or a number of numpy, as cells of data frames hold them, as JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace NaN by ``None``, as which every format has a missing number."""
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_without_nan(each) for each in cast("list[Any]", value)]
+    return None if value != value else value
 
 
 def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> None:
@@ -242,7 +277,12 @@ def _rows_of_csv(path: Path) -> Iterator[Json]:
     """Yield one task per row below the header of a CSV or TSV file; every value is text."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            start = file.readline()
+            file.seek(0)
+            # Spreadsheets of some countries separate by semicolons.
+            separator = ";" if ";" in start and "," not in start else ","
+            csv.field_size_limit(_LONGEST)
+            lines = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else separator, strict=True)
             header = next(lines, list[str]())
             # The second column would silently replace the first in every task.
             if len(set(header)) != len(header):

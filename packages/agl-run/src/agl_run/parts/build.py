@@ -52,6 +52,10 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
         for _, exporter in build_exporters(plan):
             await exporter.close()
         build_sinks(plan)
+    for algorithm in config.algorithm:
+        with waiting_for(f"algorithm {algorithm.name!r}: checking {algorithm.use}", say=say):
+            await check_without_starting(plan, algorithm)
+    # Last, because a policy may read a model.
     trained = plan.trained_policies() if plan.needs_token_ids() else set[str]()
     for name, policy in config.policy.items():
         with waiting_for(loading(name, policy.use, policy.params, folder=plan.folder), say=say):
@@ -59,9 +63,6 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
         if name in trained and not built.has_token_ids:
             raise ConfigError(no_token_ids(name, policy.use))
         check_policy_key(plan, name, built.resource())
-    for algorithm in config.algorithm:
-        with waiting_for(f"algorithm {algorithm.name!r}: checking {algorithm.use}", say=say):
-            await check_without_starting(plan, algorithm)
 
 
 async def check_algorithms(plan: Plan) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 from agl.contracts import POLICY_KEY_ENV, RewardEmitter, Store, Tracer, Upstream
 from agl.errors import RunError, TokenError
@@ -118,7 +120,8 @@ class RunContext:
         # Plain http needs no authority, and a variable that is set needlessly can break another
         # client.
         trust = trust_variables(self.ca) if self.gateway_url.startswith("https:") else {}
-        return {**client_environment(self.base_url, token), **trust} if self.base_url else {}
+        direct = without_proxy(self.gateway_url) if self.gateway_url else {}
+        return {**client_environment(self.base_url, token), **trust, **direct} if self.base_url else {}
 
 
 def environment_for_agents(setup: RunContext) -> dict[str, str]:
@@ -160,6 +163,15 @@ def client_environment(base_url: str, token: str) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": token,
     }
+
+
+def without_proxy(url: str) -> dict[str, str]:
+    """Return the variables that keep calls to ``url`` from the environment's proxy; empty if there is no proxy."""
+    if not getproxies_environment():
+        return {}
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = ",".join(filter(None, (given, urlsplit(url).hostname)))
+    return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
 class LostError(RunError):

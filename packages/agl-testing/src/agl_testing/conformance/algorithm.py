@@ -46,10 +46,34 @@ class AlgorithmConformance(Conformance):
         """The algorithm and a small world to test it in; the only fixture to override."""
         raise NotImplementedError("override the fixture 'scenario' with the algorithm under test")
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def _runs(cls) -> dict[str, tuple[AlgorithmBench, list[StepReport]]]:
+        """Runs from the first step to the last, which the tests of a class share, by the scenario's parameters."""
+        return {}
+
+    _complete_runs: dict[str, tuple[AlgorithmBench, list[StepReport]]] | None = None
+
+    @pytest.fixture(autouse=True)
+    def _share_complete_runs(
+        self, _runs: dict[str, tuple[AlgorithmBench, list[StepReport]]], request: pytest.FixtureRequest
+    ) -> None:
+        self._complete_runs = _runs
+        self._parameters = getattr(getattr(request.node, "callspec", None), "id", "")
+
+    def _complete(self, scenario: AlgorithmScenario, workdir: Path) -> tuple[AlgorithmBench, list[StepReport]]:
+        if self._complete_runs is not None and self._parameters in self._complete_runs:
+            return self._complete_runs[self._parameters]
+        bench = AlgorithmBench(scenario, workdir)
+        complete = bench, run(_run(bench), limit_s=LIMIT_S)
+        if self._complete_runs is not None:
+            self._complete_runs[self._parameters] = complete
+        return complete
+
     def test_steps_are_counted_until_the_algorithm_says_that_it_is_finished(
         self, scenario: AlgorithmScenario, tmp_path: Path
     ) -> None:
-        reports = run(_complete(scenario, tmp_path), limit_s=LIMIT_S)
+        _, reports = self._complete(scenario, tmp_path)
         assert list(range(1, len(reports) + 1)) == [report.step for report in reports]
         assert [False] * (len(reports) - 1) + [True] == [report.is_finished for report in reports]
         assert reports[-1].stop_reason
@@ -57,32 +81,24 @@ class AlgorithmConformance(Conformance):
     def test_no_rollout_is_trained_twice_and_only_collected_ones_are(
         self, scenario: AlgorithmScenario, tmp_path: Path
     ) -> None:
-        async def body() -> None:
-            bench = AlgorithmBench(scenario, tmp_path)
-            reports = await _run(bench)
-            trained = [rollout_id for report in reports for rollout_id in report.trained]
-            assert sorted(set(trained)) == sorted(trained)
-            assert set(trained) <= set(bench.collected)
-            modes = {bench.collected[rollout_id].rollout.mode for rollout_id in trained}
-            assert modes <= {"train"}
-            assert bool(bench.collected) == self.collects
-
-        run(body(), limit_s=LIMIT_S)
+        bench, reports = self._complete(scenario, tmp_path)
+        trained = [rollout_id for report in reports for rollout_id in report.trained]
+        assert sorted(set(trained)) == sorted(trained)
+        assert set(trained) <= set(bench.collected)
+        modes = {bench.collected[rollout_id].rollout.mode for rollout_id in trained}
+        assert modes <= {"train"}
+        assert bool(bench.collected) == self.collects
 
     def test_reports_name_what_was_published(self, scenario: AlgorithmScenario, tmp_path: Path) -> None:
-        async def body() -> None:
-            bench = AlgorithmBench(scenario, tmp_path)
-            reports = await _run(bench)
-            named = [name for report in reports for name in report.published]
-            assert [f"{v.name}@{v.version}" for v in bench.published] == named
-            assert bench.published
-            assert {v.name for v in bench.published} <= set(scenario.tunes)
-            assert all(f"{NAME}-{v.step}" == v.version for v in bench.published)
-
-        run(body(), limit_s=LIMIT_S)
+        bench, reports = self._complete(scenario, tmp_path)
+        named = [name for report in reports for name in report.published]
+        assert [f"{v.name}@{v.version}" for v in bench.published] == named
+        assert bench.published
+        assert {v.name for v in bench.published} <= set(scenario.tunes)
+        assert all(f"{NAME}-{v.step}" == v.version for v in bench.published)
 
     def test_metrics_are_finite_numbers(self, scenario: AlgorithmScenario, tmp_path: Path) -> None:
-        for report in run(_complete(scenario, tmp_path), limit_s=LIMIT_S):
+        for report in self._complete(scenario, tmp_path)[1]:
             assert {} == {name: value for name, value in report.metrics.items() if not math.isfinite(value)}
 
     def test_state_is_json_after_every_step(self, scenario: AlgorithmScenario, tmp_path: Path) -> None:
@@ -97,7 +113,7 @@ class AlgorithmConformance(Conformance):
         run(body(), limit_s=LIMIT_S)
 
     def test_resumed_run_does_what_an_uninterrupted_one_does(self, scenario: AlgorithmScenario, tmp_path: Path) -> None:
-        whole = run(_complete(scenario, tmp_path / "whole"), limit_s=LIMIT_S)
+        _, whole = self._complete(scenario, tmp_path / "whole")
         resumed = run(_run(AlgorithmBench(scenario, tmp_path / "parts"), is_resumed=True), limit_s=LIMIT_S)
         assert [(r.step, r.is_finished) for r in whole] == [(r.step, r.is_finished) for r in resumed]
         if self.is_deterministic:
@@ -201,10 +217,6 @@ async def _opened(bench: AlgorithmBench, *, state: Mapping[str, Json] | None = N
         yield algorithm
     finally:
         await algorithm.close()
-
-
-async def _complete(scenario: AlgorithmScenario, workdir: Path) -> list[StepReport]:
-    return await _run(AlgorithmBench(scenario, workdir))
 
 
 async def _run(bench: AlgorithmBench, *, is_resumed: bool = False) -> list[StepReport]:

@@ -152,8 +152,8 @@ class SinkConformance(Conformance):
 
         assert {"left": 2} == result.steps
         own = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("agl")]
-        told, left = [message for message in own if message.startswith(f"{self.use}: ")]
-        assert "the experiment goes on, and its numbers are written when this works again" in told
+        goes_on, left = [message for message in own if message.startswith(f"{self.use}: ")]
+        assert "the experiment goes on, and its numbers are written when this works again" in goes_on
         assert "4 of the run's 4 known steps and its end were not written" in left
 
     def test_prompt_search_shows_its_budget_scores_and_candidates(self, tmp_path: Path) -> None:

@@ -230,7 +230,11 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
         options = {**options, "auth": None, "follow_redirects": False}
     elif opened is not None:
         sent = _recorded_request(request, opened.request, wants_ids=route.wants_ids)
-    response = None if canned is None else _response_of(canned, answer, request)
+    response = None
+    if canned is not None:
+        head = {"content-type": canned.content_type}
+        response = answer(canned.status, headers=head, content=canned.body, request=request)
+        response.elapsed = timedelta()
     return _WatchedRequest(
         given=request, request=sent, options=options, call=opened, is_recorded_here=is_recorded_here, canned=response
     )
@@ -248,13 +252,6 @@ def _canned_answer(attempt: ActiveAttempt, call: Request | None, span_id: str) -
     if attempt.responder is None or call is None:
         return None
     return attempt.responder.respond(call, agent=who_within(attempt, span_id).agent)
-
-
-def _response_of(given: CannedAnswer, answer: Any, request: Any) -> Any:
-    """Convert a prepared answer to the client's response class ``answer``."""
-    response = answer(given.status, headers={"content-type": given.content_type}, content=given.body, request=request)
-    response.elapsed = timedelta()
-    return response
 
 
 _Headers: TypeAlias = list[tuple[bytes, bytes]]
@@ -384,7 +381,7 @@ _RETRIED: ContextVar[tuple[int, str]] = ContextVar("agl_retried", default=(0, ""
 
 
 def _request_id_of(headers: dict[bytes, bytes], body: bytes, retries: int) -> str:
-    """The id of a request: from its header, or for a retry the first try's id, or else a new id.
+    """The id of a request: from its header, or from the first try if it is a retry, or else a new id.
 
     A retry is recognised by its body: clients retry in the task or thread of the first try, with the same body.
     """

@@ -124,7 +124,6 @@ class OpenCall:
             request=self.request,
             request_id=self.request_id,
             status=head.status,
-            headers=head.headers,
             response=head.decoded(b"".join(self.chunks)) if body is None else body,
             # By what came, not by what was asked: some servers answer a request for a stream with a
             # plain body.

@@ -231,7 +231,11 @@ class _Session:
                 ]
                 messages.append({"role": "assistant", "content": blocks})
                 uses = [as_text(block.get("id")) for block in blocks if block.get("type") == "tool_use"]
-                results = [self._results[use][1] for use in uses if self._is_before(use, until)]
+                results = [
+                    self._results[use][1]
+                    for use in uses
+                    if use in self._results and self._results[use][0].position < until.position
+                ]
                 given.update(filter(None, (as_text(result.get("tool_use_id")) for result in results)))
                 messages += [{"role": "user", "content": results}] if results else []
             elif entry.line.get("type") == "user":
@@ -240,9 +244,6 @@ class _Session:
                 if isinstance(content, str) or rest:
                     messages.append({"role": "user", "content": content if isinstance(content, str) else rest})
         return messages
-
-    def _is_before(self, call_id: str, until: _Entry) -> bool:
-        return call_id in self._results and self._results[call_id][0].position < until.position
 
 
 def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:

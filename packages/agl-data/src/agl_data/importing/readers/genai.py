@@ -73,7 +73,11 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Json]]:
         return [{name: value for name, value in message.items() if name != "finish_reason"}]
     parts = dicts_in(message.get("parts"))
     results: list[dict[str, Json]] = [
-        {"role": "tool", "tool_call_id": part.get("id"), "content": _result(part)}
+        {
+            "role": "tool",
+            "tool_call_id": part.get("id"),
+            "content": json_text(first((part.get("response"), part.get("result"), ""))),
+        }
         for part in parts
         if part.get("type") == "tool_call_response"
     ]
@@ -86,10 +90,6 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Json]]:
     own |= {"tool_calls": calls} if calls else {}
     own |= {"reasoning_content": reasoning} if reasoning else {}
     return [*results, own]
-
-
-def _result(part: dict[str, Any]) -> str:
-    return json_text(first((part.get("response"), part.get("result"), "")))
 
 
 def _tool_call(part: dict[str, Any]) -> dict[str, Json]:

@@ -47,7 +47,10 @@ def fits(record: Json) -> bool:
         return True
     if isinstance(fields.get("batch"), list):
         return all(_EVENT.fullmatch(as_text(each.get("type"))) for each in dicts_in(fields["batch"]))
-    return "id" in fields and (_is_observation(fields) or _is_score(fields))
+    return "id" in fields and (
+        _is_observation(fields)
+        or ("name" in fields and "value" in fields and bool({"traceId", "sessionId", "datasetRunId"} & fields.keys()))
+    )
 
 
 def read(path: Path) -> Iterator[Run]:
@@ -237,10 +240,6 @@ def _own(record: dict[str, Any]) -> dict[str, Any]:
 
 def _is_observation(fields: dict[str, Any]) -> bool:
     return "traceId" in fields and "type" in fields and "startTime" in fields
-
-
-def _is_score(fields: dict[str, Any]) -> bool:
-    return "name" in fields and "value" in fields and bool({"traceId", "sessionId", "datasetRunId"} & fields.keys())
 
 
 def _camel(record: Json) -> dict[str, Any]:

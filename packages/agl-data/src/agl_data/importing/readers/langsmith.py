@@ -29,7 +29,7 @@ def fits(record: Json) -> bool:
     """Return whether a record is a run, feedback, or a list of runs."""
     fields = as_dict(record)
     runs = dicts_in(fields.get("runs"))
-    return bool(runs and all(map(_is_run, runs))) or _is_run(fields) or _is_feedback(fields)
+    return bool(runs and all(map(_is_run, runs))) or _is_run(fields) or {"run_id", "key", "score"} <= fields.keys()
 
 
 def read(path: Path) -> Iterator[Run]:
@@ -122,8 +122,8 @@ def _counted(record: dict[str, Any], metadata: dict[str, Any], answered: dict[st
     for generation in dicts_in(first(as_list(answered.get("generations")))):  # LangChain's form of answers
         message = as_dict(generation.get("message"))
         yield as_dict(message.get("kwargs")).get("usage_metadata") or message.get("usage_metadata")
-    told = as_dict(answered.get("llm_output"))
-    yield told.get("token_usage") or told.get("usage")
+    output = as_dict(answered.get("llm_output"))
+    yield output.get("token_usage") or output.get("usage")
 
 
 def _only(value: Json, name: str) -> Json:
@@ -168,7 +168,3 @@ def _feedback(record: dict[str, Any]) -> tuple[str, Part]:
 
 def _is_run(fields: dict[str, Any]) -> bool:
     return {"id", "run_type"} <= fields.keys()
-
-
-def _is_feedback(fields: dict[str, Any]) -> bool:
-    return {"run_id", "key", "score"} <= fields.keys()

@@ -48,7 +48,9 @@ class SpanQueryTests:
         rollout = claim.rollout
         calls = [span for span in await store.spans(rollout.rollout_id) if span.call is not None]
         pages: list[Span] = []
-        while page := await _spans(store, rollout, SpanQuery(kind="call", after=_last(pages), limit=20)):
+        while page := await _spans(
+            store, rollout, SpanQuery(kind="call", after=pages[-1].sequence if pages else 0, limit=20)
+        ):
             assert len(page) <= 20
             pages += page
         assert calls == pages
@@ -98,10 +100,6 @@ async def _spans(store: Store, rollout: Rollout, query: SpanQuery) -> list[Span]
     (recording,) = await store.recordings(RolloutQuery(ids=(rollout.rollout_id,)), spans=query)
     assert rollout.rollout_id == recording.rollout.rollout_id
     return recording.spans
-
-
-def _last(spans: list[Span]) -> int:
-    return spans[-1].sequence if spans else 0
 
 
 def _numbered(claim: Claim, number: int) -> Span:

@@ -61,7 +61,7 @@ class QueueTests:
             lambda: store.enqueue([make_rollout(group_id=wrong.encode())]),
             lambda: store.append_spans([make_span(claim, name=wrong.encode())]),
             lambda: store.log_metrics([Metric(step=2**63, **about)]),
-            lambda: store.announce(Presence(experiment="e", session="s", beat=2**70)),
+            lambda: store.announce(Presence(experiment="e", session="s", details={"n": 2**70})),
         ):
             with pytest.raises(StoreError):
                 await write()

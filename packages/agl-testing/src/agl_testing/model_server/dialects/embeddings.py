@@ -20,7 +20,11 @@ def body_of(body: dict[str, Any], model: str) -> dict[str, Any]:
     is_packed = body.get("encoding_format") == "base64"
     vectors = [embedding(ids) for ids in inputs]
     data = [
-        {"object": "embedding", "index": index, "embedding": _pack(vector) if is_packed else vector}
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if is_packed else vector,
+        }
         for index, vector in enumerate(vectors)
     ]
     total = sum(map(len, inputs))
@@ -33,7 +37,3 @@ def embedding(ids: list[int]) -> list[float]:
         sum(token * (position + dimension + 1) for position, token in enumerate(ids)) % 97 / 97
         for dimension in range(DIMENSIONS)
     ]
-
-
-def _pack(vector: list[float]) -> str:
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
