@@ -91,7 +91,10 @@ class Plan:
 
 
 def placeholder_keys() -> AbstractContextManager[None]:
-    """Set placeholders for missing API keys, because some modules create a client when they are imported."""
+    """Set placeholders for missing API keys, and exempt this machine from the environment's proxy.
+
+    Some modules create a client when they are imported, which would otherwise fail.
+    """
     # Clients are often made at import and refuse to be without a key; the attempt's own replaces it
     # in every call.
     missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]

@@ -22,7 +22,7 @@ METHODS: Mapping[str, Sequence[str]] = {
     "AlgorithmEntry": ("setup", "step", "state", "restore", "close"),
     "TracerEntry": ("install", "uninstall"),
 }
-"""The required methods of the contracts that plugins fulfil most often, by the entry's type."""
+"""The methods that a component must have, by the type of its entry; only the most common contracts are listed."""
 
 # Only values that may have come from a file are converted; an object that a Python program passes
 # is taken as it is.
@@ -68,7 +68,7 @@ def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any
 
 
 def check_contract(made: Any, entry: Entry, component: str, source: Source) -> None:
-    """Refuse a component, or its class, that lacks a method of its contract."""
+    """Raise :class:`BrokenPluginError` if a component, or its class, lacks a method of its contract."""
     lacking = [name for name in METHODS.get(type(entry).__name__, ()) if not hasattr(made, name)]
     if lacking:
         raise BrokenPluginError(

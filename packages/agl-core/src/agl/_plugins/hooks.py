@@ -29,7 +29,7 @@ PROVIDERS: dict[str, type[Entry]] = {
 OBSERVERS = tuple(name for name in HOOKS if name not in PROVIDERS)
 
 MOST = 1_000
-"""The most components of one hook; a hook that yields more would probably never end."""
+"""The most components that a hook may return; a hook that yields more would probably never end."""
 
 _NAME = re.compile(r"[a-z][a-z0-9+-]*")
 _FACTORY = re.compile(r"[\w.]+:[\w.]+")

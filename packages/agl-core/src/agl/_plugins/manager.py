@@ -56,7 +56,7 @@ EVERY = "*"
 CORE_PLUGIN = "core"
 
 SLOW_S = 5.0
-"""Seconds after which a plugin that is still loading is named, because it may never end."""
+"""Seconds of loading after which a plugin is named in a warning, because its import may never end."""
 
 _log = logging.getLogger("agl.plugins")
 
@@ -192,7 +192,7 @@ class PluginManager:
         return resolve(entry, _shown_name(entry), self._source_of(entry))
 
     def check(self, entry: Entry, /) -> None:
-        """Import the entry's factory and, if it is a class, check that it has the methods of its contract."""
+        """Import the entry's factory; if it is a class, check that it has the methods of its contract."""
         factory = self.resolve(entry)
         if isinstance(factory, type):
             check_contract(factory, entry, _shown_name(entry), self._source_of(entry))

@@ -190,7 +190,7 @@ def shortened(text: str, limit: int, *, rest: str = "") -> str:
     """Shorten a text to ``limit`` characters, with a note at its end, and replace characters that some systems refuse.
 
     Args:
-        text: Any text; control characters and lone surrogates become ``\ufffd``.
+        text: Any text; control characters and lone surrogates become ``\\ufffd``.
         limit: Largest length of the result.
         rest: How to read the whole text; the note includes it.
     """

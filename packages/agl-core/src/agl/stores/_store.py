@@ -24,11 +24,13 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Work(Generic[T_co]):
-    """One writing operation with its arguments; a store may choose by the operation's name which rows to load for it.
+    """One writing operation with its arguments.
+
+    A store may choose by the operation's name which rows to load.
 
     Attributes:
-        undo: Given the answer, makes the work that undoes the operation if its caller was cancelled; ``None`` if it
-            need not be undone.
+        undo: Takes the operation's answer and returns the work that undoes the operation if its caller was cancelled;
+            ``None`` if it need not be undone.
     """
 
     act: Callable[..., T_co]
@@ -48,8 +50,8 @@ class Backend(Protocol):
 
     Attributes:
         shown_url: The store's address for people, without passwords.
-        queued: Rings after a transaction that queued rollouts, in this process or elsewhere.
-        changed: Rings after a transaction that put something on the change feed.
+        queued: Wakes waiters after a transaction that queued rollouts, in this process or elsewhere.
+        changed: Wakes waiters after a transaction that put something on the change feed.
     """
 
     shown_url: str
@@ -65,7 +67,10 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None:
-        """Finish open transactions, release everything and ring; later calls raise :class:`~agl.errors.StoreError`."""
+        """Finish open transactions, release everything and wake all waiters.
+
+        Later calls raise :class:`~agl.errors.StoreError`.
+        """
 
 
 def _writes(

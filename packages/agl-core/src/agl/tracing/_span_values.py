@@ -30,7 +30,7 @@ def _text(value: object) -> str:
 
 
 def whole(text: str) -> str:
-    """Replace lone surrogates, which stores cannot hold, by escapes such as ``\udcff``."""
+    """Replace lone surrogates, which stores cannot hold, by escapes such as ``\\udcff``."""
     # The test is nearly free, and most text is ASCII.
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 

@@ -19,7 +19,7 @@ from agl.hints import did_you_mean
 from agl.schemas import Json, encode
 
 _LONGEST = 1 << 28
-"""The most characters of a value in a CSV file; Python's own limit of 131,072 is too low for documents."""
+"""The most characters in one value of a CSV file; Python's own limit of 131,072 is too low for documents."""
 
 _SUFFIXES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
 
@@ -164,14 +164,14 @@ def _as_json(rows: Iterable[Any], *, name: str) -> list[Json]:
 
 
 def _as_list(value: Any) -> Any:
-    """Return an array or a number of numpy, as cells of data frames hold them, as JSON."""
+    """Convert a numpy array or number, which the cells of data frames may hold, to JSON types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace NaN by ``None``, as which every format has a missing number."""
+    """Replace NaN by ``None``, which represents a missing number in every format."""
     if isinstance(value, dict):
         return {key: _without_nan(each) for key, each in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):

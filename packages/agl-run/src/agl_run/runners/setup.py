@@ -166,7 +166,7 @@ def client_environment(base_url: str, token: str) -> dict[str, str]:
 
 
 def without_proxy(url: str) -> dict[str, str]:
-    """Return the variables that keep calls to ``url`` from the environment's proxy; empty if there is no proxy."""
+    """Return the environment variables that exempt the host of ``url`` from the proxy; empty without a proxy."""
     if not getproxies_environment():
         return {}
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
