@@ -199,8 +199,7 @@ class Presence(Record, frozen=True, kw_only=True):
     Attributes:
         member: ``""`` for the trainer, which is the only owner of the experiment; a worker's name for a worker.
         session: The trainer's name, which is different at every start of the experiment; a worker has the session of
-        its
-            trainer.
+            its trainer.
         since: Unix seconds at which the member started, by the member's clock.
         seen_at: Unix seconds of the last renewal, by the store's clock; set by the store.
         lease_s: Seconds without a renewal after which the member counts as gone.
@@ -245,9 +244,7 @@ class Store(Protocol):
     # Rollouts and their attempts
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Queue rollouts in order, and return the stored rollouts; one whose id exists is returned in its current
-        state.
-        """
+        """Queue rollouts in order; return the stored rollouts, with a known id in its current state."""
         ...
 
     async def claim(
@@ -443,6 +440,7 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None:
-        """Finish open writes and release all resources; idempotent. Waiting calls raise
-        :class:`~agl.errors.StoreError`.
+        """Finish open writes and release all resources; idempotent.
+
+        Waiting calls raise :class:`~agl.errors.StoreError`.
         """

@@ -352,8 +352,10 @@ class Algorithm(Protocol):
     """
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Prepare for steps; raises :class:`~agl.errors.ConfigError` for every error that can be found without a
-        rollout.
+        """Prepare for steps, and check everything that can be checked without a rollout.
+
+        Raises:
+            ConfigError: A check failed.
         """
 
     async def step(self) -> StepReport:

@@ -217,9 +217,7 @@ class _DriftFinder:
         )
 
     def _answer_at(self, branch: _Branch | None, position: int) -> int:
-        """The call whose answer contains ``position``, or begins at most ``DRIFT_SLACK`` tokens after it; else
-        ``NONE``.
-        """
+        """The call whose answer contains ``position`` or begins up to ``DRIFT_SLACK`` tokens later; else ``NONE``."""
         # The tokens before a fork belong to the branch that it forked from.
         while branch is not None:
             # Calls of a branch grow, so their starts are sorted.

@@ -80,8 +80,7 @@ class _Sweep:
 
 
 def _sweep(queries: Sequence[bytes], entries: Sequence[bytes]) -> _Sweep:
-    """Visit entries and queries in lexicographic order, with a stack of the entries that are prefixes of the current
-    one.
+    """Visit entries and queries in lexicographic order; a stack holds the entries that are prefixes of the current one.
 
     Sorting is stable and entries come first, so an entry precedes the queries that equal it. A query precedes its own
     entry, and all strings between the two start with the query as well. So the neighbours of the entry also serve as

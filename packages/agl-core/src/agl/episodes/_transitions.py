@@ -55,8 +55,7 @@ def build_episode(
     Args:
         rollout: The rollout, including its hidden keys.
         attempt: The deciding attempt; ``None`` if no attempt was started. Calls of other attempts are rejected, and
-        their
-            rewards do not count.
+            their rewards do not count.
         spans: The spans of all attempts, in any order. Late calls are rejected; a late reward counts if its source is
             outside the attempt.
         agent_match: Regular expression that selects calls, by :func:`re.search` on the names of the agent and of the

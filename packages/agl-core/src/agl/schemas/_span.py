@@ -45,9 +45,7 @@ class Reward(Record, frozen=True, kw_only=True):
 
     @property
     def fault(self) -> str:
-        """The first number of the reward that is not finite, such as ``"nan"`` or ``"inf as 'goal'"``; ``""`` if all
-        are.
-        """
+        """The first number that is not finite, such as ``"nan"`` or ``"inf as 'goal'"``; ``""`` if all are finite."""
         # JSON has no NaN and no infinity, and one of them in a group makes every advantage of the
         # group NaN.
         if self.value is not None and not math.isfinite(self.value):

@@ -385,9 +385,7 @@ class _Memory:
         self.changed.ring()
 
     def _transact(self, act: Callable[[MemoryTables], T]) -> T:
-        """Decide overdue attempts, run ``act``, and wake waiters for the changes of both; returns the result of
-        ``act``.
-        """
+        """Decide overdue attempts, run ``act`` and return its result; wakes waiters for the changes of both."""
         with self._lock:
             if self._is_closed:
                 raise closed(self.shown_url)

@@ -58,9 +58,7 @@ class OpenSpans:
         return self._open.get(span_id)
 
     def take(self, span_id: str) -> OpenItem | None:
-        """Remove and return the open item with this id, which the caller must then end; ``None`` if it was taken
-        before.
-        """
+        """Remove and return the open item with this id, for the caller to end; ``None`` if it was taken before."""
         return self._open.pop(span_id, None)
 
     def since(self, span_id: str) -> int:
@@ -86,10 +84,9 @@ class ActiveAttempt:
         attempt_id: The attempt's id, which every recorded span has.
         trace_id: Trace id of all spans that are made in this attempt, 32 hex digits.
         root_span_id: Id of the span around the whole attempt, 16 hex digits; the parent of spans without another
-        parent.
+            parent.
         record: Takes a finished span; must be thread-safe and never block. Call :meth:`add` instead, which handles
-        errors
-            of ``record``.
+            errors of ``record``.
         token: The attempt's signed token; clients send it to the gateway as their API key.
         gateway_url: Base URL of the gateway without ``/v1``; ``""`` if calls are recorded in this process.
         upstreams: The configured policies; calls to their models are redirected to the gateway.

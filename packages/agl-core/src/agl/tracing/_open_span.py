@@ -248,9 +248,7 @@ class OpenSpan:
             attempt.add(span)
 
     def _is_only_record(self) -> bool:
-        """True if no model call was recorded inside the span, so that the span is the only record of its client's
-        call.
-        """
+        """True if no model call was recorded inside the span, which is then the only record of its client's call."""
         if self.model_calls:
             return False
         note_model_call()

@@ -37,10 +37,8 @@ def upstreams_for(
         model: The model that the request names.
         names: The caller's names, innermost first, as in ``Who.names``.
         url: The URL that the client calls. If only one policy is configured, it gets calls without other evidence only
-        if
-            its server is at the host of this URL. ``None`` for a call that has reached the gateway, which always goes
-            to
-            an only policy.
+            if its server is at the host of this URL. ``None`` for a call that has reached the gateway, which always
+            goes to an only policy.
 
     Returns:
         One policy; an empty tuple if no policy serves the call; several, sorted by name, if the configuration is

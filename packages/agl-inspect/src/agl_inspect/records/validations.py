@@ -46,7 +46,7 @@ class Validation(Record, frozen=True, kw_only=True):
         versions: The live version of every resource, by name.
         steps: For each algorithm, the steps whose files hold these versions and the algorithm's state.
         rewards: One reward per validation task, in the order of the tasks; 0 for a rollout that failed or has no
-        reward.
+            reward.
         tasks: Digest of the validation tasks: only validations on the same tasks are compared.
         train: Digest of the training tasks, ``""`` in records of older releases.
         agent: The agent, ``""`` in records of older releases.

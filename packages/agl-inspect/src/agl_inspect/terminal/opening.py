@@ -104,9 +104,7 @@ def reads_store(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def new_store(manager: PluginManager, url: str, *, other_than: str) -> Store:
-    """Open a store to write to, which may not exist yet; raises :class:`ConfigError` if it is the store
-    ``other_than``.
-    """
+    """Open a store to write to, which may not exist yet; raises :class:`ConfigError` for ``other_than``."""
     found = as_url(url)
     refuse_directory(found, Path())
     if _place(found) == _place(other_than):

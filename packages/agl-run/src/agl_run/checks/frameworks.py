@@ -62,8 +62,9 @@ def _status(manager: PluginManager, tracer: str) -> PluginStatus | None:
 
 
 def _frameworks(distribution: str) -> Iterator[Requirement]:
-    """Yield the frameworks that a tracer's distribution requires; requirements on agl packages and of extras are left
-    out.
+    """Yield the frameworks that a tracer's distribution requires.
+
+    Requirements on agl packages and requirements of extras are left out.
     """
     if distribution in ("", CORE):
         return
@@ -82,8 +83,9 @@ def _version(distribution: str) -> str:
 
 
 def _imports(plan: Plan, framework: str) -> bool:
-    """Return true if the process or the agent's source imports the framework, and not a module of the experiment's
-    folder.
+    """Return true if the process or the agent's source imports the framework.
+
+    A module of the experiment's own folder does not count, even if it has the framework's name.
     """
     if not plan.agent.is_imported or not (framework in sys.modules or framework in _named_in_source(plan)):
         return False

@@ -132,8 +132,9 @@ def _refuse_a_mixture(tasks: Mapping[str, Json], path: Path) -> None:
 
 
 def as_tasks(data: Tasks | None, *, folder: Path, name: str) -> list[Json]:
-    """Return tasks given as a path, as ``KIND:NAME`` for a package that reads tasks, as a data frame, or as an
-    iterable.
+    """Return tasks that are given as a path, as ``KIND:NAME``, as a data frame, or as an iterable.
+
+    With ``KIND:NAME``, a package reads the tasks; see :func:`read_source`.
     """
     if data is None or (isinstance(data, str) and not data):
         return []

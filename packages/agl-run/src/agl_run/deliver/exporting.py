@@ -116,9 +116,7 @@ class Exporting:
             _LOG.exception("the exporter %s stopped, and the experiment goes on without it", self._name)
 
     async def _next(self) -> Sequence[Change]:
-        """Wait for changes and return them; an empty result means that the experiment has ended and all changes were
-        read.
-        """
+        """Wait for changes and return them; the result is empty after the experiment's end and its last change."""
         # The end of the experiment interrupts the wait for changes, which may take 20 seconds.
         ending = asyncio.create_task(self._ending.wait())
         try:

@@ -177,9 +177,7 @@ class _Sinking:
         self._news.set()
 
     async def conclude(self, end: SinkOutcome, *, within_s: float | None) -> str:
-        """Send the remaining data within a time limit; return a line about the result, or log a warning and return
-        ``""``.
-        """
+        """Send the remaining data within a time limit; return a line about the result, ``""`` after a warning."""
         self._end = end
         self._ending.set()
         self._news.set()
@@ -225,9 +223,7 @@ class _Sinking:
             await self._news.wait()
 
     async def _give(self, *, is_last: bool) -> float:
-        """Send new data, and after the last reading the run's outcome; return the seconds to wait until the next
-        reading.
-        """
+        """Send new data, and at last the run's outcome; return the seconds to wait until the next reading."""
         sink, run = self._sink, self._run
         started = time.monotonic()
         # The whole run is read each time, because earlier processes of the run wrote some of it.
@@ -292,9 +288,7 @@ class OwnThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def call(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in the thread and re-raise its error; if the caller is cancelled, ``work`` still runs to its
-        end.
-        """
+        """Run ``work`` in the thread and re-raise its error; ``work`` runs on even if the caller is cancelled."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 

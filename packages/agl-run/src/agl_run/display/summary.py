@@ -213,9 +213,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Print an unfinished line, such as a question; a line with a carriage return is a progress bar and is held
-        back.
-        """
+        """Print an unfinished line, such as a question; a line with a carriage return, a progress bar, is held back."""
         with self._summary.lock:
             # A prompt is flushed without a line's end and has to be seen.
             if self._rest and "\r" not in self._rest:

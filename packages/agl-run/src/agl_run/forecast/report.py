@@ -53,7 +53,7 @@ class GroupSize(Record, frozen=True, kw_only=True, omit_defaults=False):
         silent_share: The expected share of silent groups.
         basis: ``counted`` among the recorded rollouts of a task, or computed by a ``model`` for larger groups.
         groups: Groups with a gradient in a step of the same number of rollouts; ``None`` if the step's size is
-        unknown.
+            unknown.
     """
 
     size: int

@@ -20,12 +20,14 @@ class SeparableGateway(Protocol):
     """A gateway that can also run in a separate process."""
 
     def apart(self, store_url: str, *, plugins: Mapping[str, str]) -> Gateway:
-        """Return a gateway with the same settings in a separate process; raises :class:`ConfigError` if that is
-        impossible.
+        """Return a gateway with the same settings in a separate process.
 
         Args:
             store_url: The URL with which the separate process opens the store.
             plugins: Environment variables that make the separate process load the same plugins.
+
+        Raises:
+            ConfigError: The gateway cannot run in a separate process.
         """
         ...
 

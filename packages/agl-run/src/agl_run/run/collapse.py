@@ -97,8 +97,7 @@ class CollapseGuard:
         await self._driver.alert("collapse", found, key=key)
 
     def _fallen(self, turn: int) -> list[Validation]:
-        """Return the fallen validations at the end of the run: the newest one, and the one before it if it has fallen
-        too.
+        """Return the newest validation if it has fallen, after the one before it if that has fallen too.
 
         Validations from before the last return to the best versions are ignored, because they say nothing about the
         present weights. The list is empty if the newest validation has not fallen.

@@ -150,8 +150,10 @@ class Collector:
     async def _prepare(
         self, episodes: Sequence[Episode], kept: Sequence[Episode], dropped: Mapping[str, int], *, step: int, key: str
     ) -> Sequence[Episode]:
-        """Let the credit run its replays and log their metrics; raises :class:`RunError` if no rollout is left to
-        train on.
+        """Let the credit run its replays, and log their metrics; return the episodes to train on.
+
+        Raises:
+            RunError: No rollout is left to train on.
         """
         # A step without any rollout would pass unnoticed as one without a gradient.
         if episodes and not kept:

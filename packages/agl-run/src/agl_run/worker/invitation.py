@@ -98,8 +98,9 @@ def settings_of(plan: Plan) -> dict[str, Json]:
 
 
 class Invitation:
-    """Lets workers on other machines join the experiment, while ``async with Invitation(ownership, running):`` is
-    open.
+    """Lets workers on other machines join the experiment.
+
+    Use it as a context manager: ``async with Invitation(ownership, running):``.
     """
 
     def __init__(self, ownership: Ownership, running: RunningExperiment) -> None:
@@ -165,8 +166,9 @@ def _public(upstream: Upstream) -> Upstream:
 
 
 class UnclaimedReport:
-    """Reports queued rollouts that no worker claims, while ``async with UnclaimedReport(store, name, say=print):`` is
-    open.
+    """Reports queued rollouts that no worker claims.
+
+    Use it as a context manager: ``async with UnclaimedReport(store, name, say=print):``.
     """
 
     def __init__(self, store: Store, name: str, *, say: Callable[[str], None], first_s: float = UNCLAIMED_S) -> None:
