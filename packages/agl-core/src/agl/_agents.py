@@ -45,8 +45,7 @@ class LitAgent(Generic[T]):
 
     A class may also define ``training_rollout`` for rollouts that train, and ``validation_rollout`` for rollouts that
     validate or test. Both take the same arguments as ``rollout``, which runs the remaining rollouts. Each name may end
-    in
-    ``_async``. One instance serves many rollouts at once, so keep per-rollout state in local variables.
+    in ``_async``. One instance serves many rollouts at once, so keep per-rollout state in local variables.
 
     Attributes:
         tracer: The tracers of the running attempt. Use it for features beyond the tracer contract, such as a handler

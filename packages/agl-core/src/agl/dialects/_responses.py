@@ -1,9 +1,8 @@
 """Reads the Responses API: typed items of a body, or events of a stream.
 
 vLLM gives ids as raw messages when ``enable_response_messages`` is set. Its log-probabilities come with text parts
-only,
-so an answer with tool calls or with marker tokens has fewer of them than ids; the call's ``ids_missing`` reports it.
-Other servers may add ``prompt_token_ids``, ``token_ids`` and ``logprobs`` (a list of numbers) for the whole answer.
+only, so an answer with tool calls or with marker tokens has fewer of them than ids; the call's ``ids_missing`` reports
+it. Other servers may add ``prompt_token_ids``, ``token_ids`` and ``logprobs`` (a list of numbers) for the whole answer.
 """
 
 from typing import Any

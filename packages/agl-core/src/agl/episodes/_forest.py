@@ -52,8 +52,7 @@ def build_forest(spans: Sequence[Span], *, decode: Decode | None = None) -> Fore
     """Arrange model calls in branches; near-linear in the number of calls.
 
     A call extends the earlier call whose prompt + response is the longest prefix of the call's prompt; among equal
-    calls,
-    the newest one that no other call extends. While this runs, memory holds a copy of all prompts.
+    calls, the newest one that no other call extends. While this runs, memory holds a copy of all prompts.
 
     Args:
         spans: One attempt's model calls in order of time, each complete and with token ids.

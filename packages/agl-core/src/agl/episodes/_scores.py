@@ -72,8 +72,7 @@ def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
 
     Among rewards of the same name, the one with the best source counts (evaluator, then environment, then all others),
     and among those of the same source the last one. Of the rewards that remain, the scalar is the one called ``key``,
-    or
-    the weighted sum. Without key and weights it is the unnamed reward of the best source, or the only reward of that
+    or the weighted sum. Without key and weights it is the unnamed reward of the best source, or the only reward of that
     source. If the best source has several named rewards, the scalar is ``None``.
     """
     named = by_name([reward for reward in rewards if reward.scope == "rollout"])

@@ -211,8 +211,7 @@ def make_rows(transitions: Sequence[Transition], *, group_id: str) -> tuple[Row,
 
     The row's tokens are the prompt and response of the branch's last call, which contain those of every earlier call as
     a prefix. The mask is 1 for the branch's own responses. A prefix that comes from another branch trains in that
-    branch's
-    row and has mask 0 in this one, so that each sampled token trains in exactly one row.
+    branch's row and has mask 0 in this one, so that each sampled token trains in exactly one row.
     """
     # Transitions are in order of time, and so are the calls of a branch.
     branches: dict[int, list[Transition]] = {}

@@ -22,8 +22,7 @@ def who(attempt: ActiveAttempt | None = None) -> Who:
     """The actors of a model call that the running code would make now; all names are empty outside a rollout.
 
     Only open spans are considered. If an operation ends before the work that it started, the actor of that work is
-    found
-    only later, in the recorded spans.
+    found only later, in the recorded spans.
 
     Args:
         attempt: The attempt; by default the current one.

@@ -161,8 +161,7 @@ class SharedTracer(Tracer):
     """A tracer whose changes to its framework are shared by all of its instances.
 
     The first instance that is installed makes the changes, the last one that is uninstalled undoes them. Derive from
-    this
-    class and write :meth:`observe`.
+    this class and write :meth:`observe`.
     """
 
     _installed: ClassVar[set["SharedTracer"]]

@@ -1,8 +1,8 @@
 """Records the validations of a run: the versions measured, their rewards, and which validation is best.
 
 Every validation is saved in the store with its rewards by task, so that a run that was killed and resumed knows its
-best versions. The algorithms' states at the best validation are saved too, so that training can return to them.
-The label ``best`` points at the best versions of the resources that algorithms tune.
+best versions. The algorithms' states at the best validation are saved too, so that training can return to them. The
+label ``best`` points at the best versions of the resources that algorithms tune.
 
 Validations of a run share their tasks, so they are compared task by task, by Student's interval of the mean
 difference.

@@ -154,7 +154,7 @@ LATEST = "latest"
 """The word that stands for the newest rollout in place of an id."""
 
 _LISTED = 100
-"""The most completions that are offered."""
+"""The most completions that are offered; typing more letters finds the others."""
 
 
 def complete_rollout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -29,8 +29,8 @@ def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any
         kind: The object's role in the experiment, such as ``"agent"``; used in messages.
 
     Raises:
-        ConfigError: The module or the attribute does not exist or cannot be imported; the message names it and a
-            close match.
+        ConfigError: The module or the attribute does not exist or cannot be imported; the message names it and a close
+            match.
         OtherModuleError: This process has imported a different module of that name from another folder.
     """
     module_name, _, attribute = path.partition(":")

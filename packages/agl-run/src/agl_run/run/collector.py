@@ -220,8 +220,7 @@ class Collector:
         """Make ``n`` rollouts of each task for each arm, to be passed to :meth:`run` together.
 
         An arm is a set of pinned versions. The arms alternate, and each comes first equally often, so that a server
-        that
-        becomes slower or worse affects all arms alike. The same sample of a task has the same seed in all arms.
+        that becomes slower or worse affects all arms alike. The same sample of a task has the same seed in all arms.
         """
         live = self._session.live.versions()
         # Interleaved, not arm by arm: see the docstring for the drift that this cancels.

@@ -208,9 +208,8 @@ class Driver:
     async def commit(self, turn: "DrivenAlgorithm", report: StepReport, *, is_stopping: bool) -> None:
         """Log a step's metrics, save it with all unsaved steps before it, and call the plugins' observers.
 
-        The algorithm may put off saving, in which case nothing is saved. Metrics are logged first, because a kill
-        after the
-        save would lose them: a saved step is not repeated. A repeated step replaces its earlier metrics.
+        The algorithm may put off saving, in which case nothing is saved. Metrics are logged first, because a kill after
+        the save would lose them: a saved step is not repeated. A repeated step replaces its earlier metrics.
         """
         async with self._lock:
             # The turn counts the steps of all algorithms; validations and plots are placed by it.

@@ -46,8 +46,8 @@ class FitResult(Record, frozen=True, kw_only=True):
         kept_step: If earlier versions than the last are live: the number of steps of all algorithms before them;
             otherwise ``None``.
         best: The highest reward of all validations, first and last included; ``None`` without any.
-        best_step: The number of steps of all algorithms before the validation with the reward ``best``; the latest
-            one if several have that reward.
+        best_step: The number of steps of all algorithms before the validation with the reward ``best``; the latest one
+            if several have that reward.
         steps: Steps of each algorithm, by its name.
         resources: The live version of every resource, by name.
         workdir: The folder of checkpoints and metrics.
@@ -162,7 +162,7 @@ async def _end(turns: Sequence[DrivenAlgorithm]) -> None:
 
 
 async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
-    """Run the experiment, end the observers, and return the result."""
+    """Run the experiment from its start or from where it stopped, end the observers, and return the result."""
     before, choice = await _run(driver, turns)
     for observer in driver.observers:
         observer.end()

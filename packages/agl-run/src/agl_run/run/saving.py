@@ -90,9 +90,8 @@ class Collecting:
 async def remove_unreachable(store: Store, experiment: str, states: Mapping[str, AlgorithmState]) -> int:
     """Remove unfinished rollouts that are pinned to versions of unsaved steps; return how many were removed.
 
-    Those versions are no longer live, so the rollouts would run with other versions than the repeated steps expect.
-    The repeated steps enqueue the rollouts again, and the new attempts get the same ids. Therefore a rollout is not
-    removed
+    Those versions are no longer live, so the rollouts would run with other versions than the repeated steps expect. The
+    repeated steps enqueue the rollouts again, and the new attempts get the same ids. Therefore a rollout is not removed
     if a worker that may still be running has tried it: that worker could write to the new attempt. Such a rollout goes
     on with the live versions.
     """

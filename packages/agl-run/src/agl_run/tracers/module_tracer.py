@@ -3,8 +3,8 @@
 ``own-spans`` switches on the spans that frameworks create themselves, so that an agent needs no code for this.
 pydantic-ai and Microsoft's Agent Framework report agents, tools and model calls in the standard ``gen_ai.*`` spans once
 they are asked to, and the tracer ``otel`` records the spans. For smolagents, agno, LlamaIndex and DSPy, OpenInference's
-packages make spans where they are installed. Nothing changes if the user has configured the spans, or
-has switched them off in a framework that can tell this from its default.
+packages make spans where they are installed. Nothing changes if the user has configured the spans, or has switched them
+off in a framework that can tell this from its default.
 """
 
 import importlib
