@@ -130,7 +130,7 @@ class Ownership:
             raise self._lose(held) from error
 
     async def _held(self) -> Presence | None:
-        """Return the presence that the store holds for the experiment's trainer; ``None`` if there is none."""
+        """Return the presence that the store holds for the experiment's trainer; ``None`` without a trainer."""
         return next(iter(await self._plain.presences(self.name, member=OWNER)), None)
 
     async def _take(self) -> bool:

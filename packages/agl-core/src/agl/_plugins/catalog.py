@@ -99,7 +99,7 @@ class Catalog:
         self._entries.update(fresh)
 
     def get(self, record: type[E], name: str) -> E | None:
-        """The component with this name; ``None`` if there is none.
+        """The component with this name; ``None`` for an unknown name.
 
         Raises:
             DuplicateComponentError: Two plugins register the name.

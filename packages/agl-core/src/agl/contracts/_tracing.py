@@ -24,7 +24,7 @@ class Tracer(Protocol):
         """Restore everything that :meth:`install` changed; idempotent."""
 
     def current_span_id(self) -> str | None:
-        """Id of the span that is current in the framework's own context; ``None`` if there is no such span.
+        """Id of the span that is current in the framework's own context; ``None`` without such a span.
 
         A model call belongs to the innermost of the spans that the tracers name and those that were opened with
         ``is_current``.

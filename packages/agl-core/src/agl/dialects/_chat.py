@@ -201,7 +201,7 @@ def _head(found: list[bytes]) -> _Body:
 
 
 def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
-    """Complete ``body``, the first chunk, by the first prompt ids and the last usage and versions of all chunks."""
+    """Fill in ``body``, the stream's first chunk, from all chunks: the first prompt ids, the last usage and version."""
     for chunk in chunks:
         # On the first chunk of a vLLM stream only.
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids

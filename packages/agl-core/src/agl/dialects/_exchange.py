@@ -17,7 +17,7 @@ ENDPOINTS: dict[Dialect, str] = {
 
 
 def dialect_of(path: str) -> Dialect | None:
-    """The API whose endpoint is at ``path`` (a URL or its path); ``None`` if it is no such endpoint."""
+    """The API whose endpoint is at ``path`` (a URL or its path); ``None`` for any other path."""
     # Azure and gateways add a query, such as ?api-version=, and prefixes of their own.
     plain = path.split("?", 1)[0].rstrip("/")
     return next((dialect for dialect, suffix in ENDPOINTS.items() if plain.endswith(suffix)), None)

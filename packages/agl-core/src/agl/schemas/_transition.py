@@ -80,7 +80,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Segment(Record, frozen=True, kw_only=True):
-    """The part ``[start, stop)`` of a row that was sampled by one call."""
+    """The tokens ``[start, stop)`` of a row, which one call sampled."""
 
     start: int
     stop: int

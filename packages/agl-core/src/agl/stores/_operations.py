@@ -164,7 +164,7 @@ def cancel(tables: Tables, rollout_ids: Sequence[str]) -> list[Rollout]:
 
 
 def expire(tables: Tables) -> None:
-    """Decide every overdue attempt; every transaction calls this first."""
+    """Decide every overdue attempt as ``lost`` or ``timeout``; every transaction calls this first."""
     # Where a lost worker is noticed: tables.overdue() reads the index of deadlines, so that looking
     # costs nothing while all workers are alive.
     lapsed = (leases.end_overdue(claim, now=tables.now) for claim in tables.overdue())
@@ -485,7 +485,10 @@ def document(*kind: str, last: str = "") -> bytes:
 
 
 def documents(reads: Reads, *kind: str, last: str = "") -> dict[str, bytes]:
-    """All documents of a kind whose last key part starts with ``last``, by that part and sorted by it."""
+    """Return the documents of a kind, sorted by the last part of their keys, which must start with ``last``.
+
+    The result is keyed by that last part.
+    """
     start, whole = len(document(*kind)), document(*kind, last=last)
     return {key[start:].decode(): value for key, value in reads.scan(whole, whole + b"\xff")}  # no text has that byte
 

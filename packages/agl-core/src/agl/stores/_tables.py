@@ -23,11 +23,11 @@ class Tables(Protocol):
     now: float
 
     def rollout(self, rollout_id: str) -> Rollout | None:
-        """The rollout with this id; ``None`` if there is none."""
+        """The rollout with this id; ``None`` for an unknown id."""
         ...
 
     def held(self, attempt_id: str) -> Claim | None:
-        """The attempt with this id, decided or not, with its rollout; ``None`` if there is none."""
+        """The attempt with this id, decided or not, with its rollout; ``None`` for an unknown id."""
         ...
 
     def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
@@ -43,7 +43,7 @@ class Tables(Protocol):
         ...
 
     def version(self, name: str, version: str) -> ResourceVersion | None:
-        """This version of a resource; ``None`` if there is none."""
+        """This version of a resource; ``None`` if it was never published."""
         ...
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
@@ -72,7 +72,7 @@ class Tables(Protocol):
         """Save numbers; each replaces an earlier one of the same experiment, run, algorithm, step and name."""
 
     def get(self, key: bytes) -> bytes | None:
-        """The document with this key; ``None`` if there is none."""
+        """The document with this key; ``None`` for an unknown key."""
         ...
 
     def put(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
@@ -128,7 +128,7 @@ class Reads(Protocol):
         ...
 
     def get(self, key: bytes) -> bytes | None:
-        """The document with this key; ``None`` if there is none."""
+        """The document with this key; ``None`` for an unknown key."""
         ...
 
     def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:

@@ -54,7 +54,7 @@ class OpenSpans:
         self._open[span_id] = opened
 
     def get(self, span_id: str) -> OpenItem | None:
-        """The open span or call with this id; ``None`` if there is none."""
+        """The open span or call with this id; ``None`` for an unknown id."""
         return self._open.get(span_id)
 
     def take(self, span_id: str) -> OpenItem | None:

@@ -45,7 +45,7 @@ class Shelf(Generic[T]):
         }
 
     async def get(self, store: Store, name: str = "") -> T | None:
-        """Return the record with this name; ``None`` if there is none."""
+        """Return the record with this name; ``None`` for an unknown name."""
         key = self._prefix + name
         data = (await store.load_state(key)).get(key)
         return None if data is None else msgspec.json.decode(data, type=self._kind)

@@ -133,7 +133,7 @@ class Validations:
             await self._label()
 
     def at(self, turn: int) -> Validation | None:
-        """Return the validation after ``turn`` steps; ``None`` if there was none."""
+        """Return the validation after ``turn`` steps; ``None`` if the run was not validated then."""
         return self._found.get(turn)
 
     def all(self) -> list[Validation]:

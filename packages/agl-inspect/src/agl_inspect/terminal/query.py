@@ -150,7 +150,7 @@ async def _no_rollout(store: Store, rollout_id: str) -> str:
 
 
 async def find_exact(store: Store, rollout_id: str) -> Rollout | None:
-    """Find a rollout by its whole id; ``None`` if there is none."""
+    """Find a rollout by its whole id; ``None`` for an unknown id."""
     try:
         return (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
     except NotFoundError:

@@ -38,7 +38,7 @@ PAUSE_S = 2.0
 """Shortest pause in seconds between two readings of the store."""
 
 SHARE = 20
-"""The pause after a reading lasts at least this many times as long as the reading, so readings take at most 5 %."""
+"""The pause after a reading is at least this many times as long, so that readings take at most 5 % of the time."""
 
 TABLES_S = 60.0
 """Shortest pause in seconds between two updates of the tables; each update sends whole tables."""

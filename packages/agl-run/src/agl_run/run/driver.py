@@ -245,7 +245,7 @@ class Driver:
         return Moment(turn=self.state.turn, versions=dict(self.session.live.versions()), states=states)
 
     def take_due(self) -> Moment | None:
-        """Remove and return the earliest moment that is due for a validation; ``None`` if there is none."""
+        """Remove and return the earliest moment that is due for a validation; ``None`` if no validation is due."""
         return self._due.popleft() if self._due else None
 
     def is_validated(self, turn: int) -> bool:

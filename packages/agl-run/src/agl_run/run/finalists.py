@@ -66,7 +66,7 @@ async def missing_files(store: Store, one: Validation) -> str:
 
 
 async def _available(driver: Driver, last: Validation) -> list[Validation]:
-    """Return the validations whose versions may be live at the end, best first; there is at least one."""
+    """Return the validations whose versions may be live at the end, best first; the list is never empty."""
     best = driver.validations.best
     if best.versions == last.versions:
         return [last]

@@ -20,7 +20,7 @@ GRACE_S = 2.0
 """Seconds between asking a program to stop and killing it."""
 
 _SLACK_S = 4.0
-"""Seconds after the grace period until a keeper that has not ended is killed."""
+"""Seconds that a keeper gets in addition to the grace period before it is killed."""
 
 _POLL_S = 0.01
 """Seconds between two checks of a process that was asked to end."""

@@ -335,7 +335,7 @@ def _content_of(request: Any) -> bytes | None:
 
 
 def _call_of(request: Any, content: bytes | None) -> Request | None:
-    """The model call that a request makes; ``None`` if it makes none or its body is not in memory."""
+    """The model call that a request makes; ``None`` for any other request, or if its body is not in memory."""
     dialect = dialect_of(request.url.path) if request.method == "POST" and content is not None else None
     return None if dialect is None or content is None else Request(dialect, content)
 
