@@ -61,7 +61,7 @@ _OPERATIONS = {
     semconv.NODE: semconv.OP_INVOKE_NODE,
     semconv.HANDOFF_TARGET: semconv.OP_HANDOFF,
 }
-"""Maps attributes to the operation that they imply; the first one that a span has decides, and names the span."""
+"""Maps attributes to the operation that each implies; of a span's attributes, the first in this order counts."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)

@@ -118,7 +118,7 @@ class Observed:
 
 
 class _Seen(NamedTuple):
-    """The facts of a collected rollout that a tally needs."""
+    """The facts about one collected rollout that its tally needs."""
 
     step: int
     mode: Mode

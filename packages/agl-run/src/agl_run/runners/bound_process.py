@@ -33,7 +33,7 @@ KEEPER = str(Path(__file__).with_name("keeper.py"))
 
 
 class BoundProcess:
-    """A running program.
+    """A running program that is stopped together with its descendants.
 
     Attributes:
         process: The keeper, or the program itself on Windows; its pipes are connected to the program.

@@ -8,7 +8,10 @@ calls. Nearly all of these objects live as long as the program.
 import gc
 
 _MIDDLE_AFTER = 3
-"""Collections of the youngest generation per collection of the middle one; with Python's 10, one takes 20 to 30 ms."""
+"""Number of collections of the youngest generation of objects before the middle generation is collected.
+
+With Python's default of 10, a collection of the middle generation takes 20 to 30 ms.
+"""
 
 _FULL_AFTER = 300
 """Collections of the middle generation per full collection; Python's default is 10."""
