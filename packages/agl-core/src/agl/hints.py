@@ -1,5 +1,6 @@
 """Words the next step in a message: the name that was probably meant, or the command that installs a package."""
 
+import os
 import re
 import shlex
 import tomllib
@@ -38,8 +39,8 @@ def pip_install(package: str) -> str:
 
 
 def _folders(project: Path) -> list[str]:
-    """Return the folders of a package's dependencies in the checkout, then its own; empty without a checkout."""
-    if not (project / "pyproject.toml").is_file():
+    """Return the folders of a package's dependencies in the checkout, then its own; empty if it is not there."""
+    if not os.path.isfile(project / "pyproject.toml"):  # false for a folder of another user, too
         return []
     needs = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     own = str(project.relative_to(Path.cwd()) if project.is_relative_to(Path.cwd()) else project)
