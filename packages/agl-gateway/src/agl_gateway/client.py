@@ -98,8 +98,9 @@ class Pauses:
     def next_s(self, delays: Sequence[float], *, asked_s: float = 0.0) -> float | None:
         """Return the seconds to pause before the next attempt; ``None`` to give up.
 
-        The pause is the next of ``delays``, or ``asked_s`` if that is longer, but at most the longest of ``delays``. The
-        result is ``None`` after ``len(delays)`` pauses, or once the pauses together lasted as long as all ``delays``.
+        The pause is the next of ``delays``, or ``asked_s`` if that is longer, but at most the longest of ``delays``.
+        The result is ``None`` after ``len(delays)`` pauses, or once the pauses together lasted as long as all
+        ``delays``.
         """
         left_s = sum(delays) - self._paused_s
         if self._tries >= len(delays) or left_s < delays[0]:

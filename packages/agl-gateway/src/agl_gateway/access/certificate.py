@@ -49,7 +49,9 @@ class Certificate:
             self.look()
 
     def look(self) -> None:
-        """Reload the certificate's files if they have changed; an unusable new certificate is logged, and the old one stays."""
+        """Reload the certificate's files if they have changed; an unusable new certificate is logged, and the old one
+        stays.
+        """
         state = self._state()
         if state == self._seen:
             return

@@ -113,7 +113,9 @@ class Identities:
         return None
 
     def _look(self) -> None:
-        """Empty the cache of verified tokens if a signing key, admin key or client key has changed since the last check."""
+        """Empty the cache of verified tokens if a signing key, admin key or client key has changed since the last
+        check.
+        """
         self._look_at = time.monotonic() + _LOOK_S
         found = (self._tokens.changes(), *(keys() for keys in self._keys.values()))
         if found != self._seen:
@@ -123,7 +125,8 @@ class Identities:
     def _refusal(self, key: str, error: TokenError) -> Problem:
         """Return the 401 for an invalid API key.
 
-        The first request with the placeholder key is also logged, because few agents show the body of an error response.
+        The first request with the placeholder key is also logged, because few agents show the body of an error
+        response.
         """
         if key != PLACEHOLDER_KEY:
             is_foreign = not key.startswith("agl_")
@@ -191,7 +194,9 @@ class RunningAttempts:
         return await self._status(rollout_id, attempt_id) == "running"
 
     async def _status(self, rollout_id: str, attempt_id: str) -> str:
-        """Return the status of an attempt: ``""`` if the store does not know it, ``running`` if the store does not answer."""
+        """Return the status of an attempt: ``""`` if the store does not know it, ``running`` if the store does not
+        answer.
+        """
         if attempt_id in self._running.get(rollout_id, ()):
             return "running"
         try:

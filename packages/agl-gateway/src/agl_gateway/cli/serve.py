@@ -255,8 +255,8 @@ def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
     """Return the admin token and the name of its source.
 
     The token comes from the environment, or from a file that only this user can read. A missing file is created. An
-    existing file is not changed, so clients survive a restart. A file may hold several tokens, one per line, and is read
-    again when it changes.
+    existing file is not changed, so clients survive a restart. A file may hold several tokens, one per line, and is
+    read again when it changes.
     """
     if given := os.environ.get(ADMIN_ENV, ""):
         return given, f"the environment variable {ADMIN_ENV}"

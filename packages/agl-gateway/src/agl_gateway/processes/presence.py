@@ -115,7 +115,7 @@ class GatewayPresence:
             _log.warning("the store did not take the news that this gateway ends; it will be listed as gone")
 
     async def run(self) -> None:
-        """Announce the gateway every ten seconds; warns once of gateways that are gone with calls in their spools."""
+        """Announce the gateway every ten seconds, and warn once of gateways that are gone with calls in their spools."""
         if self.recorder.spool is None:
             return
         try:
@@ -154,6 +154,6 @@ class GatewayPresence:
 
 
 async def gone_gateways(store: Store, *, own: str = "", now: float = 0.0) -> list[GatewayRecord]:
-    """Return the gateways other than ``own`` that are gone with calls in their spools; see :func:`gateways_of`."""
+    """Return the gateways other than ``own`` that are gone and left calls in their spools; see :func:`gateways_of`."""
     found = await gateways_of(store, now=now)
     return [each for each in found if each.is_gone and each.calls and each.member != own]
