@@ -363,7 +363,7 @@ def _type_of(data: bytes) -> bytes:
 
 @dataclass(eq=False, kw_only=True)
 class Pump:
-    """Passes a body on as it arrives.
+    """Passes the body of a streamed answer on to the client as it arrives.
 
     Attributes:
         translation: Translates the body for the client; ``None`` if the client uses the backend's API.
@@ -382,9 +382,10 @@ class Pump:
     _end: StreamEnd = field(default_factory=StreamEnd, init=False)
 
     async def run(self) -> str:
-        """Pass the body on to its end; returns the error that cut it short, or ``""`` if it is complete.
+        """Pass the body on to its end; returns ``""`` if the body is complete, else the error that cut it short.
 
-        Raises :class:`ConnectionError` if the client is gone.
+        Raises:
+            ConnectionError: The client has disconnected.
         """
         body = self.response.content
         while True:
