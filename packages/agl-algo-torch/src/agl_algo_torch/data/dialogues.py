@@ -34,7 +34,7 @@ Side = Literal["chosen", "rejected"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """A conversation and its tools; `where` is the file and line that it was read from, for error messages."""
+    """A conversation and its tools; `where` is the source file and line, for error messages."""
 
     where: str
     messages: tuple[Message, ...]
@@ -49,8 +49,8 @@ def read_dialogues(path: Path) -> list[Dialogue]:
 def read_objects(path: Path, *, what: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the objects of a JSON-lines file, each with its file and line; any other JSON value gives an empty object.
 
-    Blank lines are skipped. Raises DatasetError if the file is absent or empty, or if a line is not JSON. `what` names
-    the content of the file in the messages.
+    Blank lines are skipped. Raises DatasetError if the file is absent or empty, or if a line is not JSON. `what` says
+    in error messages what the file should contain.
     """
     if not path.is_file():
         raise DatasetError(
@@ -88,7 +88,7 @@ def _dialogue(row: dict[str, Any], where: str) -> Dialogue:
 
 
 def is_message(value: Any) -> bool:
-    """Return whether a value is an object with a role as text."""
+    """Return true if a value is a JSON object whose `role` is text."""
     return isinstance(value, dict) and isinstance(cast("dict[str, Any]", value).get("role"), str)
 
 
@@ -96,7 +96,7 @@ def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int, start: int 
     """Return the rows of a dialogue; a template that only appends messages gives one row.
 
     Messages before `start` are not trained. All rows have `dialogue.where` as their rollout, so they are all in one
-    update and share one part of the gradient.
+    update and count as one rollout in the gradient.
     Raises DatasetError for a row above `max_tokens`, or a turn whose rendering does not continue its prompt.
     """
     samples: list[RowSample] = []
@@ -116,7 +116,10 @@ def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int, start: int 
 
 
 def _rows(dialogue: Dialogue, tokenizer: Any, first: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield texts, longest first, with the character spans to train; each assistant turn is a span of one text."""
+    """Yield each text to train on, longest first, with the spans (start and end character) of its assistant turns.
+
+    Each assistant turn from message `first` on is a span of exactly one text.
+    """
     text, spans = "", list[tuple[int, int]]()
     # From the last turn back: if the text begins with the rendering of an earlier turn, that turn is trained in the
     # same row. A turn that the template rendered differently then needs a row of its own.
@@ -133,7 +136,7 @@ def _rows(dialogue: Dialogue, tokenizer: Any, first: int) -> Iterator[tuple[str,
 
 
 def _turn(dialogue: Dialogue, tokenizer: Any, index: int) -> tuple[str, int]:
-    """Return the rendered text up to the end of the assistant turn `index`, and the character where the turn begins."""
+    """Return the rendered text up to the end of assistant turn `index`, and the offset at which the turn begins."""
     messages = [plain_message(message) for message in dialogue.messages]
     prompt = _render(tokenizer, messages[:index], dialogue, is_prompt=True)
     whole = _render(tokenizer, messages[: index + 1], dialogue, is_prompt=False)
@@ -155,28 +158,30 @@ def _render(tokenizer: Any, messages: list[Message], dialogue: Dialogue, *, is_p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenExample:
-    """A chosen and a rejected dialogue, or one of the two; messages before `start` are the prompt and do not train."""
+    """A chosen and a rejected dialogue, or only one of them; messages before `start` are the prompt and do not train."""
 
     sides: Mapping[Side, Dialogue]
     start: int
 
     def where(self, side: Side) -> str:
-        """Return the `where` of the chosen or the rejected dialogue, `""` if there is no such dialogue."""
+        """Return the source file and line of the chosen or rejected dialogue; `""` if the example lacks that dialogue."""
         return self.sides[side].where if side in self.sides else ""
 
     def rows(self, *, tokenizer: Any, max_tokens: int) -> Iterator[RowSample]:
-        """Yield the rows of the dialogues, with each dialogue's `where` as the rollout; raises as `tokenize` does."""
+        """Yield the rows of the example's dialogues, with each dialogue's `where` as the rollout; raises as `tokenize`
+        does.
+        """
         for side in self.sides.values():
             yield from tokenize(side, tokenizer=tokenizer, max_tokens=max_tokens, start=self.start)
 
 
 def read_pairs(path: Path) -> list[WrittenExample]:
-    """Read a JSON-lines file of pairs; blank lines are skipped. Raises DatasetError with file and line."""
+    """Read a JSON-lines file of preference pairs; blank lines are skipped. Raises DatasetError with file and line."""
     return [_pair(row, where) for where, row in read_objects(path, what="pairs")]
 
 
 def read_answers(path: Path) -> list[WrittenExample]:
-    """Read a JSON-lines file of answers with labels; a line may also be a pair, which is a good and a bad answer.
+    """Read a JSON-lines file of labelled answers; a line with a preference pair gives a good and a bad answer.
 
     Blank lines are skipped. Raises DatasetError with file and line.
     """

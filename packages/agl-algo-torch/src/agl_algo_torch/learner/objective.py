@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 MASK_FLOOR = 0.5
-"""In the mode `mask` tokens with an importance weight below this are dropped (alpha of IcePop, arXiv 2510.18855)."""
+"""In the mode `mask`, tokens with a lower importance weight are dropped (alpha of IcePop, arXiv 2510.18855)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,12 +60,12 @@ class Tally:
     tokens: TokenNumbers | None = None
 
     def weigh(self, weight_M: Tensor) -> None:
-        """Add the importance weights of tokens."""
+        """Add the importance weights of tokens to the sums."""
         self.weights += float(weight_M.sum())
         self.squares += float((weight_M**2).sum())
 
     def report(self) -> dict[str, float]:
-        """Return the loss and the number of tokens, the means of the other sums per token, the peaks, and more.
+        """Return the metrics of the update: totals of loss and tokens, per-token means of other sums, peaks, and more.
 
         `effective_share` is the effective sample size of the importance weights k, (sum k)^2 / sum k^2, divided by the
         number of tokens. It is 1 if all weights are equal.
@@ -112,19 +112,21 @@ class PolicyObjective:
             )
 
     def has_gradient(self, sample: RowSample) -> bool:
-        """Return whether a row can have a gradient; rows without one need no forward pass."""
+        """Return true if the row can have a gradient; other rows need no forward pass."""
         # A = 0 makes the policy gradient exactly 0, but a penalty or an entropy bonus still has a gradient.
         others = self._settings.kl_coef or self._settings.entropy_coef or self._entry.trains_silent
         return bool(sample.trained_tokens) and (bool(others) or not sample.is_silent)
 
     def weights(self, samples: Sequence[RowSample]) -> tuple[list[float], float]:
-        """Return the weight of a trained token of each sample, and the total of the update of these samples."""
+        """Return for each sample the weight of its trained tokens, and the total that divides the update's weighted
+        sums.
+        """
         return loss_weights(samples, aggregation=self._aggregation, constant=self._settings.constant_tokens)
 
     def prepared(
         self, samples: Sequence[RowSample], *, learner: PolicyLearner, skips_silent: bool = True
     ) -> list[RowSample]:
-        """Return a step's samples, with log pi_old unless the update can take it from its own forward pass."""
+        """Return a step's samples, with log pi_old added unless the update's own forward pass gives it."""
         # With one update pi_old is pi itself (r = 1), and the forward pass of the update gives it for free.
         # With several updates the weights move, so pi_old is computed before the first one.
         if self._updates == 1 and not self._importance.needs_rollouts:

@@ -40,7 +40,7 @@ _TRIES = 5
 
 _DEFER_S = 0.25
 _MAX_DOUBLINGS = 7
-"""How often the pause after a refusal doubles: from 0.5 s up to about a minute."""
+"""How often the pause after a refusal doubles: from 0.5 s up to about half a minute."""
 
 _MIN_FREE_BYTES = 64 << 20
 _FREE_FOR_S = 1.0

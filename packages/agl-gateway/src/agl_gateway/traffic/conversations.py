@@ -177,13 +177,13 @@ class Conversations:
                 _log.warning("idle conversations could not be ended; trying again", exc_info=True)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Drop changed rollouts from the cache; the next call reads them again."""
+        """Drop changed rollouts from the cache; the next call reads them from the store."""
         for change in changes:
             if change.kind == "rollout":
                 self._known.pop(change.key, None)
 
     def forget(self, rollout_id: str = "") -> None:
-        """Drop a rollout from the cache, or all rollouts if no id is given and the store answers."""
+        """Drop a rollout from the cache; without an id, drop all rollouts, but only if the store answers."""
         if rollout_id:
             self._known.pop(rollout_id, None)
             self._renewed.pop(rollout_id, None)
@@ -226,7 +226,10 @@ class Conversations:
         await self.store.claim(worker="gateway", limit=_PAGE, lease_s=LEASE_S, experiment=CONVERSATIONS)
 
     async def _renew(self, known: Conversation) -> bool:
-        """Renew the lease, at most once per ``idle_s / CHECKS``; returns false if the attempt has ended or is gone."""
+        """Renew the lease of a conversation; returns false if its attempt has ended or is unknown to the store.
+
+        At most one renewal per ``idle_s / CHECKS`` is sent; further calls return true.
+        """
         now = self.clock()
         if known.is_over or now - self._renewed.get(known.rollout_id, -math.inf) < self.idle_s / CHECKS:
             return True
@@ -251,7 +254,7 @@ class Conversations:
                 await self._renew(known)
 
     async def _idle_attempt(self, rollout: Rollout) -> str:
-        """Return the id of the attempt if the conversation is idle, else ``""``."""
+        """Return the id of the rollout's attempt if the conversation is idle, else ``""``."""
         rollout_id, now = rollout.rollout_id, self.clock()
         if self._in_flight[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self.idle_s:
             return ""
@@ -268,7 +271,7 @@ class Conversations:
 
 
 def rollout_id_of(conversation: str) -> str:
-    """Return the id of a conversation's rollout."""
+    """Return the id of the rollout that records the conversation."""
     return f"conversation-{blake2b(conversation.encode(), digest_size=16).hexdigest()}"
 
 

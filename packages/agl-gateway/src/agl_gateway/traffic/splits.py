@@ -25,23 +25,26 @@ from agl_inspect.statistics import Comparison, compare
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
 
 CONVERSATION = "conversation"
-"""The key of the conversation's id in a rollout's metadata."""
+"""Metadata key under which a rollout stores the id of its conversation."""
 
 _EXAMPLE = "write --split production=0.9,candidate=0.1"
 
 
 class Split(Record, frozen=True, kw_only=True):
-    """Shares by label, in order. They add up to 1; the first label is the baseline."""
+    """The arms of a split: each label's share of the traffic, in order.
+
+    The shares add up to 1; the first label is the baseline.
+    """
 
     shares: dict[str, float]
 
     @property
     def baseline(self) -> str:
-        """The first label, with which the others are compared."""
+        """The first label; the other arms are compared with its arm."""
         return next(iter(self.shares))
 
     def arm_of(self, key: str) -> str:
-        """Return the arm of ``key``; every process gives the same answer at any time.
+        """Return the label of the arm that ``key`` belongs to; every process gives the same answer at any time.
 
         The labels divide the interval from 0 to 1 in their order. So with two labels, a share that grows loses no keys.
         """
