@@ -604,10 +604,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def trl(session: nox.Session) -> None:
-    """A step of TRL's trainer on rollouts of agl, and the published readers of Tinker and VERL; needs 2 GB."""
+    """A step of TRL's trainer, the published readers of Tinker and VERL, and TRL's chat templates; needs 2 GB."""
     others = [*TRL, *VERL, "cachetools", "uvicorn", "fastapi", "openai>=3,<4", *PLUGINS["agl-data"]]
-    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, *others])
-    pytest(session, tools, *(f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers")))
+    tools = environment(session, [*ours(*LIGHT, "agl-algo-torch"), *TEST_TOOLS, *others])
+    exports = (f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers"))
+    pytest(session, tools, *exports, "packages/agl-algo-torch/tests/test_template_matrix.py")
 
 
 @nox.session

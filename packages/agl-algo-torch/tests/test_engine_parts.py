@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from agl_algo_torch.serving.codec import cut_at_stop, safe_length
 from agl_algo_torch.serving.kvcache import BatchCache, CacheLayout, KeyValues
 from agl_algo_torch.serving.prefixes import PrefixStore
-from agl_algo_torch.serving.toolcalls import ParsedResponse, ParsedToolCall, tool_parser
+from agl_algo_torch.serving.toolcalls import ParsedResponse, ParsedToolCall, find_parser
 
 LAYOUT = CacheLayout(
     stores=((3, 2, 4), (1, 2, 6)),
@@ -165,8 +165,11 @@ def test_text_sent_early_is_always_a_prefix_of_the_final_text(text: str, stops: 
         assert final.startswith(piece)
 
 
+def parse(text: str) -> ParsedResponse:
+    return find_parser("hermes").parse(text, [])
+
+
 def test_a_hermes_call_is_read_with_its_content() -> None:
-    parse = tool_parser("hermes").parse
     call = '<tool_call>\n{"name": "calc", "arguments": {"e": "7*8", "b": "ü"}}\n</tool_call>'
     expected = ParsedToolCall("calc", '{"e": "7*8", "b": "ü"}')
     assert ParsedResponse(None, (expected,)) == parse(call)
@@ -175,7 +178,6 @@ def test_a_hermes_call_is_read_with_its_content() -> None:
 
 
 def test_a_malformed_call_stays_content() -> None:
-    parse = tool_parser("hermes").parse
     for text in (
         "<tool_call>{not json}</tool_call>",
         '<tool_call>{"name": "calc", "arguments": {}}',

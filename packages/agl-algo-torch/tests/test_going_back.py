@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.learner.typed_torch import read_tensors
@@ -133,12 +134,91 @@ def test_missing_state_is_said_and_training_goes_on_from_the_live_weights(model_
 
     assert 3 == asyncio.run(work()).step
     [text] = said
-    assert text.endswith("is gone; training goes on with new moments of AdamW")
+    assert text.endswith("000001 does not exist; training goes on from the live weights with new moments of AdamW")
     served = read_tensors(tmp_path / "weights" / "000001" / "model.safetensors")
     trained = changes_of(tmp_path, 3, "trainable")
     shared = served.keys() & trained.keys()
     assert shared
     assert max(float((served[key] - trained[key]).abs().max()) for key in shared) < 1e-5
+
+
+async def steps_of(bench: AlgorithmBench, state: Any, count: int, said: list[str] | None = None) -> Any:
+    """Return an algorithm that has continued from `state`, if given, and then done `count` steps."""
+    algorithm = bench.scenario.make()
+    await algorithm.setup(replace(bench.context(), say=([] if said is None else said).append))
+    if state is not None:
+        await algorithm.restore(json.loads(json.dumps(state)))
+    for _ in range(count):
+        await algorithm.step()
+    return algorithm
+
+
+@pytest.mark.parametrize(
+    "name", ["state/000003/trainable.safetensors", "state/000003/state.json", "critic/000003/optimizer.safetensors"]
+)
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_newest_whole_state_is_used_and_named_when_the_last_one_is_damaged(
+    name: str, is_removed: bool, model_dir: Path, tmp_path: Path
+) -> None:
+    bench = bench_of(ALGORITHMS["ppo"], model_dir, tmp_path)
+    said: list[str] = []
+
+    async def work() -> Any:
+        async with bench:
+            algorithm = await steps_of(bench, None, 3)
+            file = tmp_path / name
+            data = bytearray(file.read_bytes())
+            if is_removed:
+                file.unlink()
+            else:
+                data[-1] ^= 1
+                file.write_bytes(data)
+            again = await steps_of(bench, algorithm.state(), 0, said)
+            return again.state(), (await again.step()).step
+
+    state, step = asyncio.run(work())
+    assert str(tmp_path.absolute() / "state" / "000002") == state["checkpoint"]
+    assert (3, 4) == (state["step"], step)
+    [text] = said
+    assert all(part in text for part in (name, "step 3", "from the state of step 2"))
+
+
+def test_run_whose_saved_states_are_all_damaged_is_not_continued(model_dir: Path, tmp_path: Path) -> None:
+    bench = bench_of(ALGORITHMS["grpo"], model_dir, tmp_path)
+
+    async def work() -> None:
+        async with bench:
+            algorithm = await steps_of(bench, None, 2)
+            for file in (tmp_path / "state").glob("*/optimizer.safetensors"):
+                file.write_bytes(b"")
+            await steps_of(bench, algorithm.state(), 0)
+
+    with pytest.raises(ConfigError, match=r"No saved state of .*000002/optimizer.*000001/optimizer"):
+        asyncio.run(work())
+
+
+@pytest.mark.parametrize("resumed_at", [0, 1, 3])
+def test_decay_counts_the_steps_of_the_plan_also_those_without_an_update(
+    resumed_at: int, model_dir: Path, tmp_path: Path
+) -> None:
+    played: list[list[int]] = []
+
+    def reward(response: list[int]) -> float:
+        played.append(response)
+        return len(played) % 2 if len(played) > 16 else 1.0  # the first two steps of eight rollouts are silent
+
+    make = lambda: made(GRPO, **COMMON, **GROUPS, decay="linear")  # noqa: E731
+    play = World(reward).play
+    scenario = AlgorithmScenario(make=make, play=play, tunes=("llm",), resources={"llm": Weights(uri=str(model_dir))})
+    bench = AlgorithmBench(scenario, tmp_path)
+
+    async def work() -> Any:
+        async with bench:
+            algorithm = await steps_of(bench, None, resumed_at)
+            return await steps_of(bench, algorithm.state() if resumed_at else None, 4 - resumed_at)
+
+    optimizer = asyncio.run(work())._tuned.opened.optimizer
+    assert 0.25 * COMMON["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
 def test_pruning_leaves_the_kept_steps(tmp_path: Path) -> None:

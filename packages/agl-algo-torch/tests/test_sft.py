@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import LLM, Episode, Weights
-from agl_algo_torch.data.dialogues import Dialogue, read_dialogues, tokenize
+from agl_algo_torch.data.dialogues import Dialogue, check_dialogues, read_dialogues, tokenize
 from agl_algo_torch.sft import SFT
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
@@ -127,6 +128,54 @@ def test_a_template_that_drops_earlier_turns_gives_a_row_per_turn(make_tokenizer
     assert {"f:1"} == {row.rollout for row in rows}
 
 
+GLM_LIKE = """\
+{%- for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+
+
+def test_stop_token_that_begins_the_next_message_is_trained(make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = GLM_LIKE
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|tool|>", "<|assistant|>"]})
+    stops = tokenizer.convert_tokens_to_ids(["<|user|>", "<|tool|>"])
+    question, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+    dialogue = Dialogue(where="f:1", messages=(question, answer, question, answer))
+    (sample,) = tokenize(dialogue, tokenizer=tokenizer, max_tokens=999, stop_ids=stops)
+    assert ["4<|user|>", "4<|user|>"] == text_of(tokenizer, sample)
+    check = partial(check_dialogues, [dialogue], tokenizer=tokenizer, max_tokens=999)
+    assert [] == check(stop_ids=stops)
+    assert [
+        "assistant turns do not end in a stop token, so the model does not learn to stop: 2, first in f:1"
+    ] == check(stop_ids=[])
+
+
+def test_what_the_template_leaves_out_of_an_answer_is_said_before_the_first_step(
+    model_dir: Path, make_tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = GLM_LIKE.replace("message.content", "message.content.split('</think>')[-1]").replace(
+        "endfor", "if message.role == 'assistant' %}<|im_end|>{% endif %}{% endfor"
+    )
+    tokenizer.save_pretrained(model_dir)
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}]}
+    called = {"messages": list(MESSAGES)}
+    scenario = scenario_of(model_dir)
+    scenario = replace(scenario, files={"dialogues.jsonl": f"{json.dumps(row)}\n{json.dumps(called)}\n"})
+    said = asyncio.run(AlgorithmBench(scenario, tmp_path / "work").said(steps=1))
+    assert ["dialogues.jsonl:1", "dialogues.jsonl:2"] == [text.rpartition("/")[2] for text in said]
+    assert ["have content that", "have tool calls"] == [" ".join(text.split()[3:6]) for text in said]
+
+
+def test_dialogue_that_the_template_refuses_is_named_before_the_first_step(model_dir: Path, tmp_path: Path) -> None:
+    strange = {"messages": [{"role": "critic", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    scenario = scenario_of(model_dir, is_shuffled=False)
+    scenario = replace(scenario, files={"dialogues.jsonl": lines(20) + json.dumps(strange) + "\n"})
+    bench = AlgorithmBench(scenario, tmp_path / "work")
+    with pytest.raises(DatasetError, match=r"dialogues.jsonl:21: .* refuses the messages: strange role\. Change"):
+        asyncio.run(bench.said(steps=1))
+
+
 def test_a_dialogue_beyond_the_context_is_named(make_tokenizer: Any) -> None:
     with pytest.raises(DatasetError, match=r"f:7.*tokens.*context is 10"):
         tokenize(Dialogue(where="f:7", messages=MESSAGES), tokenizer=make_tokenizer(), max_tokens=10)
@@ -228,7 +277,7 @@ def test_resuming_after_the_checkpoint_is_gone_says_so(model_dir: Path, tmp_path
             await second.setup(bench.context())
             await second.restore(first.state())
 
-    with pytest.raises(ConfigError, match="no training checkpoint"):
+    with pytest.raises(ConfigError, match=r"No saved state of .* does not exist"):
         asyncio.run(body())
 
 

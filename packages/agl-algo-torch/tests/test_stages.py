@@ -15,8 +15,9 @@ import torch
 from agl.errors import ConfigError
 from agl.schemas import ResourceVersion, Weights
 from agl_algo_torch.grpo import GRPO
-from agl_algo_torch.learner.model import trainable_state
+from agl_algo_torch.learner.model import load_model, open_adapter, trainable_state
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
 from agl_algo_torch.ppo import PPO
 from agl_algo_torch.preferences import DPO
 from agl_objectives.settings import Compute, Lora, Optim
@@ -162,3 +163,24 @@ def test_all_linear_layers_do_not_pass_for_those_of_a_smaller_adapter(model_dir:
 def test_adapters_of_layers_that_share_their_weights_are_refused(model_dir: Path, layer: str) -> None:
     with pytest.raises(ConfigError, match=r"lora\.targets has the output layer or the embedding of Qwen2ForCausalLM"):
         PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings(Lora(rank=4, targets=("q_proj", layer))))
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning")
+@pytest.mark.parametrize("lora", [LORA, Lora()])
+def test_an_adapter_that_fits_no_layer_is_refused_with_both_lists_of_names(
+    model_dir: Path, adapter: Weights, lora: Lora
+) -> None:
+    file = Path(adapter.uri) / "adapter_model.safetensors"
+    tensors = read_tensors(file)
+    write_tensors({name.replace("model.layers", "language_model.layers"): t for name, t in tensors.items()}, file)
+    with pytest.raises(
+        ConfigError, match=r"does not fit Qwen2ForCausalLM\. .* lack: \[.*lora_A.*without a layer.*\[.*language_model"
+    ):
+        open_adapter(load_model(str(model_dir), device="cpu").model, adapter.uri, settings=lora)
+
+
+def test_an_adapter_for_layers_that_the_model_lacks_is_refused(model_dir: Path, adapter: Weights) -> None:
+    file = Path(adapter.uri) / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": ["qkv_proj"]}))
+    with pytest.raises(ConfigError, match="does not fit Qwen2ForCausalLM"):
+        open_adapter(load_model(str(model_dir), device="cpu").model, adapter.uri, settings=LORA)

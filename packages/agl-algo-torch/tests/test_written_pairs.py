@@ -96,7 +96,8 @@ def test_only_what_stands_behind_the_prompt_is_trained(model_dir: Path, tmp_path
     tokenizer = load_model(str(model_dir), device="cpu").tokenizer
 
     trained = [
-        tokenizer.decode(sample.ids[sample.mask].tolist()) for sample in found.rows(tokenizer=tokenizer, max_tokens=999)
+        tokenizer.decode(sample.ids[sample.mask].tolist())
+        for sample in found.rows(tokenizer=tokenizer, max_tokens=999, stop_ids=())
     ]
     assert ["d<|im_end|>", "e<|im_end|>"] == trained
 

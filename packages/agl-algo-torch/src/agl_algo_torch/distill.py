@@ -141,7 +141,7 @@ class Distill(OnPolicy):
             keeps_all=not reward_coef,
             compares_batch=self._estimator.entry.compares == "batch",
         )
-        settings = LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps * updates)
+        settings = LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps * updates, per_step=updates)
         # pi_theta. There is no reference: the teacher q is what the policy is held to.
         self._tuned = TunedPolicy("distill", settings=settings, saving=saving)
 

@@ -130,7 +130,7 @@ class GRPO(OnPolicy):
         # pi_theta; and pi_ref, the policy at the start of this algorithm, where a penalty compares with it.
         self._tuned = TunedPolicy(
             "grpo",
-            settings=LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps * updates),
+            settings=LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps * updates, per_step=updates),
             saving=saving,
             has_reference=bool(objective.kl_coef or objective.anchor_coef),
             others=self._write_replay,

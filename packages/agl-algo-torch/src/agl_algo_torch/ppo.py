@@ -30,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -226,7 +225,7 @@ class PPO(OnPolicy):
         # pi_theta; and pi_ref, the policy at the start of this algorithm, where a penalty compares with it.
         self._tuned = TunedPolicy(
             "ppo",
-            settings=LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps * updates),
+            settings=LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps * updates, per_step=updates),
             saving=saving,
             has_reference=bool(objective.kl_coef or objective.anchor_coef),
             others=self._write_others,
@@ -402,6 +401,7 @@ class PPO(OnPolicy):
             total=total,
             targets=[row.targets for row in rows],
             old=[row.values for row in rows],
+            left=learner.left,
         )
         # While V is still near 0, A is the return without a baseline, whose variance would only shake the policy.
         if self._tuned.step < self._critic_settings.warmup:
@@ -442,7 +442,7 @@ class PPO(OnPolicy):
         self._critic_updates = None if done is None else int(done)
         self._replay.load(self._context.workdir, step=int(state["step"]))
         await super().restore(state)
-        await self._open_critic(state)
+        await self._open_critic()
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
@@ -450,7 +450,7 @@ class PPO(OnPolicy):
         self._critic = None  # V of other weights is wrong here; that of the earlier state is read again below
         await asyncio.to_thread(self._write_others, self._tuned.step, ())
         await super().go_back(state, rate=rate)
-        await self._open_critic(state)
+        await self._open_critic()
 
     async def close(self) -> None:
         """Drop the model, the critic and the reference."""
@@ -462,12 +462,11 @@ class PPO(OnPolicy):
         if self._critic is not None:
             self._critic.save(self._context.workdir, self._tuned.opened, step=step, keep=self._keep, kept=kept)
 
-    async def _open_critic(self, state: Mapping[str, Json]) -> None:
-        """Load the critic that was saved with the checkpoint of `state`; without one the next step makes a critic."""
-        checkpoint = str(state.get("checkpoint", ""))
-        if checkpoint and Path(checkpoint).is_dir():
+    async def _open_critic(self) -> None:
+        """Load the critic that was saved with the policy's checkpoint; without one the next step makes a critic."""
+        if step := self._tuned.saved_step:
             learner = await self._tuned.learner()
-            self._critic = await asyncio.to_thread(self._make_critic, learner, step=int(Path(checkpoint).name))
+            self._critic = await asyncio.to_thread(self._make_critic, learner, step=step)
 
     def _make_critic(self, learner: PolicyLearner, *, step: int = 0) -> CriticLearner:
         """Return the critic of a step's checkpoint, or a new critic for step 0.

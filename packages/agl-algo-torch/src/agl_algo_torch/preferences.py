@@ -274,9 +274,13 @@ class PreferenceAlgorithm(Supplied, ABC):
     async def _gather(self, step: int, learner: PolicyLearner) -> tuple[SuppliedGroups, list[Example], list[RowSample]]:
         """Return a step's groups (empty with `data`), its examples, and the rows of all rollouts in the examples."""
         if self._data:
-            limit = learner.loaded.context_length
+            loaded = learner.loaded
             rows = [
-                row for one in self._written for row in one.rows(tokenizer=learner.loaded.tokenizer, max_tokens=limit)
+                row
+                for one in self._written
+                for row in one.rows(
+                    tokenizer=loaded.tokenizer, max_tokens=loaded.context_length, stop_ids=loaded.stop_ids
+                )
             ]
             reason = f"{step} steps done" if step >= self._supply.own_steps else ""
             # A text has no rollout id; its file and line stand in for one.

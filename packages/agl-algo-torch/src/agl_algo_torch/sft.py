@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
-from agl_algo_torch.data.dialogues import read_dialogues, tokenize
+from agl_algo_torch.data.dialogues import check_dialogues, read_dialogues, tokenize
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.learner.tuned_policy import TunedPolicy
 from agl_algo_torch.learner.typed_torch import backward, seeded
@@ -77,8 +77,11 @@ class SFT:
         # w_t of the objective. "sequence" keeps a few long dialogues from outvoting many short ones.
         self._aggregation: MeanAggregation = aggregation
         # A decay needs the number of updates, which is known after the file was read; 1 stands for it until then.
-        settings = LearnerSettings(optim=optim, lora=lora, compute=compute, total=updates or 1)
+        settings = LearnerSettings(
+            optim=optim, lora=lora, compute=compute, total=updates or 1, per_step=updates_per_step
+        )
         self._tuned = TunedPolicy("sft", settings=settings, saving=saving)
+        self._is_checked = False
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Read the dialogues, and check that one policy with reachable weights is tuned."""
@@ -94,6 +97,8 @@ class SFT:
         """Do the next `updates_per_step` updates; publish the weights after the last update of the run."""
         context, started = self._context, time.perf_counter()
         learner = await self._tuned.learner()
+        if not self._is_checked:  # a dialogue that cannot be rendered would otherwise end the run in a later step
+            await asyncio.to_thread(self._check, learner)
 
         # A resumed step begins at a multiple of `updates_per_step`; the last step may be shorter.
         self._tuned.start_updates()
@@ -126,6 +131,18 @@ class SFT:
             stop_reason=f"{self._updates} updates done" if is_finished else "",
         )
 
+    def _check(self, learner: PolicyLearner) -> None:
+        """Render and tokenise all dialogues; raises DatasetError for the first that cannot be used."""
+        loaded = learner.loaded
+        for text in check_dialogues(
+            self._dialogues,
+            tokenizer=loaded.tokenizer,
+            max_tokens=loaded.context_length,
+            stop_ids=loaded.stop_ids,
+        ):
+            self._context.say(f"{self._context.name}: {text}")
+        self._is_checked = True
+
     def _update(self, learner: PolicyLearner) -> dict[str, float]:
         """Do one optimizer update and return its loss, gradient norm and number of trained tokens."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
@@ -135,7 +152,9 @@ class SFT:
         samples: list[RowSample] = []
         for dialogue in self._batch(learner.updates):
             # Tokenised per update: kept as tensors, a large file would take several times the memory of its text.
-            samples += tokenize(dialogue, tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
+            samples += tokenize(
+                dialogue, tokenizer=loaded.tokenizer, max_tokens=loaded.context_length, stop_ids=loaded.stop_ids
+            )
         # w_t and the total of this update; the rows of one dialogue share its id and so its weight.
         weight, total = loss_weights(samples, aggregation=self._aggregation)
         # The objective: -sum_t w_t log pi(y_t | y_<t) / total over the assistant's tokens y_t; the tokens before them

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Rule", "Score", "compare_calls", "differ", "group_relative", "relative"]
 
 Rule = Literal["grpo", "dr_grpo", "rloo"]
+"""The group-relative estimators that need no torch."""
 
 ROUNDING = 1e-6
 """Scores count as equal if they differ by less than this, relative to the largest |score| of the group or to 1."""

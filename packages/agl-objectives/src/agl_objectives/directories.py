@@ -1,7 +1,8 @@
-"""Directories of a training run that appear whole or not at all, one per step."""
+"""Directories of a training run that appear whole or not at all, one per step, with checksums of their files."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from typing import TYPE_CHECKING
@@ -10,14 +11,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-__all__ = ["prune", "step_directory", "write_directory"]
+__all__ = ["damage", "prune", "step_directory", "write_directory"]
+
+_CHECKSUMS = "checksums.sha256"
+"""File with the SHA-256 of every other file of a directory, in the format of `sha256sum`."""
 
 
 def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
     """Call `fill` on an empty temporary directory next to `target`, flush it to disk and rename it to `target`.
 
     A `target` that exists is replaced. A crash at any point leaves the old one, the new one, or none, but never a
-    mixture. Leftovers of an earlier crash are removed.
+    mixture. Leftovers of an earlier crash are removed. The directory also gets checksums, which `damage` compares.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (target.with_name(f".{target.name}.{kind}") for kind in ("new", "old"))
@@ -25,6 +29,8 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir()
     fill(fresh)
+    (fresh / _CHECKSUMS).unlink(missing_ok=True)  # perhaps a hard link to the checksums of another directory
+    (fresh / _CHECKSUMS).write_text(_checksums(fresh), encoding="utf-8")
     # Contents before names: after a power cut, a renamed directory must not hold empty files.
     for path in sorted(fresh.rglob("*")):
         if path.is_file():
@@ -34,6 +40,29 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
     fresh.rename(target)
     _flush_directory(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def damage(directory: Path) -> str:
+    """Return how a directory of `write_directory` differs from what was written, `""` if every file is as it was."""
+    if not directory.is_dir():
+        return f"{directory} does not exist"
+    try:
+        expected = (directory / _CHECKSUMS).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"{directory / _CHECKSUMS} cannot be read ({error.strerror})"
+    odd = sorted(set(expected.splitlines()) ^ set(_checksums(directory).splitlines()))
+    return f"{directory / odd[0].partition('  ')[2]} is missing or was changed" if odd else ""
+
+
+def _checksums(directory: Path) -> str:
+    """Return a line for each file below `directory` except the checksums themselves."""
+    lines: list[str] = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path != directory / _CHECKSUMS:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            lines.append(f"{found}  {path.relative_to(directory).as_posix()}\n")
+    return "".join(lines)
 
 
 def step_directory(parent: Path, step: int) -> Path:

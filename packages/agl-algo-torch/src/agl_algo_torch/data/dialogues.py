@@ -5,7 +5,8 @@ common prompt, `{"prompt": [...], "chosen": [...], "rejected": [...]}` as `agl d
 them, or single answers with a label, `{"prompt": [...], "completion": [...], "label": true}` as in TRL. These texts
 have no recorded token ids, so the ids come from the policy's own tokenizer. Messages are rendered with the policy's
 chat template, exactly as the policy server renders a request, so training and serving see the same text.
-The tokens of an assistant turn are those that the turn adds to the prompt, up to and including the end-of-turn token.
+The tokens of an assistant turn are those that the turn adds to the prompt, up to and including the stop token, also
+where a template leaves it to the next message (as GLM's, whose turns end with the role of the next one).
 A dialogue gives several rows if the template renders an earlier turn differently later (as reasoning models do).
 Weights, losses and updates are left to `sft` and `preferences`.
 """
@@ -17,12 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from jinja2 import TemplateError
+
 from agl.errors import DatasetError
 from agl_algo_torch.learner.batch import RowSample, from_tokens
+from agl_algo_torch.serving.codec import render_chat
 from agl_algo_torch.serving.templates import plain_message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 Message = dict[str, Any]
 
@@ -92,15 +96,50 @@ def is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(cast("dict[str, Any]", value).get("role"), str)
 
 
-def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int, start: int = 0) -> list[RowSample]:
+def check_dialogues(
+    dialogues: Sequence[Dialogue], *, tokenizer: Any, max_tokens: int, stop_ids: Collection[int]
+) -> list[str]:
+    """Tokenise all dialogues, and return sentences about turns whose tokens are not what the file says.
+
+    Raises DatasetError as `tokenize` does.
+    """
+    stops = _stop_texts(tokenizer, stop_ids)
+    found: dict[str, list[str]] = {}
+    for dialogue in dialogues:
+        tokenize(dialogue, tokenizer=tokenizer, max_tokens=max_tokens, stop_ids=stop_ids)
+        for index, message in enumerate(dialogue.messages):
+            if message["role"] == "assistant":
+                text, start = _turn(dialogue, tokenizer, index, stops)
+                for problem in _losses(message, text[start:], stops):
+                    found.setdefault(problem, []).append(dialogue.where)
+    return [f"assistant turns {text}: {len(places)}, first in {places[0]}" for text, places in found.items()]
+
+
+def _losses(message: Message, rendered: str, stops: Sequence[str]) -> Iterator[str]:
+    """Yield what the chat template loses of an assistant message."""
+    plain = plain_message(message)
+    if not rendered.endswith(tuple(stops)):
+        yield "do not end in a stop token, so the model does not learn to stop"
+    shown = "".join(rendered.split())
+    for name, words in (("content", plain["content"]), ("reasoning", plain.get("reasoning_content") or "")):
+        if "".join(words.split()) not in shown:
+            yield f"have {name} that the chat template changes or leaves out"
+    if any(call["function"]["name"] not in rendered for call in plain.get("tool_calls") or ()):
+        yield "have tool calls that the chat template leaves out"
+
+
+def tokenize(
+    dialogue: Dialogue, *, tokenizer: Any, max_tokens: int, start: int = 0, stop_ids: Collection[int] = ()
+) -> list[RowSample]:
     """Return the rows of a dialogue; a template that only appends messages gives one row.
 
-    Messages before `start` are not trained. All rows have `dialogue.where` as their rollout, so they are all in one
-    update and count as one rollout in the gradient.
-    Raises DatasetError for a row above `max_tokens`, or a turn whose rendering does not continue its prompt.
+    Messages before `start` are not trained. Besides the tokenizer's end of sequence, `stop_ids` end an assistant turn.
+    All rows have `dialogue.where` as their rollout, so they are all in one update and share one part of the gradient.
+    Raises DatasetError for a row above `max_tokens`, messages that the template refuses, or a turn whose rendering does
+    not continue its prompt.
     """
     samples: list[RowSample] = []
-    for text, spans in _rows(dialogue, tokenizer, start):
+    for text, spans in _rows(dialogue, tokenizer, start, _stop_texts(tokenizer, stop_ids)):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = encoded["input_ids"]
         if len(ids) > max_tokens:
@@ -115,18 +154,17 @@ def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int, start: int 
     return samples
 
 
-def _rows(dialogue: Dialogue, tokenizer: Any, first: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield each text to train on, longest first, with the spans (start and end character) of its assistant turns.
-
-    Each assistant turn from message `first` on is a span of exactly one text.
-    """
+def _rows(
+    dialogue: Dialogue, tokenizer: Any, first: int, stops: Sequence[str]
+) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Yield texts, longest first, with the character spans to train; each assistant turn is a span of one text."""
     text, spans = "", list[tuple[int, int]]()
     # From the last turn back: if the text begins with the rendering of an earlier turn, that turn is trained in the
     # same row. A turn that the template rendered differently then needs a row of its own.
     for index in reversed(range(first, len(dialogue.messages))):
         if dialogue.messages[index]["role"] != "assistant":
             continue
-        rendered, start = _turn(dialogue, tokenizer, index)
+        rendered, start = _turn(dialogue, tokenizer, index, stops)
         if not text.startswith(rendered):
             if text:
                 yield text, spans
@@ -135,8 +173,13 @@ def _rows(dialogue: Dialogue, tokenizer: Any, first: int) -> Iterator[tuple[str,
     yield text, spans
 
 
-def _turn(dialogue: Dialogue, tokenizer: Any, index: int) -> tuple[str, int]:
-    """Return the rendered text up to the end of assistant turn `index`, and the offset at which the turn begins."""
+def _stop_texts(tokenizer: Any, stop_ids: Collection[int]) -> tuple[str, ...]:
+    ids = {*stop_ids, tokenizer.eos_token_id} - {None}
+    return tuple(tokenizer.convert_ids_to_tokens(sorted(ids)))
+
+
+def _turn(dialogue: Dialogue, tokenizer: Any, index: int, stops: Sequence[str]) -> tuple[str, int]:
+    """Return the rendered text up to the end of the assistant turn `index`, and the character where the turn begins."""
     messages = [plain_message(message) for message in dialogue.messages]
     prompt = _render(tokenizer, messages[:index], dialogue, is_prompt=True)
     whole = _render(tokenizer, messages[: index + 1], dialogue, is_prompt=False)
@@ -145,15 +188,23 @@ def _turn(dialogue: Dialogue, tokenizer: Any, index: int) -> tuple[str, int]:
             f"{dialogue.where}: the chat template renders message {index} so that it does not continue its prompt. "
             "Use a template whose generation prompt is a prefix of the answer."
         )
-    # Some templates write a line break after the end-of-turn token; the model never has to write it.
-    end = whole.rfind(tokenizer.eos_token, len(prompt)) if tokenizer.eos_token else -1
-    return (whole if end < 0 else whole[: end + len(tokenizer.eos_token)]), len(prompt)
+    # Some templates write a line break after the stop token; the model never has to write it.
+    ends = [at + len(stop) for stop in stops if (at := whole.rfind(stop, len(prompt))) >= 0]
+    if ends:
+        return whole[: max(ends)], len(prompt)
+    following = {"role": "tool" if messages[index].get("tool_calls") else "user", "content": "x"}
+    longer = _render(tokenizer, [*messages[: index + 1], following], dialogue, is_prompt=False)
+    return whole + next((stop for stop in stops if longer.startswith(whole + stop)), ""), len(prompt)
 
 
 def _render(tokenizer: Any, messages: list[Message], dialogue: Dialogue, *, is_prompt: bool) -> str:
-    return tokenizer.apply_chat_template(
-        messages, tools=list(dialogue.tools) or None, tokenize=False, add_generation_prompt=is_prompt
-    )
+    try:
+        return render_chat(tokenizer, messages, tools=list(dialogue.tools) or None, add_generation_prompt=is_prompt)
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise DatasetError(
+            f"{dialogue.where}: the model's chat template refuses the messages: {error}. Change their roles, order or "
+            "fields, or remove the line."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +218,10 @@ class WrittenExample:
         """Return the source file and line of the chosen or rejected dialogue; `""` if the example lacks that dialogue."""
         return self.sides[side].where if side in self.sides else ""
 
-    def rows(self, *, tokenizer: Any, max_tokens: int) -> Iterator[RowSample]:
-        """Yield the rows of the example's dialogues, with each dialogue's `where` as the rollout; raises as `tokenize`
-        does.
-        """
+    def rows(self, *, tokenizer: Any, max_tokens: int, stop_ids: Collection[int]) -> Iterator[RowSample]:
+        """Yield the rows of the dialogues, with each dialogue's `where` as the rollout; raises as `tokenize` does."""
         for side in self.sides.values():
-            yield from tokenize(side, tokenizer=tokenizer, max_tokens=max_tokens, start=self.start)
+            yield from tokenize(side, tokenizer=tokenizer, max_tokens=max_tokens, start=self.start, stop_ids=stop_ids)
 
 
 def read_pairs(path: Path) -> list[WrittenExample]:

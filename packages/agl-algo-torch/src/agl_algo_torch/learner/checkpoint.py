@@ -21,7 +21,7 @@ from agl.errors import ConfigError
 from agl.schemas import Weights, WeightsProbe, write_probe
 from agl_algo_torch.learner.model import has_lora, load_trainable_state, no_bars, trainable_state, without_master
 from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
-from agl_objectives.directories import write_directory
+from agl_objectives.directories import damage, write_directory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,15 +79,16 @@ def save_training(
 
 
 def read_origin(source: Path) -> Weights:
-    """Return the resource from which the model of a training checkpoint was loaded."""
+    """Return the resource that the model of a training checkpoint was opened from; raises as `load_training` does."""
     return msgspec.convert(_read_state(source)["origin"], Weights)
 
 
 def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
     """Restore model and optimizer in place from a checkpoint of `save_training`; returns the number of updates done.
 
-    The optimizer's present moments and all gradients are dropped.
-    Raises ConfigError if there is no checkpoint, its format is newer than this version, or it is of another model.
+    The optimizer's present moments are dropped, and so are gradients that no update has used.
+    Raises ConfigError if there is no checkpoint, it is damaged, its format is newer than this version, or it is of
+    another model.
     """
     state = _read_state(source)
     load_trainable_state(model, read_tensors(source / "trainable.safetensors"))
@@ -130,13 +131,12 @@ def keep_start(origin: Weights, target: Path) -> Weights:
 
 
 def _read_state(source: Path) -> dict[str, Any]:
-    path = source / "state.json"
-    if not path.is_file():
+    if found := damage(source):
         raise ConfigError(
-            f"There is no training checkpoint in {source}: state.json is missing. "
+            f"There is no whole training checkpoint in {source}: {found}. "
             "Resume where the run's files are, or start the run under a new name."
         )
-    state = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+    state = cast("dict[str, Any]", json.loads((source / "state.json").read_text(encoding="utf-8")))
     if state["format"] > FORMAT:
         raise ConfigError(
             f"The checkpoint {source} has format {state['format']}, but this version reads formats up to {FORMAT}. "

@@ -76,7 +76,7 @@ class CriticLearner:
         if learner.settings.compute.gradient_checkpointing:
             checkpoint_gradients(self.model.trunk)
         self._optimizer = build_optimizer(self.model, settings)
-        self._settings, self._clip, self._total = settings, clip, learner.settings.total
+        self._settings, self._clip = settings, clip
         self._budget = learner.settings.compute.token_budget
         self.updates = 0
         self._skipped = Skipped(settings.max_nonfinite)
@@ -98,10 +98,12 @@ class CriticLearner:
         total: float,
         targets: Sequence[Tensor],
         old: Sequence[Tensor],
+        left: float,
     ) -> dict[str, float]:
         """Do one optimizer update towards the returns in `targets`; returns its metrics.
 
-        `old` has the values before the step's first update; `targets` and `old` are [T] per sample.
+        `old` has the values before the step's first update; `targets` and `old` are [T] per sample. `left` is the share
+        of the run that is left, for a decay of the learning rate.
         """
         carried = [  # the batch's advantages hold the targets here, and its log-probabilities the old values
             replace(sample, advantages=target.float(), behaviour=value.float())
@@ -120,7 +122,7 @@ class CriticLearner:
             backward(loss)
             summed += float(loss.detach())
         # The critic's gradient norm is clipped separately, so a large one does not shorten the policy's step.
-        norm = apply_gradients(self._optimizer, self._settings, update=self.updates, total=self._total)
+        norm = apply_gradients(self._optimizer, self._settings, update=self.updates, left=left)
         is_skipped = self._skipped.note(norm, update=self.updates)
         self.updates += 1
         if is_skipped:

@@ -54,6 +54,13 @@ class LoadedModel:
         config = cast("Any", self.model).config
         return int(config.max_position_embeddings)
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Token ids that end a response: the tokenizer's end of sequence, and those of the generation config."""
+        configured: Any = cast("Any", self.model).generation_config.eos_token_id
+        ids = cast("list[Any]", configured if isinstance(configured, list) else [configured])
+        return frozenset(int(i) for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+
 
 @contextmanager
 def no_bars() -> Generator[None]:
@@ -216,7 +223,8 @@ def open_adapter(model: nn.Module, path: str, *, settings: Lora) -> nn.Module:
     """Return `model` with the trainable adapter in `path`, in evaluation mode.
 
     With rank 0 in `settings` the adapter is merged, and all weights are trainable.
-    Raises ConfigError if rank, alpha or targets of the adapter differ from the settings, or peft is missing.
+    Raises ConfigError if the adapter does not fit the model, if its rank, alpha or targets differ from the settings, or
+    if peft is missing.
     """
     try:
         from peft import PeftModel
@@ -225,7 +233,18 @@ def open_adapter(model: nn.Module, path: str, *, settings: Lora) -> nn.Module:
             f"The weights {path} are a LoRA adapter, but peft is not installed. "
             f"Run: {pip_install('agl-algo-torch[lora]')}"
         ) from error
-    adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=bool(settings.rank))
+    try:
+        adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=bool(settings.rank))
+    except (ValueError, RuntimeError) as error:  # peft's for targets that the model lacks, and for other shapes
+        raise ConfigError(f"The LoRA adapter {path} does not fit {type(model).__name__}: {error}") from error
+    # peft only warns: a layer without a tensor keeps the start of an adapter, which changes nothing.
+    names = adapted.load_adapter(path, "default", is_trainable=bool(settings.rank))
+    if names.missing_keys or names.unexpected_keys:
+        raise ConfigError(
+            f"The LoRA adapter {path} does not fit {type(model).__name__}. Tensors that its files lack: "
+            f"{names.missing_keys}. Tensors without a layer in the model: {names.unexpected_keys}. "
+            "Use the model that the adapter was trained on."
+        )
     if not settings.rank:
         return cast("nn.Module", adapted.merge_and_unload()).eval().requires_grad_(requires_grad=True)
     found = adapted.peft_config["default"]

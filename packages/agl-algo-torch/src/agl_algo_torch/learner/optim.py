@@ -1,8 +1,9 @@
 """Applies AdamW with warm-up and gradient clipping.
 
 The update itself is torch's. This module chooses the parameters that decay, computes the learning rate, and skips
-gradients that are not finite. The rate is a pure function of the update number, so a resumed run continues on the same
-curve.
+gradients that are not finite. The rate depends on the update number alone, for the warm-up, and on the share of the
+planned updates that is left, for the decay. A resumed run therefore continues on the same curve, and steps without an
+update do not stretch it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ if TYPE_CHECKING:
     from agl_objectives.settings import Optim
 
 
-def learning_rate(settings: Optim, update: int, *, total: int = 0) -> float:
-    """Return the learning rate of update number `update`, counted from 0; a decay reaches 0 at update `total`."""
+def learning_rate(settings: Optim, update: int, *, left: float = 1.0) -> float:
+    """Return the learning rate of update number `update`, counted from 0; a decay reaches 0 where `left` is 0."""
     # Update 0 already moves, by lr / (warmup + 1); update `warmup` is the first at the full rate. Early moments of
     # AdamW are means of few gradients, and full steps along them would go far in accidental directions.
     warm = min(1.0, (update + 1) / (settings.warmup + 1))
     if settings.decay == "constant":
         return settings.lr * warm
-    left = max(0.0, 1.0 - update / total)  # from 1 to 0, and 0 beyond the end
     # linear: left; cosine: (1 - cos(pi left)) / 2, flat at both ends
     shape = left if settings.decay == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
     return settings.lr * warm * shape
@@ -47,7 +47,7 @@ def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.AdamW:
     )
 
 
-def apply_gradients(optimizer: torch.optim.AdamW, settings: Optim, *, update: int, total: int = 0) -> float:
+def apply_gradients(optimizer: torch.optim.AdamW, settings: Optim, *, update: int, left: float = 1.0) -> float:
     """Clip the gradient, do one update and clear the gradient; returns the 2-norm before clipping.
 
     A gradient that is not finite is cleared without an update; weights and moments stay as they were.
@@ -60,7 +60,7 @@ def apply_gradients(optimizer: torch.optim.AdamW, settings: Optim, *, update: in
         optimizer.zero_grad(set_to_none=True)
         return norm
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(settings, update, total=total)
+        group["lr"] = learning_rate(settings, update, left=left)
     optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
     optimizer.zero_grad(set_to_none=True)
     return norm

@@ -52,13 +52,15 @@ class LearnerSettings:
         optim: AdamW and its learning rate.
         lora: Adapters in place of all weights.
         compute: Device, precision and memory.
-        total: Updates of the whole run, after which a decay of the learning rate is 0; 0 if the number is unknown.
+        total: Updates that the whole run plans, after which a decay of the learning rate is 0; 0 if it is unknown.
+        per_step: Updates that one step plans; it may do fewer.
     """
 
     optim: Optim
     lora: Lora = Lora()
     compute: Compute = Compute()
     total: int = 0
+    per_step: int = 1
 
     def __post_init__(self) -> None:
         if self.optim.decay != "constant" and self.total < 1:
@@ -82,7 +84,7 @@ class PolicyLearner:
         """Load `origin`; raises ConfigError if it cannot be loaded."""
         self.settings = settings
         self.origin = origin
-        self.updates = 0
+        self.updates, self._planned = 0, 0
         self.skipped = Skipped(settings.optim.max_nonfinite)
         self.use_threads()
         self.loaded = _open(origin, settings)
@@ -101,6 +103,15 @@ class PolicyLearner:
     def load(self, source: Path) -> None:
         """Continue from a checkpoint that `save` wrote with the same origin and settings."""
         self.updates = load_training(source, model=self.loaded.model, optimizer=self.optimizer)
+
+    def begin_step(self, step: int) -> None:
+        """Put the decay of the learning rate where the plan has it after `step` steps, whatever updates they did."""
+        self._planned = step * self.settings.per_step
+
+    @property
+    def left(self) -> float:
+        """The share of the planned updates that is left, from 1 to 0."""
+        return max(0.0, 1.0 - self._planned / self.settings.total) if self.settings.total else 1.0
 
     def use_threads(self) -> None:
         """Set torch's number of threads for the calling thread, if it is configured; 1 is fastest for tiny models."""
@@ -140,9 +151,10 @@ class PolicyLearner:
         `updates` still counts it, and the result has the finite numbers of `report` and `updates_nonfinite`.
         Raises AglError if too many updates in a row are skipped.
         """
-        norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates, total=self.settings.total)
+        norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates, left=self.left)
         is_skipped = self.skipped.note(norm, update=self.updates)
         self.updates += 1
+        self._planned += 1
         if not is_skipped:
             return {**report, "grad_norm": norm}
         return {name: value for name, value in report.items() if math.isfinite(value)} | {"updates_nonfinite": 1.0}

@@ -15,7 +15,7 @@ import torch
 
 from agl_algo_torch.learner.batch import RowSample
 from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
-from agl_objectives.directories import prune, step_directory, write_directory
+from agl_objectives.directories import damage, prune, step_directory, write_directory
 from agl_objectives.replay import ReplayPool
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ class ReplayBuffer:
         prune(workdir / "replay", step=step, keep=max(2, keep), kept=kept)
 
     def load(self, workdir: Path, *, step: int) -> None:
-        """Continue with the rows that were saved at a step; without saved rows the pool stays as it is."""
+        """Continue with the rows that were saved at a step; without whole saved rows the pool stays as it is."""
         source = step_directory(workdir / "replay", step)
-        if not self.share or not source.is_dir():
+        if not self.share or damage(source):
             return
         state = json.loads((source / "replay.json").read_text(encoding="utf-8"))
         tensors = read_tensors(source / "rows.safetensors")

@@ -21,6 +21,7 @@ from agl.schemas import Weights, to_builtins
 from agl_algo_torch.learner.checkpoint import keep_start, read_origin
 from agl_algo_torch.learner.model import Reference
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
+from agl_objectives.directories import damage
 from agl_objectives.saving import LiveAtSaves, SaveInterval, begin_saving, offer_of
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class TunedPolicy:
     def start_updates(self) -> None:
         """Note that the weights begin to change; they cannot be saved until `finish` ends the step."""
         self._is_moving = True
+        self.opened.begin_step(self.step)
 
     async def finish(self, *, has_moved: bool) -> tuple[str, ...]:
         """End a step: publish the weights if they have moved, and save a state unless the experiment defers saving.
@@ -206,7 +208,11 @@ class TunedPolicy:
         }
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint: weights, optimizer moments and the reference."""
+        """Continue from a checkpoint: weights, optimizer moments and the reference.
+
+        If files of the checkpoint are damaged, the newest earlier one that is whole takes its place, and the steps
+        between are not trained again. Raises ConfigError if none is whole.
+        """
         self._live.note()
         self.step, self.updates = int(state["step"]), int(state["updates"])
         self._opened = str(state["opened"])
@@ -215,19 +221,46 @@ class TunedPolicy:
         self._rate = float(state.get("rate", 1.0))
         checkpoint, done = str(state["checkpoint"]), state.get("updates_done")
         self._behind = None if done is None else Behind(checkpoint=checkpoint, updates=int(done))
+        if checkpoint and (whole := self._newest_whole(Path(checkpoint))) != checkpoint:
+            checkpoint, self._behind = whole, Behind(checkpoint=whole, updates=self.updates)
         if checkpoint:
             self._learner = await asyncio.to_thread(self._resume, Path(checkpoint))
             self._say_notices(self._learner)
 
+    @property
+    def saved_step(self) -> int:
+        """The step of the checkpoint that `state` names; 0 without one."""
+        checkpoint = self.state()["checkpoint"]
+        return int(Path(checkpoint).name) if checkpoint else 0
+
+    def _newest_whole(self, wanted: Path) -> str:
+        """Return the checkpoint `wanted` if it is whole, else the newest earlier one; shows which files are damaged."""
+        older = [path for path in wanted.parent.glob("[0-9]*") if path.name < wanted.name]
+        problems: list[str] = []
+        for path in (wanted, *sorted(older, reverse=True)):
+            problem = _damage_of_step(path)
+            if not problem and problems:
+                self._context.say(
+                    f"{self._context.name}: the saved state of step {int(wanted.name)} is damaged: {problems[0]}. "
+                    f"Training continues from the state of step {int(path.name)}, {path}"
+                )
+            if not problem:
+                return str(path)
+            problems.append(problem)
+        raise ConfigError(
+            f"No saved state of {self._context.name} is whole: {'; '.join(problems)}. "
+            "Resume where the run's files are, or start the run under a new name."
+        )
+
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier `state`, with `rate` times the learning rate.
 
-        If the state is empty or its checkpoint is gone, training continues from the live weights with new moments. The
-        curve of the learning rate goes on from the updates done.
+        If the state is empty, or its checkpoint is gone or damaged, training continues from the live weights with new
+        moments. The curve of the learning rate goes on from the steps done.
         """
         checkpoint = str(state.get("checkpoint", ""))
-        if checkpoint and not Path(checkpoint).is_dir():
-            self._context.say(f"the saved state {checkpoint} is gone; training goes on with new moments of AdamW")
+        if checkpoint and (problem := _damage_of_step(Path(checkpoint))):
+            self._context.say(f"{problem}; training goes on from the live weights with new moments of AdamW")
             checkpoint = ""
         self._live.note()
         self._learner, self._rate = None, rate  # free the old model before the new one is loaded
@@ -292,6 +325,13 @@ class TunedPolicy:
     def _scaled(self) -> LearnerSettings:
         optim = self.settings.optim
         return replace(self.settings, optim=msgspec.structs.replace(optim, lr=optim.lr * self._rate))
+
+
+def _damage_of_step(checkpoint: Path) -> str:
+    """Return which file of a checkpoint is damaged, also of an algorithm's own files next to it; `""` for none."""
+    others = [checkpoint.parent.parent / name / checkpoint.name for name in ("critic", "replay")]
+    problems = [damage(path) for path in (checkpoint, *others) if path == checkpoint or path.is_dir()]
+    return next((problem for problem in problems if problem), "")
 
 
 def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:

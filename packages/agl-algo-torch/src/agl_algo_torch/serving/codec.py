@@ -8,13 +8,63 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
+from jinja2 import TemplateError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields in which templates look for the reasoning of an answer."""
+
+_FORMS: tuple[tuple[str | None, bool], ...] = (("", False), (None, False), ("", True), (None, True))
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """Return the chat template's text for messages of `plain_message`, with tool calls in the form that it expects."""
+    if any(message.get("tool_calls") for message in messages):
+        content, is_text = _call_form(tokenizer, str(tokenizer.chat_template))
+        messages = [_formed(message, content, is_text=is_text) for message in messages]
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+
+
+def _formed(message: Mapping[str, Any], content: str | None, *, is_text: bool) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    functions = [call["function"] for call in calls]
+    if is_text:
+        functions = [one | {"arguments": json.dumps(one.get("arguments"), ensure_ascii=False)} for one in functions]
+    formed = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
+    return {**message, "content": message["content"] or content, "tool_calls": formed}
+
+
+@lru_cache(maxsize=8)
+def _call_form(tokenizer: Any, _template: str) -> tuple[str | None, bool]:
+    """Return the content of a message with tool calls alone, and whether arguments are text, as the template wants it.
+
+    Templates that expect another form leave the call out, or write its arguments as Python would.
+    """
+    function = {"name": "agl_probe_tool", "arguments": {"where": "agl-probe"}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "agl000000", "function": function}]}
+    texts: dict[tuple[str | None, bool], str] = {}
+    for content, is_text in _FORMS:
+        messages = [{"role": "user", "content": "question"}, _formed(call, content, is_text=is_text)]
+        try:
+            texts[content, is_text] = tokenizer.apply_chat_template(messages, tokenize=False)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
+            continue
+    for shown in ('"agl-probe"', "agl-probe"):
+        for form, text in texts.items():
+            if shown in text and "'agl-probe'" not in text:
+                return form
+    return _FORMS[0]
 
 
 class TextCodec:
@@ -22,19 +72,17 @@ class TextCodec:
 
     Args:
         tokenizer: A Hugging Face tokenizer, which is copied.
-        extra_stop_ids: Ids that end a response in addition to the tokenizer's end of sequence, such as those of the
-            generation config.
+        stop_ids: Ids that end a response.
         visible: Texts of special tokens that stay in decoded responses, such as the tags of tool calls.
     """
 
-    def __init__(self, tokenizer: Any, *, extra_stop_ids: Sequence[int] = (), visible: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, *, stop_ids: Collection[int] = (), visible: Sequence[str] = ()) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
         self._token_texts: dict[int, str] = {}
-        own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-        self.stop_ids = frozenset((*own, *extra_stop_ids))
+        self.stop_ids = frozenset(stop_ids)
         special = cast("list[int]", tokenizer.all_special_ids)
-        self._hidden_ids = frozenset(i for i in special if self.token_text(i) not in visible)
+        self._hidden_ids = frozenset(i for i in special if not any(self.token_text(i) in text for text in visible))
 
     @property
     def chat_template(self) -> str:
@@ -68,9 +116,7 @@ class TextCodec:
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Return the chat template's text for `messages`, up to where the assistant's answer begins."""
         with self._lock:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **options
-            )
+            return render_chat(self._tokenizer, messages, add_generation_prompt=True, **options)
 
     def generation_suffix(self) -> str:
         """Return the text that the template puts before an assistant's answer; `""` if it cannot be determined."""

@@ -174,9 +174,7 @@ class HostedModel:
         self._loaded = load_model(path, device=device, dtype=dtype)
         self._loaded.model.requires_grad_(requires_grad=False)
         self._token_budget = token_budget
-        eos = cast("Any", self._loaded.model).generation_config.eos_token_id
-        extra: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        self._codec = TextCodec(self._loaded.tokenizer, extra_stop_ids=extra)
+        self._codec = TextCodec(self._loaded.tokenizer, stop_ids=self._loaded.stop_ids)
 
     @property
     def path(self) -> str:

@@ -32,12 +32,12 @@ from agl_algo_torch.serving.prompting import PromptThread
 from agl_algo_torch.serving.served_weights import Exchange, ServedWeights
 from agl_algo_torch.serving.server import PolicyServer, PolicyServerSettings
 from agl_algo_torch.serving.templates import PromptBuilder
-from agl_algo_torch.serving.toolcalls import tool_parser
+from agl_algo_torch.serving.toolcalls import read_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from agl_objectives.adapters import HeldAdapter
 
@@ -52,7 +52,9 @@ class PolicySettings:
         port: Port to listen on; 0 for a free one.
         context_length: Largest number of tokens of prompt and response together; None for the model's own limit.
         max_tokens: Largest response of chat requests without `max_tokens`; None for the rest of the context.
-        tool_parser: Notation of tool calls: `hermes` or `none`.
+        tool_parser: Notation of tool calls, by vLLM's name (`hermes`, `qwen3_coder`, `llama3_json`, ...) or as
+            `"package.module:PARSER"`; `auto` for the one that the chat template writes; `none` to leave reasoning and
+            tool calls in the text.
         prompt_s: Seconds that a request may wait until its prompt is rendered and tokenised.
         drain_s: Seconds that running requests have to finish before new weights replace the old ones.
         merge_adapters: Whether a LoRA version is merged into its base. Merging takes long, needs peft and rounds in
@@ -64,7 +66,7 @@ class PolicySettings:
     port: int = 0
     context_length: int | None = None
     max_tokens: int | None = None
-    tool_parser: str = "hermes"
+    tool_parser: str = "auto"
     prompt_s: float = 30.0
     drain_s: float = 30.0
     merge_adapters: bool = False
@@ -106,9 +108,10 @@ class TorchPolicy:
     ) -> None:
         self.name = name
         self._settings = _settings(name, settings)
-        self._parser = tool_parser(self._settings.tool_parser)
         loaded = load_model(model, device=device, dtype=dtype) if isinstance(model, str) else serving_copy(model)
         self._loaded = loaded
+        stops = loaded.tokenizer.convert_ids_to_tokens(sorted(loaded.stop_ids))
+        self._format = read_format(loaded.tokenizer, tool_parser=self._settings.tool_parser, stop_texts=stops)
         self._weights = ServedWeights(loaded, merges=self._settings.merge_adapters)
         self._exchanging = asyncio.Lock()
         self._offered: tuple[Weights, LoadedModel | Mapping[str, Tensor] | HeldAdapter] | None = None
@@ -157,7 +160,7 @@ class TorchPolicy:
     def _server(self) -> PolicyServer:
         config = cast("Any", self._loaded.model).config
         codec, of_prompts = (
-            TextCodec(self._loaded.tokenizer, extra_stop_ids=_stop_ids(self._loaded.model), visible=self._parser.tags)
+            TextCodec(self._loaded.tokenizer, stop_ids=self._loaded.stop_ids, visible=self._format.tags)
             for _ in range(2)
         )
         return PolicyServer(
@@ -165,7 +168,7 @@ class TorchPolicy:
             codec=codec,
             prompts=PromptThread(PromptBuilder(of_prompts), limit_s=self._settings.prompt_s),
             key=_key(),
-            parser=self._parser,
+            answers=self._format,
             settings=PolicyServerSettings(
                 model_name=self.model_name,
                 context_length=self._settings.context_length or config.get_text_config().max_position_embeddings,
@@ -252,12 +255,6 @@ def _settings(name: str, values: dict[str, Any]) -> PolicySettings:
             f"{', '.join(sorted(known))}, or the arguments of TorchPolicy."
         )
     return PolicySettings(**(cast("dict[str, Any]", {"model_name": name}) | values))
-
-
-def _stop_ids(model: nn.Module) -> list[int]:
-    """Return the token ids with which the model's generation config ends a response."""
-    eos = cast("Any", model).generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 class ServerThread:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from agl_algo_torch.serving.engine import Engine
     from agl_algo_torch.serving.prompting import PromptThread
     from agl_algo_torch.serving.templates import Prompt
-    from agl_algo_torch.serving.toolcalls import ToolParser
+    from agl_algo_torch.serving.toolcalls import AnswerFormat
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -81,12 +81,12 @@ class PolicyServer:
         engine: Engine,
         codec: TextCodec,
         prompts: PromptThread,
-        parser: ToolParser,
+        answers: AnswerFormat,
         settings: PolicyServerSettings,
         key: str,
     ) -> None:
         self._engine, self._codec, self._prompts = engine, codec, prompts
-        self._parser, self._settings = parser, settings
+        self._answers, self._settings = answers, settings
         self._key = key.encode()
         self._rendering_arguments = codec.rendering_arguments
         self._created = int(time.time())
@@ -143,7 +143,8 @@ class PolicyServer:
             prompt=prompt,
             codec=self._codec,
             builder=self._prompts,
-            parser=self._parser if tools else None,
+            answers=self._answers,
+            tools=tools,
             stop_ids=stop_ids,
         )
         head = AnswerHead(id=new_id("chatcmpl"), model=body.model, created=int(time.time()), kind="chat")
@@ -154,6 +155,14 @@ class PolicyServer:
         choice = body.tool_choice
         if choice == "none":
             return []
+        if body.tools and self._answers.refusal:
+            raise WireError(
+                f"The model's chat template {self._answers.refusal}, so tools cannot be used. Use another model or "
+                'template, describe the tools in a message, or set the policy\'s tool_parser = "none" to get the text '
+                "as it is.",
+                code="unsupported_parameter",
+                param="tools",
+            )
         if choice == "auto":
             return body.tools
         if choice == "required" and body.tools and "tool_choice" in self._codec.chat_template:

@@ -4,8 +4,9 @@ A client sends messages, not tokens. Tokenising the rendered conversation again 
 places than the model did (or lose bytes that were not text). The next prompt then does not extend the last one, and a
 trainer must start a new row. `PromptBuilder` therefore stores the text and the ids of recent turns. If the text of a
 stored prompt and response is a prefix of the rendered conversation, the builder uses their ids and tokenises only the
-rest. Tool calls and plain answers that come back unchanged are rendered as the model wrote them (`WrittenAnswers`). If
-the text still differs (the template rewrote the answer, or the client edited it), the whole conversation is tokenised.
+rest. Tool calls and plain answers that come back unchanged are rendered as the model wrote them (`WrittenAnswers`),
+where the prompt that they answered comes before them unchanged. If the text still differs (the template drops the
+reasoning of earlier answers, or the client edited them), the whole conversation is tokenised, and a new row begins.
 
 Limit: two conversations with equal text and different ids are distinguished by the ids of their tool calls. Without
 tool calls the most recent one is continued.
@@ -17,13 +18,15 @@ import json
 import secrets
 from collections import Counter, OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from agl_algo_torch.serving.codec import REASONING
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agl_algo_torch.serving.codec import TextCodec
 
@@ -36,11 +39,19 @@ _MOST_SIBLINGS = 64
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation: the text, its token ids, and how many of the ids were copied from earlier turns."""
+    """A rendered conversation.
+
+    Attributes:
+        text: The text.
+        ids: Its token ids.
+        spliced: Number of ids that were copied from earlier turns.
+        messages: Number of messages.
+    """
 
     text: str
     ids: tuple[int, ...]
     spliced: int = 0
+    messages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +85,7 @@ class PromptBuilder:
         self._max_tokens = max_tokens
         self._turns: OrderedDict[str, list[_Turn]] = OrderedDict()
         self._answers = WrittenAnswers()
+        self._secret = secrets.token_hex(8)  # else a message could hold a mark
         self._n_tokens = 0
         self._tails: dict[str, int] = {}
         self._lengths: Counter[int] = Counter()
@@ -90,21 +102,35 @@ class PromptBuilder:
         settings = {"tools": list(tools) if tools else None, **options}
         known_calls = {call_id for message in plain for call_id in call_ids(message)}
         written = self._as_written(plain, settings)
-        spliced = self._spliced(written, known_calls) if written is not None else None
-        if spliced is not None:
-            return spliced
-        text = self._codec.render(plain, **settings)
-        return self._spliced(text, known_calls) or Prompt(text, tuple(self._codec.encode(text)))
+        prompt = self._spliced(written, known_calls) if written is not None else None
+        if prompt is None:
+            text = self._codec.render(plain, **settings)
+            prompt = self._spliced(text, known_calls) or Prompt(text, tuple(self._codec.encode(text)))
+        return replace(prompt, messages=len(plain))
 
     def _as_written(self, plain: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
         """Render the conversation with stored answers as the model wrote them; None if there are none or it fails."""
-        marked, texts = self._answers.marked(plain)
-        if not texts:
-            return None
-        try:  # a mark hides the tool calls of an answer, which a template may require before their results
-            return unmarked(self._codec.render(marked, **settings), texts)
-        except (TemplateError, TypeError, ValueError, KeyError):
-            return None
+        found = self._answers.found(plain)
+        while found:
+            marks = {place: f"[{self._secret}-{place}]" for place in found}
+            marked = [
+                {"role": "assistant", "content": marks[place]} if place in found else message
+                for place, message in enumerate(plain)
+            ]
+            try:  # a mark hides the tool calls of an answer, which a template may require before their results
+                text = self._codec.render(marked, **settings)
+            except (TemplateError, TypeError, ValueError, KeyError):
+                return None
+            for place, answers in found.items():
+                joined = _joined(text, marks[place], [one for one in answers if one.prompt.messages == place])
+                if joined is None:
+                    break
+                text = joined
+            else:
+                return text
+            # The template renders the prompt of this answer in another way by now; so it renders the answer, too.
+            self._answers.drop_calls(found.pop(place))
+        return None
 
     def _spliced(self, text: str, known_calls: set[str]) -> Prompt | None:
         """Return a prompt with the ids of the longest stored turn that is a prefix of `text`; else None."""
@@ -154,7 +180,7 @@ class PromptBuilder:
         if not ids:
             return
         text = self._codec.decode(ids)
-        answer = self._answer(text, ids[-1], message) if message is not None else None
+        answer = self._answer(prompt, text, ids[-1], message) if message is not None else None
         turn = _Turn(text, prompt.ids, tuple(ids), answer)
         if answer is not None:
             self._answers.add(answer)
@@ -171,10 +197,10 @@ class PromptBuilder:
         while self._n_tokens > self._max_tokens:
             self._evict()
 
-    def _answer(self, text: str, last: int, message: Mapping[str, Any]) -> WrittenAnswer | None:
+    def _answer(self, prompt: Prompt, text: str, last: int, message: Mapping[str, Any]) -> WrittenAnswer | None:
         """Return the answer as the model wrote it; None if every template renders the message in this way."""
         end = self._codec.token_text(last) if last in self._codec.stop_ids else ""
-        answer = WrittenAnswer(text.removesuffix(end), plain_message(message))
+        answer = WrittenAnswer(prompt, text.removesuffix(end), plain_message(message))
         return answer if answer.is_needed else None
 
     def _evict(self) -> None:
@@ -196,8 +222,13 @@ class PromptBuilder:
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates expect it: content as text, arguments of tool calls as objects."""
-    plain = {key: value for key, value in message.items() if value is not None}
+    """Return a message as templates expect it: content as text, arguments of tool calls as objects.
+
+    Reasoning is in all fields of `REASONING`, whichever the client has sent.
+    """
+    plain = {key: value for key, value in message.items() if value is not None and key not in REASONING}
+    thought = next((text for name in REASONING if isinstance(text := message.get(name), str) and text), "")
+    plain |= dict.fromkeys(REASONING, thought) if thought else {}
     plain["content"] = _text(message.get("content"))
     if plain["role"] == "developer":
         plain["role"] = "system"
@@ -223,6 +254,7 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 class WrittenAnswer:
     """An answer as the model wrote it, without the end token, and as the client got it (`plain_message`)."""
 
+    prompt: Prompt
     text: str
     message: Mapping[str, Any]
 
@@ -237,48 +269,40 @@ class WrittenAnswers:
 
     def __init__(self) -> None:
         self._by_call: dict[str, WrittenAnswer] = {}
-        self._plain: Counter[str] = Counter()
-        self._secret = secrets.token_hex(8)  # else a message could hold a mark
+        self._plain: dict[str, list[WrittenAnswer]] = {}
 
     def add(self, answer: WrittenAnswer) -> None:
         """Store an answer."""
         calls = call_ids(answer.message)
         self._by_call |= dict.fromkeys(calls, answer)
         if not calls:
-            self._plain[answer.text] += 1
+            self._plain.setdefault(answer.text, []).append(answer)
 
     def remove(self, answer: WrittenAnswer) -> None:
         """Remove a stored answer."""
-        calls = call_ids(answer.message)
-        for call_id in calls:
+        self.drop_calls([answer])
+        if not call_ids(answer.message):
+            others = [one for one in self._plain.pop(answer.text) if one is not answer]
+            self._plain |= {answer.text: others} if others else {}
+
+    def drop_calls(self, answers: Iterable[WrittenAnswer]) -> None:
+        """Find these answers by the ids of their tool calls no more."""
+        for call_id in (call_id for answer in answers for call_id in call_ids(answer.message)):
             self._by_call.pop(call_id, None)
-        if not calls:
-            self._plain -= Counter([answer.text])
 
-    def marked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, str]]:
-        """Return the messages with a mark in place of each stored answer, and the text of the answer for each mark.
+    def found(self, messages: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[WrittenAnswer]]:
+        """Return the stored answers that an assistant's message may be, by its place; only messages that have any.
 
-        An answer stays as it is if the client has changed its text or its tool calls.
+        An answer is not found if the client has changed its text or its tool calls.
         """
-        found: list[Mapping[str, Any]] = []
-        texts: dict[str, str] = {}
-        for message in messages:
-            text = self._text_of(message)
-            if text:
-                mark = f"[{self._secret}-{len(texts)}]"
-                texts[mark] = text
-                message = {"role": "assistant", "content": mark}
-            found.append(message)
-        return found, texts
+        found = {i: self._of(message) for i, message in enumerate(messages) if message["role"] == "assistant"}
+        return {place: answers for place, answers in found.items() if answers}
 
-    def _text_of(self, message: Mapping[str, Any]) -> str:
-        """Return the model's text of a message that is a stored answer; "" for any other message."""
-        if message["role"] != "assistant":
-            return ""
+    def _of(self, message: Mapping[str, Any]) -> Sequence[WrittenAnswer]:
         if not call_ids(message):
-            return message["content"] if message["content"] in self._plain else ""
+            return self._plain.get(message["content"], ())
         answer = next(filter(None, map(self._by_call.get, call_ids(message))), None)
-        return answer.text if answer is not None and _contents(answer.message) == _contents(message) else ""
+        return [answer] if answer is not None and _contents(answer.message) == _contents(message) else []
 
 
 def call_ids(message: Mapping[str, Any]) -> list[str]:
@@ -286,13 +310,16 @@ def call_ids(message: Mapping[str, Any]) -> list[str]:
     return [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
 
 
-def unmarked(text: str, texts: Mapping[str, str]) -> str | None:
-    """Return a rendered conversation with the texts in place of their marks; None unless each mark is in it once."""
-    if any(text.count(mark) != 1 for mark in texts):
+def _joined(text: str, mark: str, answers: Iterable[WrittenAnswer]) -> str | None:
+    """Return a rendered conversation with an answer right after its prompt, in place of the mark.
+
+    This drops what the template puts between the two, such as an empty block of reasoning: the answer has the model's
+    own. Returns None if the conversation does not start with the prompt of any of the answers.
+    """
+    head, found, rest = text.partition(mark)
+    if not found or mark in rest:
         return None
-    for mark, written in texts.items():
-        text = text.replace(mark, written)
-    return text
+    return next((one.prompt.text + one.text + rest for one in answers if head.startswith(one.prompt.text)), None)
 
 
 def _contents(message: Mapping[str, Any]) -> tuple[str, list[tuple[Any, ...]]]:

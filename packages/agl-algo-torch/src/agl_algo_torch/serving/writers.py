@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agl_algo_torch.serving.codec import TextStream, cut_at_stop, safe_length
-from agl_algo_torch.serving.toolcalls import ParsedResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agl_algo_torch.serving.codec import TextCodec
     from agl_algo_torch.serving.prompting import PromptThread
     from agl_algo_torch.serving.sampling import Draw, SamplingParams
     from agl_algo_torch.serving.sequence import Generation
     from agl_algo_torch.serving.templates import Prompt
-    from agl_algo_torch.serving.toolcalls import ToolParser
+    from agl_algo_torch.serving.toolcalls import AnswerFormat, ParsedResponse, Tools
     from agl_algo_torch.serving.wire import ChatBody, CompletionBody
 
 Json = dict[str, Any]
@@ -69,19 +69,26 @@ class _ChoiceTexts:
             ids = ids[:-1]
         return cut_at_stop(self._codec.decode(ids, skip_special_tokens=True), self._stops)
 
-    def push(self, index: int, draw: Draw) -> str:
-        """Take the next token and return the text that can be sent now."""
+    def push(
+        self, index: int, draw: Draw, *, split: Callable[[str], tuple[str, int]] = lambda _: ("", 0)
+    ) -> tuple[str, str]:
+        """Take the next token; returns the content that can be sent now, and the reasoning before the content.
+
+        `split` returns the reasoning of a text, and where its content begins, as `AnswerFormat.split` does.
+        """
         if draw.token_id in self._stop_ids:
-            return ""
+            return "", ""
         stream = self._streams.setdefault(index, TextStream(self._codec))
         stream.push(draw.token_id)
+        thought, start = split(stream.text)
+        content = stream.text[start:] if start >= 0 else ""
         sent = self._sent.get(index, 0)
-        safe = max(sent, safe_length(stream.text, self._held))
+        safe = max(sent, safe_length(content, self._held))
         self._sent[index] = safe
-        return stream.text[sent:safe]
+        return content[sent:safe], thought
 
     def rest(self, index: int, whole: str) -> str:
-        """Return the part of the final text `whole` that has not been sent."""
+        """Return the part of the final content `whole` that has not been sent."""
         return whole[self._sent.get(index, 0) :]
 
 
@@ -95,11 +102,15 @@ class ChatWriter:
         prompt: Prompt,
         codec: TextCodec,
         builder: PromptThread,
-        parser: ToolParser | None,
+        answers: AnswerFormat,
+        tools: Tools,
         stop_ids: frozenset[int],
     ) -> None:
-        self._body, self._prompt, self._codec, self._builder, self._parser = body, prompt, codec, builder, parser
-        markers = parser.markers if parser else ()
+        self._body, self._prompt, self._codec, self._builder = body, prompt, codec, builder
+        self._answers, self._tools = answers, tools
+        self._is_open = answers.opens_thinking(prompt.text)
+        self._thought: set[int] = set()  # choices whose reasoning was sent
+        markers = answers.parser.markers if tools or answers.parser.is_whole else ()
         self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
 
     def top(self) -> Json:
@@ -110,6 +121,8 @@ class ChatWriter:
         """Return a finished choice."""
         parsed, calls = self._read(generation)
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
         if calls:
             message["tool_calls"] = calls
         choice: Json = {"index": index, "message": message, "finish_reason": _reason(parsed, generation)}
@@ -117,9 +130,10 @@ class ChatWriter:
 
     def _read(self, generation: Generation) -> tuple[ParsedResponse, list[Json]]:
         text = self._texts.whole(generation)
-        parsed = self._parser.parse(text) if self._parser else ParsedResponse(text)
+        parsed = self._answers.read(text, tools=self._tools, is_open=self._is_open)
         calls = tool_calls(parsed, [new_id("call") for _ in parsed.calls])
         message = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
+        message |= {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}
         self._builder.remember(self._prompt, generation.token_ids, message=message)
         return parsed, calls
 
@@ -137,17 +151,22 @@ class ChatWriter:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 
     def token(self, index: int, draw: Draw) -> Json | None:
-        """Return the chunk of one token."""
-        piece = self._texts.push(index, draw)
+        """Return the chunk of one token; reasoning is sent as a whole with the first token of the content."""
+        piece, thought = self._texts.push(index, draw, split=partial(self._answers.split, is_open=self._is_open))
         if not (piece or self._body.logprobs or self._body.return_token_ids):
             return None
         delta = {"content": piece} if piece else {}
+        if piece and thought and index not in self._thought:
+            self._thought.add(index)
+            delta = {"reasoning_content": thought, "content": piece}
         return {"index": index, "delta": delta, "finish_reason": None} | self._details([draw])
 
     def closing(self, index: int, generation: Generation) -> Json:
         """Return a choice for the last chunk, with the text that was held back and the tool calls."""
         parsed, calls = self._read(generation)
         delta: Json = {}
+        if parsed.reasoning and index not in self._thought:
+            delta["reasoning_content"] = parsed.reasoning
         if rest := self._texts.rest(index, parsed.content or ""):
             delta["content"] = rest
         if calls:
@@ -212,7 +231,7 @@ class CompletionWriter:
 
     def token(self, index: int, draw: Draw) -> Json | None:
         """Return the chunk of one token."""
-        piece = self._texts.push(index, draw)
+        piece, _ = self._texts.push(index, draw)
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + len(self._codec.token_text(draw.token_id))
         if not (piece or self._body.logprobs is not None or self._body.return_token_ids):

@@ -6,6 +6,7 @@ memory.
 """
 
 import asyncio
+import logging
 import time
 import zlib
 from collections import deque
@@ -17,7 +18,12 @@ from aiohttp import StreamReader, web
 
 from agl_gateway.wire.problems import Problem
 
+_log = logging.getLogger(__name__)
+
 _RETRY_AFTER_S = 5
+
+MAX_ANSWER = 256 << 20
+"""The most bytes of a compressed answer that are recorded, so that a small one cannot fill the memory."""
 
 
 class ByteBudget:
@@ -141,10 +147,14 @@ def plain_bytes(body: bytes, encoding: str) -> bytes:
     """Return the decompressed body of a response, even if it is cut off; ``body`` itself if decompression fails."""
     if not body or encoding not in ("gzip", "deflate"):
         return body
+    inflater = zlib.decompressobj(_wbits(body, encoding))
     try:
-        return zlib.decompressobj(_wbits(body, encoding)).decompress(body)
+        plain = inflater.decompress(body, MAX_ANSWER)
     except zlib.error:
         return body
+    if inflater.unconsumed_tail:
+        _log.warning("an answer decompresses to more than %d MiB; its record ends there", MAX_ANSWER >> 20)
+    return plain
 
 
 def _wbits(body: bytes, encoding: str) -> int:
