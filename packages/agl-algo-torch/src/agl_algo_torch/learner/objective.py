@@ -136,7 +136,7 @@ class PolicyObjective:
     def with_old_logprobs(
         self, samples: Sequence[RowSample], *, learner: PolicyLearner, skips_silent: bool = True
     ) -> list[RowSample]:
-        """Return the samples with log pi_old, the log-probabilities before the step's first update.
+        """Return the samples with log pi_old added: the log-probabilities before the step's first update.
 
         With `skips_silent` rows without a gradient get no log pi_old and cost no forward pass, unless importance
         weights or the survey of the loss need whole rollouts.
@@ -149,7 +149,7 @@ class PolicyObjective:
         return self._with_importance(rows) if self._importance.needs_rollouts else rows
 
     def surveyed(self, samples: Sequence[RowSample], *, learner: PolicyLearner) -> list[RowSample]:
-        """Return an update's rows; if the loss surveys updates, with the values of its survey in `extras`."""
+        """Return an update's rows; if the loss surveys updates, the rows carry the survey's values in `extras`."""
         if not isinstance(self._loss, SurveyedLoss):
             return list(samples)
         rows = [sample for sample in samples if sample.trained_tokens]
@@ -163,9 +163,10 @@ class PolicyObjective:
         return [replace(s, extras=by_row[id(s)]) if id(s) in by_row else s for s in samples]
 
     def loss(self, batch: MicroBatch, *, model: nn.Module, tuned: TunedPolicy, tally: Tally) -> Tensor:
-        """Return a micro-batch's part of the update's objective, a scalar with gradient, and add metrics to `tally`.
+        """Return a micro-batch's contribution to the update's objective, a scalar with gradient; adds metrics to
+        `tally`.
 
-        `tuned` has the reference of the KL penalty.
+        `tuned` provides the reference model of the KL penalty.
         """
         scores = batch.scores(model, has_entropy=True, has_bonus=bool(self._settings.entropy_coef))
         logp_M = scores.logp_M  # [M], log pi(y_t), with gradient
@@ -192,7 +193,7 @@ class PolicyObjective:
         return loss
 
     def _weighted(self, loss_M: Tensor, batch: MicroBatch, *, old_M: Tensor, tally: Tally) -> Tensor:
-        """Return the loss of every token times the token's importance weight."""
+        """Return the loss of every token, multiplied by the token's importance weight."""
         weight_M = batch.importance_M  # computed in advance, over whole rollouts or for replayed rows
         if weight_M is None and not self._importance.cap:
             return loss_M
@@ -214,7 +215,7 @@ class PolicyObjective:
             tally.sums[name] += value
 
     def _with_importance(self, samples: list[RowSample]) -> list[RowSample]:
-        """Return the samples with importance weights that are computed over whole rollouts."""
+        """Return the samples with importance weights added, which are computed over whole rollouts."""
         rows = [sample for sample in samples if sample.old is not None]
         tokens = self._tokens(rows, [sample.behaviour for sample in rows])
         found_M = self._importance.weights(tokens.old_M, tokens.behaviour_M, rollout_M=tokens.rollout_M)
@@ -222,7 +223,7 @@ class PolicyObjective:
         return [replace(s, importance=by_row[id(s)]) if id(s) in by_row else s for s in samples]
 
     def _tokens(self, rows: Sequence[RowSample], logp: Sequence[Tensor]) -> TokenBatch:
-        """Return the trained tokens of whole rows, on the CPU; `logp` is [T] for each of them."""
+        """Return the trained tokens of `rows` as the record that losses take, on the CPU; `logp` has a [T] per row."""
         weight, _ = self.weights(rows)
         number = {rollout: n for n, rollout in enumerate(dict.fromkeys(row.rollout for row in rows))}
 
@@ -245,7 +246,7 @@ class PolicyObjective:
 
 
 def _rows_of(values_M: Tensor, rows: Sequence[RowSample]) -> list[Tensor]:
-    """Return values per trained token as one tensor [T] per row, 0 at other tokens."""
+    """Split values of trained tokens, [M], into one tensor [T] per row, which is 0 at other tokens."""
     found: list[Tensor] = []
     start = 0
     for row in rows:

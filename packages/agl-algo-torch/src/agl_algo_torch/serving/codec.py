@@ -92,7 +92,7 @@ class TextCodec:
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
-        """Names that `chat_template_kwargs` may not set: arguments of the rendering, not variables of the template."""
+        """Names that `chat_template_kwargs` may not set, because they are arguments of the rendering function."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset({"messages", *parameters}) - {"documents"}
 
@@ -108,18 +108,18 @@ class TextCodec:
             return self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, also of a special token."""
+        """Return the text of one token; for a special token, too."""
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self.decode([token_id])
         return self._token_texts[token_id]
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the chat template's text for `messages`, up to where the assistant's answer begins."""
+        """Return the conversation as the chat template renders it, up to where the assistant's answer begins."""
         with self._lock:
             return render_chat(self._tokenizer, messages, add_generation_prompt=True, **options)
 
     def generation_suffix(self) -> str:
-        """Return the text that the template puts before an assistant's answer; `""` if it cannot be determined."""
+        """Return the text that the chat template puts before an assistant's answer; `""` if it cannot be determined."""
         hello = [{"role": "user", "content": "hello"}]
         with self._lock:
             if not self._tokenizer.chat_template:
@@ -132,7 +132,7 @@ class TextCodec:
 
 
 class TextStream:
-    """The text of a growing sequence, in complete characters only."""
+    """The decoded text of a growing token sequence; it holds complete characters only."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -141,7 +141,7 @@ class TextStream:
         self.text = ""
 
     def push(self, token_id: int) -> None:
-        """Take the next token; `text` grows by the characters that this token completes."""
+        """Add the next token; `text` grows by the characters that the token completes."""
         self._ids.append(token_id)
         # Only the latest tokens are decoded again. The text of a token depends on the token before it (leading spaces),
         # so the window starts one completed piece earlier, and the text of that piece is removed.
@@ -156,13 +156,16 @@ class TextStream:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Return `text` up to the earliest stop string."""
+    """Return `text` up to its earliest stop string."""
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return text[: min(found)] if found else text
 
 
 def safe_length(text: str, markers: Sequence[str]) -> int:
-    """Return how many characters of a growing text come before any marker, also one that later text may complete."""
+    """Return how many characters of a growing text can be sent.
+
+    Text from the first marker on is held back, and so is an end that later text may complete to a marker.
+    """
     cut = len(cut_at_stop(text, markers))
     if cut < len(text):
         return cut
@@ -174,7 +177,7 @@ def safe_length(text: str, markers: Sequence[str]) -> int:
 
 
 def stop_checker(codec: TextCodec, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-    """Return a `GenerationRequest.stop_check` that finds any stop string at the end; None without stop strings."""
+    """Return a `GenerationRequest.stop_check` that detects stop strings in the latest text; None without stop strings."""
     if not stops:
         return None
     # A character takes at most four tokens (byte by byte). Four more tokens complete a first character that is cut.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One tool call; `arguments` is a JSON object as text."""
+    """One tool call; `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
