@@ -147,9 +147,7 @@ async def read_demonstration(context: AlgorithmContext, run: GoodRun, *, resourc
 
 
 def _question(resource: Resource) -> FilledTemplate | None:
-    """Return a matcher for a prompt's last user message; ``None`` if only its first message, or no message, is a
-    user's.
-    """
+    """Return a matcher for the last user message after a prompt's first message; ``None`` without such a message."""
     asked = [text for role, text in messages_of(resource)[1:] if role == "user"]
     return filled_template(PromptTemplate(template=asked[-1])) if asked else None
 

@@ -464,7 +464,7 @@ class RayVERL(VerlTraining):
         )
 
     def _trained(self, step: int) -> dict[str, float]:
-        """Return VERL's metrics of its step by the names in `REPORTED`, and the loss's own; empty without a log."""
+        """Return VERL's metrics of a step under the names in `REPORTED`, and the loss's own; empty if VERL logged none."""
         lines = (self._folder / METRICS).read_text(encoding="utf-8").splitlines()
         for line in reversed(lines):
             record = json.loads(line)
@@ -475,7 +475,7 @@ class RayVERL(VerlTraining):
         return {}
 
     def _noted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return VERL's metrics of a step; counts and reports an update that VERL skipped.
+        """Return VERL's metrics of a step; an update that VERL skipped is counted and reported.
 
         VERL reports the mean over its updates, which is not a number if one of them is not.
         """
