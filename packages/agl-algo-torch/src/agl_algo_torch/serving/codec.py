@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields in which templates look for the reasoning of an answer."""
+"""Names of the message fields in which chat templates look for an answer's reasoning."""
 
 _FORMS: tuple[tuple[str | None, bool], ...] = (("", False), (None, False), ("", True), (None, True))
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return the chat template's text for messages of `plain_message`, with tool calls in the form that it expects."""
+    """Return messages (of `plain_message`) as the chat template renders them, with tool calls in the form it expects."""
     if any(message.get("tool_calls") for message in messages):
         content, is_text = _call_form(tokenizer, str(tokenizer.chat_template))
         messages = [_formed(message, content, is_text=is_text) for message in messages]
@@ -47,9 +47,10 @@ def _formed(message: Mapping[str, Any], content: str | None, *, is_text: bool) -
 
 @lru_cache(maxsize=8)
 def _call_form(tokenizer: Any, _template: str) -> tuple[str | None, bool]:
-    """Return the content of a message with tool calls alone, and whether arguments are text, as the template wants it.
+    """Return the form that the template expects of tool calls: the content of such a message, and the arguments' type.
 
-    Templates that expect another form leave the call out, or write its arguments as Python would.
+    The second value is true if arguments are to be text. Templates that expect another form leave the call out, or
+    write its arguments as Python would.
     """
     function = {"name": "agl_probe_tool", "arguments": {"where": "agl-probe"}}
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "agl000000", "function": function}]}

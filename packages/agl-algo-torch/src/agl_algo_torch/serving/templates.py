@@ -153,8 +153,8 @@ class PromptBuilder:
         return self._codec.encode(text, add_special_tokens=True)
 
     def _find(self, text: str, known_calls: set[str]) -> tuple[int, _Turn] | None:
-        """Return the longest stored turn that is a prefix of `text`, as (position of its end in `text`, turn); else
-        None.
+        """Return the longest stored turn that is a prefix of `text`, as (end position in `text`, turn); None without
+        one.
         """
         for end in self._ends(text):
             turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
@@ -297,14 +297,14 @@ class WrittenAnswers:
             self._plain |= {answer.text: others} if others else {}
 
     def drop_calls(self, answers: Iterable[WrittenAnswer]) -> None:
-        """Find these answers by the ids of their tool calls no more."""
+        """Remove these answers from the index by tool call id."""
         for call_id in (call_id for answer in answers for call_id in call_ids(answer.message)):
             self._by_call.pop(call_id, None)
 
     def found(self, messages: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[WrittenAnswer]]:
-        """Return the stored answers that an assistant's message may be, by its place; only messages that have any.
+        """Return, by message index, the stored answers that an assistant's message may be; other messages are left out.
 
-        An answer is not found if the client has changed its text or its tool calls.
+        A message whose text or tool calls the client has changed matches no answer.
         """
         found = {i: self._of(message) for i, message in enumerate(messages) if message["role"] == "assistant"}
         return {place: answers for place, answers in found.items() if answers}
@@ -322,10 +322,10 @@ def call_ids(message: Mapping[str, Any]) -> list[str]:
 
 
 def _joined(text: str, mark: str, answers: Iterable[WrittenAnswer]) -> str | None:
-    """Return a rendered conversation with an answer right after its prompt, in place of the mark.
+    """Return a rendered conversation in which an answer replaces the mark and directly follows its prompt.
 
-    This drops what the template puts between the two, such as an empty block of reasoning: the answer has the model's
-    own. Returns None if the conversation does not start with the prompt of any of the answers.
+    Text that the template puts between the two, such as an empty block of reasoning, is dropped: the model's answer
+    contains its own. Returns None if the conversation does not start with the prompt of any of the answers.
     """
     head, found, rest = text.partition(mark)
     if not found or mark in rest:

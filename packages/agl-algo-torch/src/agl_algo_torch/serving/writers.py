@@ -72,9 +72,10 @@ class _ChoiceTexts:
     def push(
         self, index: int, draw: Draw, *, split: Callable[[str], tuple[str, int]] = lambda _: ("", 0)
     ) -> tuple[str, str]:
-        """Take the next token; returns the content that can be sent now, and the reasoning before the content.
+        """Add the next token of a choice; returns the content that can be sent now, and the reasoning before the
+        content.
 
-        `split` returns the reasoning of a text, and where its content begins, as `AnswerFormat.split` does.
+        `split` returns the reasoning in a text, and where the content begins, as `AnswerFormat.split` does.
         """
         if draw.token_id in self._stop_ids:
             return "", ""
@@ -88,7 +89,7 @@ class _ChoiceTexts:
         return content[sent:safe], thought
 
     def rest(self, index: int, whole: str) -> str:
-        """Return the part of the final content `whole` that has not been sent."""
+        """Return the part of a choice's final content `whole` that was not sent yet."""
         return whole[self._sent.get(index, 0) :]
 
 
