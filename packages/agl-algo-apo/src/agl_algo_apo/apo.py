@@ -300,9 +300,7 @@ class APO(PromptSearch):
         return fmean(ours[task] - theirs[task] for task in common) if common else -1.0
 
     async def _race(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
-        """Race one candidate with the merged changes of all children that passed, or each child if the changes
-        conflict.
-        """
+        """Race the merged changes of all children that passed, as one candidate, or each child if the changes conflict."""
         if not passed:
             return
         # Step 6: each sibling repairs another failure, and one race for all costs as much as a race for one.

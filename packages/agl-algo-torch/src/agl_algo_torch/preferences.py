@@ -209,9 +209,7 @@ class PreferenceAlgorithm(Supplied, ABC):
 
     @abstractmethod
     def judge(self, examples: Sequence[Example], ratios: Mapping[str, Ratio]) -> Judgement:
-        """Return the slopes of an update's mean loss, and metrics that include the loss; `ratios` has the rollout ids
-        as keys.
-        """
+        """Return the slopes of an update's mean loss, and metrics that include the loss; `ratios` is by rollout id."""
 
     @abstractmethod
     def counts(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -226,8 +224,7 @@ class PreferenceAlgorithm(Supplied, ABC):
         return examples
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that exactly one policy with reachable weights is tuned; read `data`, or prepare the supply of
-        rollouts.
+        """Check that exactly one policy with reachable weights is tuned; read `data`, or prepare the rollout supply.
 
         Raises ConfigError if there is both `data` and a source.
         """
@@ -645,9 +642,7 @@ def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> lis
 
 
 def _rollout_sums(rows: Sequence[RowSample], values: Sequence[Tensor]) -> dict[str, float]:
-    """Return the sum of `values` over each rollout's rows, by rollout id; `values` has a [T] per row, 0 outside its
-    mask.
-    """
+    """Return the sum of `values`, one [T] per row and 0 outside its mask, over each rollout's rows, by rollout id."""
     # log pi(rollout) = sum over its turns and tokens of log pi(y_t | everything before y_t), in however many rows.
     sums: defaultdict[str, float] = defaultdict(float)
     for row, value in zip(rows, values, strict=True):

@@ -286,9 +286,7 @@ class SDPO(OnPolicy):
         return {name: value / tokens for name, value in sums.items()} if sums["unheard_share"] < tokens else {}
 
     def _needs_agreement(self, batch: MicroBatch, rows: Sequence[TaughtRow]) -> Tensor:
-        """Return for every trained token whether the teacher is ignored there unless it agrees with the token, [M]
-        bool.
-        """
+        """Return for every trained token whether the teacher counts only if it agrees with the token, [M] bool."""
         solved = torch.tensor(
             [rows[index].is_solved and self._teacher.teach_successes == "agreed" for index in batch.rows]
         )
@@ -335,9 +333,7 @@ class SDPO(OnPolicy):
         return torch.lerp(logp_m_V, start_m_V, self._teacher.start).log_softmax(dim=1)
 
     def _add_grpo(self, learner: PolicyLearner, samples: Sequence[RowSample], tokens: TokenNumbers) -> dict[str, float]:
-        """Add `grpo_coef` times the gradient of GRPO's loss; returns the loss as a metric, or `{}` if it has no
-        gradient.
-        """
+        """Add `grpo_coef` times the gradient of GRPO's loss; returns the loss as a metric, `{}` without a gradient."""
         # -A r per token as in `grpo`, with r = 1 in value: a step has one update. Weights are computed before silent
         # rows are left out.
         weight, total = self._objective.weights(samples)

@@ -155,8 +155,7 @@ async def race(
     purpose: str,
     may_tie: bool = False,
 ) -> dict[str, Verdict]:
-    """Race all entrants against the rival at once; returns the verdicts by candidate id, and records them in the
-    journal.
+    """Race all entrants against the rival at once; returns the verdicts by candidate id. The journal records them too.
 
     Args:
         search: Pays for rollouts and remembers their rewards.

@@ -86,9 +86,7 @@ class Deletion:
         return {name: unproven for name, unproven in left.items() if unproven}
 
     def is_due(self, step: int) -> bool:
-        """Return true if this step should try deletions: regularly, if the search is stuck, or if the budget is nearly
-        spent.
-        """
+        """Return true if this step should try deletions: regularly, if the search is stuck, or before the budget ends."""
         unproven = sum(map(len, self.unproven().values()))
         if not self._search.settings.delete_every or not unproven:
             return False

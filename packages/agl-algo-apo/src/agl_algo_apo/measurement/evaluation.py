@@ -161,9 +161,7 @@ class Evaluator:
         return estimate(list(rewards.values()), self.range)
 
     async def hidden_keys(self) -> tuple[str, ...]:
-        """Return the task keys that the agent does not see, as a measured rollout recorded them; empty without a
-        rollout.
-        """
+        """Return the task keys hidden from the agent, as a measured rollout recorded them; empty without a rollout."""
         measured = self.scores.any()
         if measured is None:
             return ()
@@ -210,9 +208,7 @@ class Evaluator:
                 self.scores.put(job.candidate.id, job.split, position, job.repeat, measured)
 
     def _pay(self, counts: Mapping[str, int]) -> None:
-        """Pay for rollouts, given as numbers by candidate; pays for all of them or raises
-        :class:`BudgetExhaustedError`.
-        """
+        """Pay for rollouts, given as numbers by candidate; raises :class:`BudgetExhaustedError` unless all fit."""
         self._budget.take_rollouts(sum(counts.values()))
         for candidate, count in counts.items():
             self.journal.paid(candidate, Spent(rollouts=count, money=count * self._budget.prices.rollout))
@@ -247,9 +243,7 @@ def _tokens(span: Span) -> int:
 
 
 def _guessed_scale(best: float) -> float:
-    """Return the likely perfect score for a best reward: the next power of ten, since rewards are shares of 1, 10 or
-    100.
-    """
+    """Return the next power of ten above the best reward, because rewards are mostly shares of 1, 10 or 100."""
     return max(1.0, 10.0 ** math.ceil(math.log10(best) - 1e-9)) if best > 0 else 1.0
 
 

@@ -184,7 +184,5 @@ async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, 
 
 
 def live_failures(progress: SearchProgress, candidate: str) -> Mapping[int, Measured]:
-    """Return other algorithms' failures with the candidate's texts; empty unless it is the best candidate, which is
-    live.
-    """
+    """Return other algorithms' failures with the candidate's texts; empty for all but the best candidate."""
     return progress.shared if candidate == progress.best else {}

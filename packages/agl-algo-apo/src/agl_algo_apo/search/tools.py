@@ -166,15 +166,11 @@ class SearchTools:
         return self.requests.text(kind, component=name, constraints=constraints, **values)
 
     def question_seed(self, step: int, purpose: str) -> str:
-        """Return the seed of a question; it depends on the step, so the same question gets another answer in another
-        step.
-        """
+        """Return the seed of a question; the same question in another step has another seed, and so a new answer."""
         return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"
 
     async def measure_whole(self, candidate: PromptCandidate, step: int) -> None:
-        """Measure a candidate on the validation tasks that lack a reward; raises :class:`RunError` if none can be
-        scored.
-        """
+        """Measure a candidate on the validation tasks without a reward; raises :class:`RunError` if none can be scored."""
         await self.evaluator.measure([MeasureJob(candidate, "val", self.order)], step=step, purpose="whole")
         if not self.evaluator.scores.rewards(candidate.id, "val"):
             raise nothing_scored(len(self.order), self.evaluator.broken)
@@ -187,9 +183,7 @@ class SearchTools:
         return self._marks
 
     async def _identifiers(self) -> frozenset[str]:
-        """Return the words that identify a single training task, taken from the visible parts of all tasks; computed
-        once.
-        """
+        """Return the words that identify a single training task, from the visible parts of all tasks; computed once."""
         if self._known_by is None:
             hidden = await self.evaluator.hidden_keys()
             self._known_by = identifiers_of(self.context.train, self.context.val, hidden=hidden)

@@ -144,9 +144,7 @@ def _leaves(value: Json) -> Iterator[Json]:
 
 
 def _spellings(leaf: Json) -> set[str]:
-    """Return the ways to write a value: unchanged, line by line, as Python, as JSON, and as a number with grouped
-    digits.
-    """
+    """Return the ways to write a value: unchanged, by lines, as Python, as JSON, or as a number with grouped digits."""
     if isinstance(leaf, str):
         escaped = {repr(leaf)[1:-1], json.dumps(leaf)[1:-1]}
         found = {leaf.strip(), *(line.strip() for line in leaf.splitlines()), *escaped}

@@ -300,9 +300,7 @@ class Retelling:
         )
 
     def harmless(self, text: str) -> str:
-        """Return the text without the special tokens that frame messages, so that it cannot end the message that quotes
-        it.
-        """
+        """Return the text without the special tokens that frame messages, so that it cannot end its own message."""
         while found := next((token for token in self._structure if token in text), None):
             text = text.replace(found, "")
         return text

@@ -205,9 +205,7 @@ class Supplied:
         return self._supply.size(tasks)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true if another step follows: `steps` is not reached, and the sources have, or will have, more
-        rollouts.
-        """
+        """Return true if another step follows: `steps` is not reached, and the sources have or will have rollouts."""
         del tasks
         return self._supply.has_more(state, step=int(state["step"]), sources_go_on=sources_go_on)
 

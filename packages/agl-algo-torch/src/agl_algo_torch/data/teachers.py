@@ -48,9 +48,7 @@ class Teacher(Protocol):
     """A model whose log-probabilities a policy learns from."""
 
     async def start(self, tokenizer: Any) -> None:
-        """Check that the teacher answers and uses the policy's `tokenizer`; raises ConfigError if its tokenizer
-        differs.
-        """
+        """Check that the teacher answers and uses the policy's `tokenizer`; raises ConfigError if not."""
 
     async def score(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return the teacher's log-probabilities at temperature 1, [T] per sample; only trained tokens are defined."""

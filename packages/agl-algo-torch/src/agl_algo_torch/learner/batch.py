@@ -209,9 +209,7 @@ class MicroBatch:
         return (self.weight_M * values_M).sum() / self.total
 
     def scatter(self, values_M: Tensor) -> dict[int, Tensor]:
-        """Return values of trained tokens, [M], as one tensor per row, [T] on the CPU, by the index of the row's
-        sample.
-        """
+        """Return values of trained tokens, [M], as one tensor per row, [T] on the CPU, by sample index."""
         full_N = torch.zeros(self.ids_N.shape, dtype=values_M.dtype, device=values_M.device)
         full_N[1:][self.predicts_N[:-1]] = values_M  # a value belongs to the token, not to the position before it
         return dict(zip(self.rows, split_sizes(full_N.cpu(), self.lengths), strict=True))

@@ -118,9 +118,7 @@ class PolicyObjective:
         return bool(sample.trained_tokens) and (bool(others) or not sample.is_silent)
 
     def weights(self, samples: Sequence[RowSample]) -> tuple[list[float], float]:
-        """Return for each sample the weight of its trained tokens, and the total that divides the update's weighted
-        sums.
-        """
+        """Return the weight of each sample's trained tokens, and the total that divides the update's weighted sums."""
         return loss_weights(samples, aggregation=self._aggregation, constant=self._settings.constant_tokens)
 
     def prepared(

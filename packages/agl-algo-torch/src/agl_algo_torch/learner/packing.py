@@ -39,8 +39,7 @@ def packs_rows(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def pack(model: nn.Module) -> str:
-    """Prepare a Hugging Face causal LM for packed rows; returns `""`, or a notice to show if the model cannot take
-    them.
+    """Prepare a Hugging Face causal LM for packed rows; returns `""`, or a notice to show if that is impossible.
 
     Passes over other inputs give the same outputs as before. A model that cannot take packed rows is left unchanged.
     """

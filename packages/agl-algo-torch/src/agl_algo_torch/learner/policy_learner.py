@@ -205,9 +205,7 @@ def tuned_name(context: AlgorithmContext, *, algorithm: str) -> str:
 
 
 def tuned_weights(resource: Resource, *, name: str) -> Weights:
-    """Return the resource as `Weights`; raises ConfigError for other resources, such as an endpoint, which cannot
-    train.
-    """
+    """Return the resource as `Weights`; raises ConfigError for others, such as an endpoint, which cannot train."""
     if not isinstance(resource, Weights):
         raise ConfigError(
             f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "

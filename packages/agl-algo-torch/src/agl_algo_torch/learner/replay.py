@@ -53,9 +53,7 @@ class ReplayBuffer:
         return [replace(row, importance=self._weights(row)) for row in found]
 
     def truncated(self, rows: Sequence[RowSample]) -> dict[str, float]:
-        """Return two metrics of the rows' trained tokens: the mean importance weight, and the share of weights at the
-        bound.
-        """
+        """Return two metrics of the rows' trained tokens: the mean importance weight, and the share at the bound."""
         weights = [row.importance[row.trained] for row in rows if row.importance is not None]
         if not weights:
             return {}

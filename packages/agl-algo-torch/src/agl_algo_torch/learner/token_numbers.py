@@ -39,9 +39,7 @@ class TokenNumbers:
         self._note_batch(ENTROPY, batch, entropy_M)
 
     def note_gaps(self, batch: MicroBatch, gap_M: Tensor) -> None:
-        """Store the gap by which the teacher prefers each token as its advantage, except for calls that have
-        advantages.
-        """
+        """Store by how much the teacher prefers each token as its advantage, except for calls that have advantages."""
         self._note_batch(ADVANTAGE, batch, gap_M)
 
     def note_advantages(self, samples: Iterable[RowSample]) -> None:

@@ -87,8 +87,7 @@ class TunedPolicy:
         self._behind: Behind | None = None  # the older checkpoint that training went back to, until the next one
 
     def begin(self, context: AlgorithmContext, *, publishes_steps: bool = True) -> None:
-        """Prepare the policy for a run; raises ConfigError unless the algorithm tunes one policy with reachable
-        weights.
+        """Prepare the policy for a run; raises ConfigError unless one policy with reachable weights is tuned.
 
         `publishes_steps` is false for an algorithm that does not publish in every step.
         """
@@ -312,16 +311,12 @@ class TunedPolicy:
         return learner
 
     def _keep_adapters(self, learner: PolicyLearner) -> None:
-        """Copy the adapters for the reference now (LoRA only); without LoRA, the first use of the reference makes a
-        copy.
-        """
+        """Copy the adapters for the reference now (LoRA only); whole weights are copied at the reference's first use."""
         if self._has_reference and self.settings.lora.rank and self._reference is None:
             self._reference = self._reference_beside(learner)
 
     def _reference_beside(self, learner: PolicyLearner) -> Reference:
-        """Return the policy at the algorithm's start: a copy of the learner's model if untrained, else loaded from
-        disk.
-        """
+        """Return the policy at the algorithm's start: the learner's model if untrained, else loaded from disk."""
         start = self._start or learner.origin
         is_there = start == learner.origin and learner.updates == self._untouched
         at_start = learner if is_there else PolicyLearner(origin=start, settings=self.settings)

@@ -212,9 +212,7 @@ class HostedModel:
         return trainee
 
     def sampler(self, folder: Path | None = None, *, settings: EngineSettings | None = None) -> Sampler:
-        """Return a started sampler with the adapters in a folder of `Trainee.save_adapter`; with None, of the base
-        alone.
-        """
+        """Return a started sampler with the adapters that `Trainee.save_adapter` wrote; with None, of the base alone."""
         model = self._bare()
         if folder is not None:
             from peft import PeftModel
@@ -230,9 +228,7 @@ class HostedModel:
         return Trainee(model, adapter=adapter, origin=self.path, token_budget=self._token_budget)
 
     def _bare(self) -> nn.Module:
-        """Return a copy of the base model's modules that shares its parameters; adapters on the copy leave the base as
-        it is.
-        """
+        """Return a copy of the base model that shares its parameters; adapters on the copy leave the base as it is."""
         shared = {id(parameter): parameter for parameter in self._loaded.model.parameters()}
         return copy.deepcopy(self._loaded.model, cast("dict[int, Any]", shared))
 

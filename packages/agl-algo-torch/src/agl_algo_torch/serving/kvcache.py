@@ -195,9 +195,7 @@ class BatchCache(Cache):
         self._stores: list[Tensor] = self._allocate((0, 0))
 
     def _allocate(self, capacity: tuple[int, int]) -> list[Tensor]:
-        """Allocate buffers [tensors, row capacity, heads, column capacity, head_dim], and set the layers' views into
-        them.
-        """
+        """Allocate buffers [tensors, row capacity, heads, column capacity, head_dim], and let the layers view them."""
         rows, columns = capacity
         layout = self._layout
         stores = [

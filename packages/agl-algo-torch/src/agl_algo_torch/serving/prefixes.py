@@ -72,9 +72,7 @@ class PrefixStore:
         return shared, [tensor[:, :, :shared] for tensor in entry.key_values]
 
     def add(self, tokens: TokenArray, key_values: KeyValues) -> None:
-        """Store a sequence with copies of its tensors, unless it is shorter than a block or a stored sequence contains
-        it.
-        """
+        """Store a sequence and copies of its tensors, unless it is shorter than a block or prefix of a stored one."""
         chain = list(_chain(tokens))
         if not chain or not self.is_on or self._covers(chain[-1], tokens):
             return

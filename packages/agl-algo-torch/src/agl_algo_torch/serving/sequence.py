@@ -110,9 +110,7 @@ class Flight:
         return np.array([*self.request.prompt_ids, *self.ids], dtype=np.int32)
 
     def accept(self, draw: Draw, *, version: str) -> None:
-        """Add the next token; sets `finish_reason` if the sequence ends, and reports the token if the request wants
-        tokens.
-        """
+        """Add the next token; sets `finish_reason` at the sequence's end, and reports the token if the request asks."""
         self.draws.append(draw)
         self.ids.append(draw.token_id)
         if self.spans and self.spans[-1][0] == version:

@@ -153,9 +153,7 @@ class PromptBuilder:
         return self._codec.encode(text, add_special_tokens=True)
 
     def _find(self, text: str, known_calls: set[str]) -> tuple[int, _Turn] | None:
-        """Return the longest stored turn that is a prefix of `text`, as (end position in `text`, turn); None without
-        one.
-        """
+        """Return the longest stored turn that is a prefix of `text`, as (its end in `text`, turn); None without one."""
         for end in self._ends(text):
             turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
             if turns:

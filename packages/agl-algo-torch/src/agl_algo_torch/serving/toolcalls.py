@@ -329,9 +329,7 @@ def _parse_mistral(text: str, _: Tools) -> ParsedResponse:
 
 
 def _parse_harmony(text: str, _: Tools) -> ParsedResponse:
-    """Read the messages of gpt-oss: `analysis` is reasoning, messages to `functions.NAME` are calls, the rest is
-    content.
-    """
+    """Read gpt-oss messages: `analysis` is reasoning, messages to `functions.NAME` are calls, the rest content."""
     reasoning: list[str] = []
     content: list[str] = []
     calls: list[ParsedToolCall | None] = []

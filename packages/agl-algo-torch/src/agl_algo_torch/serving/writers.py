@@ -72,8 +72,7 @@ class _ChoiceTexts:
     def push(
         self, index: int, draw: Draw, *, split: Callable[[str], tuple[str, int]] = lambda _: ("", 0)
     ) -> tuple[str, str]:
-        """Add the next token of a choice; returns the content that can be sent now, and the reasoning before the
-        content.
+        """Add the next token of a choice; returns the content to send now, and the reasoning before the content.
 
         `split` returns the reasoning in a text, and where the content begins, as `AnswerFormat.split` does.
         """

@@ -80,8 +80,7 @@ class VerlCritic:
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a checkpoint next to the policy's and remove old ones, except the steps in `kept` and the newest
-        `keep`.
+        """Write a checkpoint next to the policy's and remove old ones, except the newest `keep` and the steps `kept`.
 
         At least two checkpoints stay.
         """

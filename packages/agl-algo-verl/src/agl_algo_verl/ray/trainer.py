@@ -374,9 +374,7 @@ class RayVERL(VerlTraining):
         return f"{self._tuned}@{version.version}"
 
     async def _exchange(self, cluster: Cluster, answer: StepRows, *, after: StepRequest) -> StepRequest | None:
-        """Send a step's rows and wait until VERL has trained on them; returns VERL's next request, or None after the
-        last.
-        """
+        """Send a step's rows and wait until VERL has trained on them; returns its next request, None after the last."""
         if not self.read.is_cpu:
             await self._policy.hold()  # the replicas' GPUs train now
         await cluster.answer(answer)

@@ -77,9 +77,7 @@ class VerlReplay:
         return replay_weights(rows, bound=self._bound)
 
     def clear(self, *, step: int) -> None:
-        """Drop all stored rollouts after a step, because training continues from other weights than those rollouts
-        expect.
-        """
+        """Drop all stored rollouts after a step, because training continues from weights that did not sample them."""
         self._pool.clear()
         self.save(step=step)
 

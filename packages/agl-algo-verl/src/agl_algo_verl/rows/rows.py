@@ -133,9 +133,7 @@ class PreparedStep:
 
     @property
     def finished(self) -> dict[str, int]:
-        """The number of calls with credit (`calls`), and how many of them have a finished advantage as credit
-        (`final`).
-        """
+        """The number of calls with credit (`calls`), and of those whose credit is a finished advantage (`final`)."""
         calls = [call for given in self.credits for call in given]
         return {"calls": len(calls), "final": sum(call.is_advantage for call in calls)}
 

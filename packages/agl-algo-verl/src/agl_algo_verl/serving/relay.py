@@ -150,9 +150,7 @@ class ReplicaRelay:
                 return answer
 
     async def _ask(self, request: web.Request, content: bytes, backend: Backend) -> web.StreamResponse | None:
-        """Send a call to the replicas in order until one answers; None if all are gone and the call has to wait for
-        others.
-        """
+        """Send a call to the replicas in turn until one answers; None if all are gone and the call has to wait."""
         body, opening = _addressed(content, backend.model)
         path = request.match_info["path"].removeprefix("v1/")
         load = self.balance.load

@@ -355,8 +355,7 @@ class VerlSettings(Settings, frozen=True, kw_only=True):
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[VerlSettings, list[str]]:
-    """Return the settings from a configuration nested like VERL's, and a note on every key that the experiment
-    overrules.
+    """Return the settings, from a configuration nested like VERL's, and a note on every overruled key.
 
     If `loss_agg_mode` is not set, it is the one that the loss requests. Raises ConfigError for keys that are unknown or
     would be ignored, and for combinations that cannot train.

@@ -49,9 +49,7 @@ class Certificate:
             self.look()
 
     def look(self) -> None:
-        """Reload the certificate's files if they have changed; an unusable new certificate is logged, and the old one
-        stays.
-        """
+        """Reload the certificate's files if they have changed; if the new ones cannot be used, the old ones stay."""
         state = self._state()
         if state == self._seen:
             return

@@ -113,9 +113,7 @@ class Identities:
         return None
 
     def _look(self) -> None:
-        """Empty the cache of verified tokens if a signing key, admin key or client key has changed since the last
-        check.
-        """
+        """Empty the cache of verified tokens if any signing, admin or client key has changed since the last check."""
         self._look_at = time.monotonic() + _LOOK_S
         found = (self._tokens.changes(), *(keys() for keys in self._keys.values()))
         if found != self._seen:
@@ -194,9 +192,7 @@ class RunningAttempts:
         return await self._status(rollout_id, attempt_id) == "running"
 
     async def _status(self, rollout_id: str, attempt_id: str) -> str:
-        """Return the status of an attempt: ``""`` if the store does not know it, ``running`` if the store does not
-        answer.
-        """
+        """Return an attempt's status: ``""`` if the store does not know it, ``running`` if the store does not answer."""
         if attempt_id in self._running.get(rollout_id, ()):
             return "running"
         try:

@@ -316,9 +316,7 @@ class Peers:
             )
 
     async def _settle_at(self, peer: GatewayRecord, attempt_id: str) -> None:
-        """Ask another gateway until it has stored the attempt's calls, or until its missing renewals show that it is
-        gone.
-        """
+        """Ask another gateway until it has stored the attempt's calls, or until it counts as gone."""
 
         async def is_gone() -> bool:
             await self._look()

@@ -251,9 +251,7 @@ class Recorder:
             await self._write_batch()
 
     async def _linger(self) -> None:
-        """Wait up to 5 ms for more calls in the batch, because each write has a fixed cost; return at once if a caller
-        waits.
-        """
+        """Wait up to 5 ms for more calls, because each write has a fixed cost; return at once if a caller waits."""
         if len(self._queue) < _BATCH and not self._flush_now.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
@@ -293,9 +291,7 @@ class Recorder:
         *,
         before: asyncio.Task[None] | None,
     ) -> None:
-        """Write an attempt's spans once the task ``before`` has ended; retry until they are stored, or give them up as
-        lost.
-        """
+        """Write an attempt's spans after the task ``before`` has ended; retry until they are stored or given up."""
         if before is not None:
             await asyncio.wait([before])
         fitted, error = [storable(span) for span in spans], None

@@ -270,9 +270,7 @@ class Spool:
         return await appended(self.store, [span for call in calls for span in call.spans], self.stored)
 
     async def _defer_or_refuse(self, file: SpoolFile, calls: Sequence[SpooledCall], error: Exception) -> None:
-        """Schedule another try for an attempt's calls, or set the calls aside in the file if the store refused them for
-        good.
-        """
+        """Schedule another try for an attempt's calls, or set them aside if the store refused them for good."""
         attempt_id = calls[0].attempt_id
         message = message_of(error)
         spans = sum(len(call.spans) for call in calls)

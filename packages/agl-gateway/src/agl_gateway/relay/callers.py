@@ -184,9 +184,7 @@ def _described(program: _Program, headers: Mapping[str, str]) -> Origin:
 
 
 def _codex(headers: Mapping[str, str], session: str) -> Origin:
-    """Return the origin that Codex describes in its JSON header; ``agent_name`` is a path from ``/root`` to a
-    sub-agent.
-    """
+    """Return the origin from Codex's JSON header; ``agent_name`` is a path from ``/root`` to a sub-agent."""
     given = headers.get(_CODEX_METADATA, "")
     about = object_of(given.encode("utf-8", "replace")) if len(given) <= _MAX_METADATA else {}
     path = clean(text_in(about.get("agent_name")), _MAX_NAME)
@@ -214,9 +212,7 @@ def _limit_of(asked: Request) -> int:
 
 
 def _has_answer(asked: Request) -> bool:
-    """Return true if the prompt holds an answer of the model, which is the case for all but a conversation's first
-    call.
-    """
+    """Return true if the prompt holds an answer of the model; only a conversation's first prompt holds none."""
     listed = asked.get("input" if asked.dialect == "responses" else "messages")
     items = cast("list[object]", listed) if isinstance(listed, list) else []
     return any(as_object(item).get("role") == "assistant" for item in items)
@@ -290,8 +286,7 @@ class Owners:
 
     @asynccontextmanager
     async def owner_of(self, request: web.BaseRequest, asked: Request, claim: AttemptToken) -> AsyncGenerator[Owner]:
-        """Yield the owner of a call, found by its token; inside the block the owner's conversation does not become
-        idle.
+        """Yield the owner of a call, found by its token; inside the block the conversation does not become idle.
 
         Raises:
             Problem: 400 for a call that should belong to a conversation but names none.

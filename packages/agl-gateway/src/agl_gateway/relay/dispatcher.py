@@ -233,9 +233,7 @@ class Connection(web.RequestHandler):
             self._is_answering = False
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log an error with its traceback, or at debug level if the client caused it, for example by bytes that are not
-        HTTP.
-        """
+        """Log an error with traceback, or at debug level if the client caused it, such as bytes that are not HTTP."""
         is_of_client = isinstance(kw.get("exc_info"), HttpProcessingError)
         (self.logger.debug if is_of_client else self.logger.exception)(*args, **kw)
 

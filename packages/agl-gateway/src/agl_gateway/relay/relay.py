@@ -146,9 +146,7 @@ class Relay:
     async def _pass_on(
         self, request: web.BaseRequest, answer: Answer, record: CallRecord, owner: Owner
     ) -> web.StreamResponse:
-        """Pass an answer on to the client and record it; the client sees the end of the answer only once the call is
-        stored.
-        """
+        """Pass an answer on and record it; the client sees the answer's end only once the call is stored."""
         headers = reply_headers(answer.response.headers)
         headers.update(_own_headers(record, owner))
         if answer.is_stream:

@@ -162,9 +162,7 @@ class ArmRoutes:
         return self._resources[key]
 
     async def _pins(self, rollout_id: str) -> _RolloutPins | None:
-        """Return the rollout's pins, cached or from the store; ``None`` if they are not cached and the store does not
-        answer.
-        """
+        """Return the rollout's pins; ``None`` if they are not cached and the store does not answer."""
         known = self._pinned.get(rollout_id) or await self._read(rollout_id)
         if known is not None and rollout_id not in self._pinned:
             self._pinned[rollout_id] = known

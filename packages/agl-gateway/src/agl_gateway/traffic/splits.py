@@ -241,9 +241,7 @@ async def split_report(
 
 
 def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
-    """Return the arm of a rollout; ``None`` if no split assigned one, or the arms then had other versions than
-    ``pins``.
-    """
+    """Return the rollout's arm; ``None`` if no split assigned one, or the arms had other versions than ``pins``."""
     placement = placement_of(rollout)
     if placement is None or placement.arm not in pins or not pins.keys() <= placement.versions.keys():
         return None

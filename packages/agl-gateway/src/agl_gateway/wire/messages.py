@@ -206,9 +206,7 @@ class MessagesTranslation:
 
 
 def failure_of(status: int, message: str, code: str) -> bytes:
-    """Return an error in Anthropic's format; for a prompt that is too long, it has the words on which Claude Code
-    compacts.
-    """
+    """Return an error in Anthropic's format; a prompt that is too long gets the words on which Claude Code compacts."""
     if code == "context_length_exceeded":
         message = f"prompt is too long: {message}"
     return problem_body(Problem(status, message), "messages")

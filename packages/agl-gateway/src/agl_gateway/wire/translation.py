@@ -89,9 +89,7 @@ class Outgoing:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The parts of the client's request that the translation dropped, because the policy's server cannot serve
-        them.
-        """
+        """The parts of the client's request that the translation dropped, as the policy's server cannot serve them."""
         return () if self.translation is None else self.translation.dropped
 
 
