@@ -113,7 +113,9 @@ ServiceFactory = Callable[..., AbstractAsyncContextManager[GatewayService]]
 
 @pytest.fixture
 def serving(server: ScriptedModelServer) -> ServiceFactory:
-    """Return a factory of services in the test's event loop: ``async with serving(backend=..., max_body=...) as it``."""
+    """Return a factory of services in the test's event loop: ``async with serving(backend=..., max_body=...) as
+    it``.
+    """
 
     @asynccontextmanager
     async def make(

@@ -268,7 +268,9 @@ def taught(sample: RowSample, scores_T: Tensor) -> RowSample:
 
 
 def _gap(samples: Sequence[RowSample], scores: Sequence[Tensor]) -> dict[str, float]:
-    """Return two metrics: the estimated reverse KL per token, in nats, and the share of tokens that the teacher scored."""
+    """Return two metrics: the estimated reverse KL per token, in nats, and the share of tokens that the teacher
+    scored.
+    """
     # KL(pi || q) per token, estimated by the mean of log pi(y_t) - log q(y_t) over all tokens of the step.
     tokens = sum(sample.trained_tokens for sample in samples)
     gaps = [float((s.behaviour - q_T)[s.trained].sum()) for s, q_T in zip(samples, scores, strict=True)]

@@ -77,7 +77,9 @@ class EmbeddedGateway(EmbeddedSettings):
         await self._thread.run(lambda: gate.pause(drain_s=drain_s))
 
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
-        """Release the held calls; from then on, calls carry ``model_version``, and the backend is asked for ``model``."""
+        """Release the held calls; from then on, calls carry ``model_version``, and the backend is asked for
+        ``model``.
+        """
         gate = self._gate(policy)
 
         async def resume() -> None:

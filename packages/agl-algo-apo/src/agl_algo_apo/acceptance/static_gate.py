@@ -116,7 +116,9 @@ def violation(
 
 
 def _learnt_by_heart(text: str, rules: TextRules, shown: Sequence[str], identifiers: frozenset[str]) -> str:
-    """Return a reason if a text copies a shown task or names a training task where the first text did not; else ``""``."""
+    """Return a reason if a text copies a shown task or names a training task where the first text did not; else
+    ``""``.
+    """
     first = text_of(rules.seed, name=rules.name)
     ours = runs_of(text) - runs_of(first)
     for task in shown:

@@ -179,7 +179,9 @@ class ServedTeacher:
         return torch.tensor(found)
 
     async def _complete(self, prompt: str | Sequence[int]) -> dict[str, Any]:
-        """Return the only choice of the completion for a prompt; repeats the request while the server does not answer."""
+        """Return the only choice of the completion for a prompt; repeats the request while the server does not
+        answer.
+        """
         start, shown = time.monotonic(), float("-inf")
         attempt = 0
         while True:

@@ -218,7 +218,9 @@ class Engine:
         return {"running": len(self._running), "waiting": waiting, **asdict(self.stats)}
 
     def cancel(self, flights: Sequence[Flight]) -> None:
-        """Remove sequences at the next token boundary; their listeners get no more events. Ignores finished sequences."""
+        """Remove sequences at the next token boundary; their listeners get no more events. Ignores finished
+        sequences.
+        """
         for flight in flights:
             flight.is_cancelled = True
 

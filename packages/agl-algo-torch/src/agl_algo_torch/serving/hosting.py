@@ -212,7 +212,9 @@ class HostedModel:
         return trainee
 
     def sampler(self, folder: Path | None = None, *, settings: EngineSettings | None = None) -> Sampler:
-        """Return a started sampler with the adapters that `Trainee.save_adapter` wrote; with None, of the base alone."""
+        """Return a started sampler with the adapters that `Trainee.save_adapter` wrote; with None, of the base
+        alone.
+        """
         model = self._bare()
         if folder is not None:
             from peft import PeftModel

@@ -104,7 +104,9 @@ class PrefixStore:
 
 
 def _chain(tokens: TokenArray) -> Iterator[int]:
-    """Yield a hash for each whole block, over all tokens up to its end; equal hashes almost always mean equal prefixes."""
+    """Yield a hash for each whole block, over all tokens up to its end; equal hashes almost always mean equal
+    prefixes.
+    """
     link = 0
     for end in range(_BLOCK, len(tokens) + 1, _BLOCK):
         link = hash((link, tokens[end - _BLOCK : end].tobytes()))

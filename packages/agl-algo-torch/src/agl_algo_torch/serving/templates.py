@@ -136,7 +136,9 @@ class PromptBuilder:
         return None
 
     def _spliced(self, text: str, known_calls: set[str]) -> Prompt | None:
-        """Return a prompt that reuses the ids of the longest stored turn that is a prefix of `text`; None without one."""
+        """Return a prompt that reuses the ids of the longest stored turn that is a prefix of `text`; None without
+        one.
+        """
         found = self._find(text, known_calls)
         if found is None:
             return None

@@ -84,7 +84,9 @@ class VerlWorker:
         return worker
 
     def use_threads(self) -> None:
-        """Set torch's number of threads for the calling thread, if the settings give one; 1 is fastest for tiny models."""
+        """Set torch's number of threads for the calling thread, if the settings give one; 1 is fastest for tiny
+        models.
+        """
         if self._settings.threads:
             torch.set_num_threads(self._settings.threads)
 

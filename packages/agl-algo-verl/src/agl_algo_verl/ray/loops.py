@@ -146,7 +146,9 @@ class AgentLoops:
         self._completion = completion
 
     def _complete(self, batch: Any, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Complete a batch in VERL's queue before VERL computes advantages; returns options for the training workers."""
+        """Complete a batch in VERL's queue before VERL computes advantages; returns options for the training
+        workers.
+        """
         completion = self._completion
         if completion is None:
             return {}

@@ -109,7 +109,9 @@ def _check_batches(settings: VerlSettings) -> None:
 
 
 def _check_updates(settings: VerlSettings) -> None:
-    """Raise ConfigError if the loss needs several updates per step and there is one: in a first update, pi is pi_old."""
+    """Raise ConfigError if the loss needs several updates per step and there is one: in a first update, pi is
+    pi_old.
+    """
     actor, tasks, choice = settings.actor, settings.data.train_batch_size, chosen_loss(settings)
     updates = actor.ppo_epochs * (tasks // (actor.ppo_mini_batch_size or tasks))
     # In bypass mode the old policy is the one that sampled the tokens, as the server computed it.

@@ -88,7 +88,9 @@ async def prune_merged(context: AlgorithmContext, *, name: str, used: Collection
 
 
 def _spare(unused: dict[str, Path], place: str) -> None:
-    """Remove from `unused` every directory in the path `place`; compared by name, as the work folder may have aliases."""
+    """Remove from `unused` every directory in the path `place`; compared by name, as the work folder may have
+    aliases.
+    """
     for part in Path(place).parts:
         unused.pop(part, None)
 

@@ -77,7 +77,9 @@ class Audit:
 
     @contextmanager
     def of(self, deed: Deed | None, *, claim: AttemptToken, request: web.BaseRequest) -> Generator[None]:
-        """Write the audit line of ``deed`` when the block ends or raises an :class:`AglError`; ``None`` writes no line."""
+        """Write the audit line of ``deed`` when the block ends or raises an :class:`AglError`; ``None`` writes no
+        line.
+        """
         try:
             yield
         except AglError as error:

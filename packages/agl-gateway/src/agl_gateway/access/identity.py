@@ -192,7 +192,9 @@ class RunningAttempts:
         return await self._status(rollout_id, attempt_id) == "running"
 
     async def _status(self, rollout_id: str, attempt_id: str) -> str:
-        """Return an attempt's status: ``""`` if the store does not know it, ``running`` if the store does not answer."""
+        """Return an attempt's status: ``""`` if the store does not know it, ``running`` if the store does not
+        answer.
+        """
         if attempt_id in self._running.get(rollout_id, ()):
             return "running"
         try:
@@ -207,7 +209,9 @@ class RunningAttempts:
         return status
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Drop the rollouts in ``changes`` from the cache, so that the next call reads their attempts from the store."""
+        """Drop the rollouts in ``changes`` from the cache, so that the next call reads their attempts from the
+        store.
+        """
         for change in changes:
             if change.kind == "rollout":
                 self._running.pop(change.key, None)
