@@ -180,9 +180,7 @@ class APO(PromptSearch):
             await self._race(parent, passed, step)  # 6 and 7
 
     async def _check_if_done(self, parent: PromptCandidate, step: int) -> None:
-        """Handle a minibatch without failures: measure the best candidate on all validation tasks, or end the
-        search.
-        """
+        """Handle a minibatch without failures: measure the best candidate on all tasks, or end the search."""
         # A perfect score on all validation tasks ends the search (`PromptSearch._decide_stop`). Only the best candidate
         # can end it; another parent without failures on D may fail elsewhere.
         if parent.id == self.best.id:
@@ -302,9 +300,7 @@ class APO(PromptSearch):
         return fmean(ours[task] - theirs[task] for task in common) if common else -1.0
 
     async def _race(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
-        """Race the merged changes of all children that passed, as one candidate, or each child if the changes
-        conflict.
-        """
+        """Race the merged changes of all children that passed as one candidate, or each child if they conflict."""
         if not passed:
             return
         # Step 6: each sibling repairs another failure, and one race for all costs as much as a race for one.

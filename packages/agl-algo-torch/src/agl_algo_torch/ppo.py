@@ -439,9 +439,7 @@ class PPO(OnPolicy):
         return {**super().state(), "critic_updates": self._critic_updates}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint: policy, critic, optimizer moments of both, rollouts to replay and KL
-        reference.
-        """
+        """Continue from a checkpoint: policy, critic, moments of both, rollouts to replay, KL reference."""
         # The count alone is in the state; weights and moments of V are next to the policy's checkpoint.
         done = state.get("critic_updates")
         self._critic_updates = None if done is None else int(done)

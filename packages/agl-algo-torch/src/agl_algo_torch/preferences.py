@@ -481,9 +481,7 @@ class IPO(DPO):
     name = "ipo"
 
     def pair_loss(self, chosen: Ratio, rejected: Ratio) -> tuple[float, float, float, float]:
-        """Return the margin of a pair per token, its loss, and -d loss / d r of the chosen and of the rejected
-        rollout.
-        """
+        """Return the margin of a pair per token, its loss, and -d loss / d r of the chosen and the rejected rollout."""
         # h_pi of the paper, with r as the mean per token: m = r(w) / |w| - r(l) / |l|.
         margin = chosen.total / chosen.tokens - rejected.total / rejected.tokens
         # tau of the paper is beta here, the weight of KL(pi_theta || pi_ref) as for DPO.

@@ -89,9 +89,7 @@ def scaled_logprobs(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
 
 
 def likeliest(logp_M_V: Tensor, *, count: int) -> Tensor | None:
-    """Return the ids of the `count` likeliest tokens, [M, K]; None if `count` is 0 or at least V: the whole
-    vocabulary.
-    """
+    """Return the ids of the `count` likeliest tokens, [M, K]; None, for all tokens, if `count` is 0 or at least V."""
     if not 0 < count < logp_M_V.shape[1]:
         return None
     return logp_M_V.detach().topk(count, dim=1).indices
@@ -241,9 +239,7 @@ class SDPO(OnPolicy):
         return self._report(metrics, trained=trained, published=published, uses=uses)
 
     async def _is_silent(self, group: Sequence[Episode]) -> bool:
-        """Return true if nothing can be learned from a group: no lessons and, with `grpo_coef`, no different
-        rewards.
-        """
+        """Return true if nothing can be learned from a group: no lessons and, with `grpo_coef`, equal rewards."""
         return await self._teaching.is_silent(group) and (not self._grpo_coef or self._groups.is_equal(group))
 
     def _update(

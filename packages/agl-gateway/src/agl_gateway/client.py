@@ -222,9 +222,7 @@ class HttpStore:
             raise
 
     async def _ask(self, method: Method, params: dict[str, Any]) -> Any:
-        """Send a request and return the result; a wait longer than one request allows is split into several
-        requests.
-        """
+        """Send a request and return the result; a long wait is split into several requests."""
         deadline = time.monotonic() + params.get("wait_s", 0.0)
         while True:
             if method.is_waiting:
@@ -312,9 +310,7 @@ class HttpStore:
         )
 
     def _away(self, name: str, reply: StoreReply) -> StoreError:
-        """Return the error for a store that is temporarily unavailable, with the text that the store or balancer
-        sent.
-        """
+        """Return the error for a store that is temporarily unavailable, with the text that it or a balancer sent."""
         if self._is_closed:
             return StoreError(f"the store {self._url} was closed while {name!r} waited")
         found = f"the store {self._url} answers HTTP {reply.status} for {name!r}"

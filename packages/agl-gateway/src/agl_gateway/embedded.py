@@ -77,9 +77,7 @@ class EmbeddedGateway(EmbeddedSettings):
         await self._thread.run(lambda: gate.pause(drain_s=drain_s))
 
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
-        """Release the held calls; from then on, calls carry ``model_version``, and the backend is asked for
-        ``model``.
-        """
+        """Release the held calls; later calls carry ``model_version`` and request ``model``."""
         gate = self._gate(policy)
 
         async def resume() -> None:

@@ -378,9 +378,7 @@ def _gateway_id(spools: Sequence[SpoolFile], settings: Settings) -> str:
 
 
 def _traffic(settings: Settings, split: Split | None) -> KeptTraffic:
-    """Return the rule that decides which conversations are recorded; raises :class:`ConfigError` if a split is
-    served.
-    """
+    """Return the rule that decides which conversations are recorded; raises :class:`ConfigError` with a split."""
     if split is not None:
         raise ConfigError(
             "a split compares its arms by all of their conversations, so none may be left out: take away --split, or "

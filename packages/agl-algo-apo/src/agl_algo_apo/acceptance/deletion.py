@@ -86,9 +86,7 @@ class Deletion:
         return {name: unproven for name, unproven in left.items() if unproven}
 
     def is_due(self, step: int) -> bool:
-        """Return true if this step should try deletions: regularly, if the search is stuck, or before the budget
-        ends.
-        """
+        """Return true if this step should try deletions: regularly, if stuck, and before the budget ends."""
         unproven = sum(map(len, self.unproven().values()))
         if not self._search.settings.delete_every or not unproven:
             return False
@@ -102,9 +100,7 @@ class Deletion:
         return is_late or self._search.progress.stale >= DELETE_AFTER or step % self._search.settings.delete_every == 0
 
     async def run(self, step: int) -> None:
-        """Try the best candidate without each unproven change, one at a time; then without all useless ones
-        together.
-        """
+        """Try the best candidate without each unproven change, each alone, then without all useless ones together."""
         best, undone = self._search.best, dict[str, tuple[str, str]]()
         for name, unproven in self.unproven().items():
             for change in unproven:

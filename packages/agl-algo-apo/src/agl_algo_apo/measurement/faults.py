@@ -95,9 +95,7 @@ def status_of(episode: Episode, spans: Sequence[Span] = ()) -> Status:
 
 
 def is_foreign(error: ErrorInfo) -> bool:
-    """Return true if infrastructure caused an error: the error itself, one of its causes, or one of an exception
-    group.
-    """
+    """Return true if infrastructure caused an error: the error itself, one of its causes, or one of a group."""
     raised = [(error.type, error.message), *_raised(error.traceback)]
     return any(_is_foreign(name, message) for name, message in raised)
 

@@ -155,9 +155,7 @@ def _question(resource: Resource) -> FilledTemplate | None:
 def _exchange(
     call: ModelCall, prompt: FilledTemplate, rollout: Rollout, question: FilledTemplate | None
 ) -> tuple[str, str] | None:
-    """Return input and output of a call that read the prompt and was answered with text; ``None`` for any other
-    call.
-    """
+    """Return input and output of a call that read the prompt and was answered with text; else ``None``."""
     messages = call_messages(call)
     texts = [as_text(message.get("content") or "") for message in messages]
     if not messages or messages[-1].get("role") != "assistant" or messages[-1].get("tool_calls"):

@@ -129,9 +129,7 @@ def _messages(span: Span, name: str, prompt: FilledTemplate | None) -> list[str]
 
 
 def _event(span: Span) -> list[str]:
-    """Return the lines that show a span other than a model call: a tool's result, an observation, an object, an
-    error.
-    """
+    """Return the lines for a span other than a model call: a tool's result, an observation, an object, an error."""
     attributes = span.attributes
     lines: list[str] = []
     if semconv.TOOL_RESULT in attributes:

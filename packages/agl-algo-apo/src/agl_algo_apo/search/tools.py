@@ -170,9 +170,7 @@ class SearchTools:
         return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"
 
     async def measure_whole(self, candidate: PromptCandidate, step: int) -> None:
-        """Measure a candidate on the validation tasks without a reward; raises :class:`RunError` if none can be
-        scored.
-        """
+        """Measure a candidate on the validation tasks without a reward; raises :class:`RunError` if none is scored."""
         await self.evaluator.measure([MeasureJob(candidate, "val", self.order)], step=step, purpose="whole")
         if not self.evaluator.scores.rewards(candidate.id, "val"):
             raise nothing_scored(len(self.order), self.evaluator.broken)

@@ -209,17 +209,13 @@ def _render(tokenizer: Any, messages: list[Message], dialogue: Dialogue, *, is_p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenExample:
-    """A chosen and a rejected dialogue, or only one of them; messages before `start` are the prompt and do not
-    train.
-    """
+    """A chosen and a rejected dialogue, or only one of them; messages before `start` do not train."""
 
     sides: Mapping[Side, Dialogue]
     start: int
 
     def where(self, side: Side) -> str:
-        """Return the source file and line of the chosen or rejected dialogue; `""` if the example lacks that
-        dialogue.
-        """
+        """Return the source file and line of the chosen or rejected dialogue; `""` if the example lacks it."""
         return self.sides[side].where if side in self.sides else ""
 
     def rows(self, *, tokenizer: Any, max_tokens: int, stop_ids: Collection[int]) -> Iterator[RowSample]:

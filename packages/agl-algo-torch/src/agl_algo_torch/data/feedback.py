@@ -45,9 +45,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """The texts that a call's teacher reads in addition to the prompt: feedback, and the answers of a sibling
-    rollout.
-    """
+    """The texts that a call's teacher also reads: feedback, and the answers of a sibling rollout."""
 
     feedback: str = ""
     sibling: str = ""

@@ -115,9 +115,7 @@ class Lessons:
         self.counts.update(other.counts)
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of rollouts with each kind of lesson, of calls that train, and of other calls by
-        reason.
-        """
+        """Return how many rollouts have each kind of lesson, how many calls train, and the others by reason."""
         names = {"with_sibling": "told_sibling", "with_feedback": "told_feedback", "taught": "calls_taught"}
         names |= {reason: f"calls_untaught_{reason}" for reason in _REASONS}
         return {name: float(self.counts[key]) for key, name in names.items()}
@@ -125,9 +123,7 @@ class Lessons:
     def uses(
         self, groups: Sequence[Sequence[Episode]], *, grpo: PreparedBatch | None
     ) -> dict[str, tuple[CallUse, ...]]:
-        """Return the use of every call, by rollout id; with `grpo`, a call without a lesson has its use in that
-        batch.
-        """
+        """Return the use of every call, by rollout id; with `grpo`, a call without a lesson has that batch's use."""
         uses: dict[str, tuple[CallUse, ...]] = {}
         for episode in (episode for group in groups for episode in group):
             rollout = episode.rollout.rollout_id

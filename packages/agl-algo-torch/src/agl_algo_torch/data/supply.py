@@ -182,9 +182,7 @@ class Supplied:
     _tuned: TunedPolicy
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that exactly one policy with reachable weights is tuned, and that no setting of the supply is
-        ignored.
-        """
+        """Check that exactly one policy with reachable weights is tuned, and that no supply setting is ignored."""
         self._context = context
         self._tuned.begin(context)
         self._supply.begin(context)
@@ -194,9 +192,7 @@ class Supplied:
         return self._supply.state() | self._tuned.state()
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint: weights, optimizer moments, the reference model, and the position in the
-        sources.
-        """
+        """Continue from a checkpoint: weights, optimizer moments, reference model, and position in the sources."""
         self._supply.restore(state)
         await self._tuned.restore(state)
 

@@ -179,9 +179,7 @@ class ServedTeacher:
         return torch.tensor(found)
 
     async def _complete(self, prompt: str | Sequence[int]) -> dict[str, Any]:
-        """Return the only choice of the completion for a prompt; repeats the request while the server does not
-        answer.
-        """
+        """Return the only choice of the completion for a prompt; repeats the request until the server answers."""
         start, shown = time.monotonic(), float("-inf")
         attempt = 0
         while True:

@@ -149,9 +149,7 @@ class MicroBatch:
     total: float = 1.0  # the divisor of the whole update
 
     def scores(self, model: nn.Module, *, has_entropy: bool = False, has_bonus: bool = False) -> Scores:
-        """Run the model and return the scores of the trained tokens; the flags request entropy and entropy bonus
-        too.
-        """
+        """Run the model and return the scores of the trained tokens; the flags request entropies too."""
         wanted = Wanted(
             targets_M=self.targets_M, temperature_M=self.temperature_M, has_entropy=has_entropy, has_bonus=has_bonus
         )

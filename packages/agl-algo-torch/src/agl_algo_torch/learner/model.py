@@ -120,9 +120,7 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_ma
 
 @contextmanager
 def computing(model: nn.Module) -> Generator[None]:
-    """Inside the block, compute as training does: in a master's `dtype`, and with gradient checkpointing if it is
-    on.
-    """
+    """Inside the block, compute as training does: in a master's `dtype`, with gradient checkpointing if it is on."""
     with _autocast(model), _checkpointed(model):
         yield
 

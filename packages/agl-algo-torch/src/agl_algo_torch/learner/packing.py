@@ -55,9 +55,7 @@ def pack(model: nn.Module) -> str:
 
 
 def packed_inputs(ids_N: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the model inputs for a pass over packed rows; `ids_N` has the tokens of all rows, `lengths` their
-    lengths.
-    """
+    """Return the model inputs for a pass over packed rows; `ids_N` has all tokens, `lengths` the rows' lengths."""
     positions_N = torch.cat([torch.arange(length, device=ids_N.device) for length in lengths])
     # transformers passes a mask of four dimensions on as it is, instead of making one of [N, N]; `_attention` ignores
     # it.

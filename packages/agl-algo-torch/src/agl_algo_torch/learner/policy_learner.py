@@ -114,9 +114,7 @@ class PolicyLearner:
         return max(0.0, 1.0 - self._planned / self.settings.total) if self.settings.total else 1.0
 
     def use_threads(self) -> None:
-        """Set torch's number of threads for the calling thread, if the settings give one; 1 is fastest for tiny
-        models.
-        """
+        """Set torch's number of threads for the calling thread, if the settings give one; 1 suits tiny models best."""
         if self.settings.compute.threads:
             torch.set_num_threads(self.settings.compute.threads)
 

@@ -48,9 +48,7 @@ class ReplayBuffer:
     def weighed(
         self, rows: Sequence[RowSample], *, objective: PolicyObjective, learner: PolicyLearner
     ) -> list[RowSample]:
-        """Return the rows with log pi_old, and with importance weights relative to the version that sampled each
-        row.
-        """
+        """Return the rows with log pi_old, and importance weights relative to the version that sampled each row."""
         found = objective.with_old_logprobs(rows, learner=learner, skips_silent=False)
         return [replace(row, importance=self._weights(row)) for row in found]
 

@@ -110,9 +110,7 @@ def apply_head(model: nn.Module, hidden_M_H: Tensor) -> Tensor:
 
 
 def trunk(model: nn.Module) -> Callable[..., Tensor]:
-    """Return the network below the head of a Hugging Face causal LM, adapters included, as `last_hidden_states`
-    does.
-    """
+    """Return the network below the head of a Hugging Face causal LM, with adapters, as `last_hidden_states` does."""
     return last_hidden_states(bare(model).base_model)
 
 

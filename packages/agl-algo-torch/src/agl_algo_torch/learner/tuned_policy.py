@@ -311,9 +311,7 @@ class TunedPolicy:
         return learner
 
     def _keep_adapters(self, learner: PolicyLearner) -> None:
-        """Copy the adapters for the reference now (LoRA only); whole weights are copied at the reference's first
-        use.
-        """
+        """Copy the adapters for the reference now (LoRA only); whole weights are copied at the first use."""
         if self._has_reference and self.settings.lora.rank and self._reference is None:
             self._reference = self._reference_beside(learner)
 

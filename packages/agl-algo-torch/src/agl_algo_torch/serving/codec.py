@@ -27,9 +27,7 @@ _FORMS: tuple[tuple[str | None, bool], ...] = (("", False), (None, False), ("", 
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return messages (of `plain_message`) as the chat template renders them, with tool calls in the form it
-    expects.
-    """
+    """Return messages (of `plain_message`) as the chat template renders them, with tool calls as it expects them."""
     if any(message.get("tool_calls") for message in messages):
         content, is_text = _call_form(tokenizer, str(tokenizer.chat_template))
         messages = [_formed(message, content, is_text=is_text) for message in messages]
@@ -180,9 +178,7 @@ def safe_length(text: str, markers: Sequence[str]) -> int:
 
 
 def stop_checker(codec: TextCodec, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-    """Return a `GenerationRequest.stop_check` that detects stop strings in the latest text; None without stop
-    strings.
-    """
+    """Return a `GenerationRequest.stop_check` that detects stop strings; None without stop strings."""
     if not stops:
         return None
     # A character takes at most four tokens (byte by byte). Four more tokens complete a first character that is cut.

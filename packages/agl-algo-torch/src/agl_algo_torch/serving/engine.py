@@ -218,9 +218,7 @@ class Engine:
         return {"running": len(self._running), "waiting": waiting, **asdict(self.stats)}
 
     def cancel(self, flights: Sequence[Flight]) -> None:
-        """Remove sequences at the next token boundary; their listeners get no more events. Ignores finished
-        sequences.
-        """
+        """Remove sequences at the next token boundary; their listeners get no more events. Ignores finished ones."""
         for flight in flights:
             flight.is_cancelled = True
 

@@ -48,9 +48,7 @@ class CheckedRequest:
 
 
 async def serve(request: web.Request, call: CheckedRequest, engine: Engine) -> web.StreamResponse:
-    """Run a request and send its answer, whole or as a stream; if the handler ends early, its sequences are
-    cancelled.
-    """
+    """Run a request and send its answer, whole or as a stream; an early end cancels its sequences."""
     run = _RunningRequest(engine, call.requests)
     try:
         return await (_stream(request, call, run) if call.body.stream else _whole(call, run))

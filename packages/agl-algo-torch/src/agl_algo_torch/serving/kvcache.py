@@ -63,9 +63,7 @@ class CacheLayout:
 
     @classmethod
     def of(cls, model: nn.Module) -> CacheLayout:
-        """Return the layout for a model, found by running one token; raises ConfigError if the model cannot be
-        batched.
-        """
+        """Return the layout for a model, found by running one token; raises ConfigError if it cannot be batched."""
         caller = cast("Any", model)
         layers = _probe(caller)
         counts: dict[tuple[int, int], int] = {}  # tensors by (heads, head_dim)

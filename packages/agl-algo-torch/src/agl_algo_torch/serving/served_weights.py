@@ -92,9 +92,7 @@ class ServedWeights:
         return self._beside(adapter, base=weights.base_model)
 
     def take(self, held: LoadedModel | Mapping[str, Tensor] | HeldAdapter) -> Exchange:
-        """Return the exchange for weights in memory: a model, its state or its adapter. Raises as `read` does.
-        Blocks.
-        """
+        """Return the exchange for weights in memory: a model, its state or adapter. Raises as `read` does. Blocks."""
         if isinstance(held, HeldAdapter):
             return self._adapted(held)
         if not isinstance(held, LoadedModel):

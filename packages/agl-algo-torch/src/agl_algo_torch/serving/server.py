@@ -199,9 +199,7 @@ class PolicyServer:
         return await serve(request, self._call(body, head, writer, prompts, stop_ids), self._engine)
 
     async def _scores(self, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[list[float]] | None:
-        """Return the log-probabilities of each prompt's tokens after the first; None unless the request asks for
-        them.
-        """
+        """Return the log-probabilities of each prompt's tokens after the first; None if not requested."""
         if body.prompt_logprobs is None:
             return None
         if body.stream:

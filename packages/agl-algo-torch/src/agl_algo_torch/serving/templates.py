@@ -136,9 +136,7 @@ class PromptBuilder:
         return None
 
     def _spliced(self, text: str, known_calls: set[str]) -> Prompt | None:
-        """Return a prompt that reuses the ids of the longest stored turn that is a prefix of `text`; None without
-        one.
-        """
+        """Return a prompt with the ids of the longest stored turn that is a prefix of `text`; None without one."""
         found = self._find(text, known_calls)
         if found is None:
             return None

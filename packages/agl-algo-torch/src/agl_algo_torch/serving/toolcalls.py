@@ -213,9 +213,7 @@ def _thinking(tokenizer: Any, prompt: str) -> tuple[str, str] | None:
 def _tagged(
     before: str, after: str, read: Callable[[str, Tools], ParsedToolCall | None], *, around: Sequence[str] = ()
 ) -> ToolParser:
-    """Return a parser of calls between two tags; other text is content, without the texts `around` the list of
-    calls.
-    """
+    """Return a parser of calls between two tags; other text is content, without the texts `around` the calls."""
 
     def parse(text: str, tools: Tools) -> ParsedResponse:
         head, *parts = text.split(before)

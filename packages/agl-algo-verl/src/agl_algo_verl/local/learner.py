@@ -197,9 +197,7 @@ class VerlLearner:
         return await asyncio.to_thread(self._policy.export, self._workdir, step=step, keep=self._keep, kept=kept)
 
     def state(self, *, step: int) -> dict[str, Json]:
-        """Return the state to save: checkpoint, opened version, weight of the KL penalty, rate, and schedule
-        position.
-        """
+        """Return the state to save: checkpoint, opened version, KL weight, rate, and schedule position."""
         checkpoint, place = str(step_directory(self._workdir / "state", step)) if step else "", None
         if self._behind is not None:
             checkpoint, place = self._behind.checkpoint, self._behind.place
@@ -272,9 +270,7 @@ class VerlLearner:
             self._critic.load(self._workdir, step=int(checkpoint.name))
 
     def _place(self, worker: VerlWorker, place: int | None) -> None:
-        """Set the learning rate of a newly loaded policy: at `place` in the schedule, or as it was set when going
-        back.
-        """
+        """Set the learning rate of a newly loaded policy: at `place` in the schedule, or as set when going back."""
         place = place if self._behind is None else self._behind.place
         # After going back eta_t is multiplied by `rate`: the same step size would diverge at the same place again.
         if place is not None or self._rate != 1.0:

@@ -84,9 +84,7 @@ class VerlWorker:
         return worker
 
     def use_threads(self) -> None:
-        """Set torch's number of threads for the calling thread, if the settings give one; 1 is fastest for tiny
-        models.
-        """
+        """Set torch's number of threads for the calling thread, if the settings give one; 1 suits tiny models best."""
         if self._settings.threads:
             torch.set_num_threads(self._settings.threads)
 

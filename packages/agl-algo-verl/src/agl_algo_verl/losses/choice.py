@@ -132,9 +132,7 @@ def loss_mode(settings: VerlSettings) -> str:
 
 
 def with_aggregation(settings: VerlSettings, *, is_given: bool) -> VerlSettings:
-    """Return the settings with the `loss_agg_mode` that the loss requests; unchanged if the user set one
-    (`is_given`).
-    """
+    """Return the settings with the `loss_agg_mode` that the loss requests; unchanged if `is_given`."""
     actor = settings.actor
     if is_given:
         return settings

@@ -170,9 +170,7 @@ def call_returns(prepared: PreparedStep) -> dict[str, dict[str, float]]:
 
 
 def call_rewards(sample: RowSample, returns: Mapping[str, float]) -> Tensor:
-    """Return the reward at each token of a response, [R], float64; `returns` has the return of each call, by span
-    id.
-    """
+    """Return the reward at each token of a response, [R], float64; `returns` has each call's return, by span id."""
     rewards_R = torch.zeros(len(sample.mask), dtype=torch.float64)
     # Calls before the response have no token to carry a reward.
     parts = sorted((call for call in sample.calls if call[2] > 0), key=lambda call: call[1])  # by their first token

@@ -157,9 +157,7 @@ class Cluster:
         return {**runtime_env, **mine, "env_vars": {**runtime_env["env_vars"], **mine.get("env_vars", {})}}
 
     def _check_shared(self, ray: Any) -> None:
-        """Raise ConfigError for `ray_init` arguments without effect on the cluster to which this process is
-        connected.
-        """
+        """Raise ConfigError for `ray_init` arguments without effect on an already connected cluster."""
         given = {name: value for name, value in self._read.ray_init.items() if name != "runtime_env"}
         found = str(ray.get_runtime_context().gcs_address)
         if given.get("address") in ("auto", found):

@@ -146,9 +146,7 @@ class AgentLoops:
         self._completion = completion
 
     def _complete(self, batch: Any, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Complete a batch in VERL's queue before VERL computes advantages; returns options for the training
-        workers.
-        """
+        """Complete a batch in VERL's queue before VERL computes advantages; returns options for the workers."""
         completion = self._completion
         if completion is None:
             return {}

@@ -235,9 +235,7 @@ class RayVERL(VerlTraining):
         return True
 
     def state(self) -> Mapping[str, Json]:
-        """Return the state to save: step counts, newest checkpoint, and the version and weights on which VERL
-        started.
-        """
+        """Return the state to save: step counts, newest checkpoint, and the version and weights of VERL's start."""
         names = {"checkpoint": self._checkpoint, "opened": self._opened, "origin": self._origin, "start": self._start}
         counts = {"step": self._step, "base": self._base, "skipped": self._skipped}
         return {**counts, "supply": self._supply.state(), **names, "rate": self._rate}
@@ -464,9 +462,7 @@ class RayVERL(VerlTraining):
         )
 
     def _trained(self, step: int) -> dict[str, float]:
-        """Return VERL's metrics of a step under the names in `REPORTED`, and the loss's own; empty if VERL logged
-        none.
-        """
+        """Return VERL's metrics of a step under the names in `REPORTED`, and the loss's own; empty without a log."""
         lines = (self._folder / METRICS).read_text(encoding="utf-8").splitlines()
         for line in reversed(lines):
             record = json.loads(line)

@@ -73,8 +73,6 @@ def _with(use: CallUse, tokens: dict[str, bytes] | None, mean: float | None) -> 
 
 
 def _packed(values_N: Tensor, trained_N: Tensor, *, length: int) -> bytes:
-    """Pack a call's values for its `length` tokens; NaN at untrained tokens, and where the row begins within the
-    call.
-    """
+    """Pack a call's values for its `length` tokens; NaN at untrained tokens, and where the row cuts the call."""
     known_N = values_N.float().where(trained_N, torch.nan)
     return half_bytes(torch.cat([torch.full((length - len(known_N),), torch.nan), known_N]))

@@ -214,9 +214,7 @@ class VerlPolicy:
             await home.stop()
 
     async def _home_backend(self) -> Backend:
-        """Return the replicas if they are attached by now, else the `home` policy, which is started for the first
-        call.
-        """
+        """Return the replicas if they are attached by now, else the `home` policy, started for the first call."""
         async with self._lock:
             if self._replicas is not None:
                 return self._replicas

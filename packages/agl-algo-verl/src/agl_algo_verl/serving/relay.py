@@ -241,9 +241,7 @@ def _parts(opening: msgspec.Raw | None) -> list[bytes]:
 
 
 def _fields(body: bytes) -> dict[str, msgspec.Raw] | None:
-    """Return the fields of a JSON object, each as bytes; None for other values, and for JSON that is nested too
-    deep.
-    """
+    """Return the fields of a JSON object, each as bytes; None for other values, and for JSON nested too deep."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):

@@ -244,9 +244,7 @@ def transport(*urls: str) -> Iterator[Finding]:
 
 
 async def _gateway(url: str, ca: str, *, token: str) -> AsyncIterator[Finding]:
-    """Check a gateway's token, clock, version and health, with ``token`` or, if it is empty, this machine's own
-    token.
-    """
+    """Check a gateway's token, clock, version and health, with ``token`` or else this machine's own."""
     check = f"gateway {url}"
     try:
         token = token or _own_token()
@@ -302,9 +300,7 @@ async def _answers(store: Store, check: str) -> AsyncIterator[Finding]:
 
 
 async def _writes(store: Store, check: str) -> AsyncIterator[Finding]:
-    """Write a value to the store, read it back and delete it; report how long the write took and how the clocks
-    differ.
-    """
+    """Write a value to the store, read it back and delete it; report the time taken and the clocks' difference."""
     name = f"agl-doctor-{new_trace_id()[:12]}"
     key = f"gateway/{name}"
     took = await _timed(lambda: store.save_state({key: b"written"}))

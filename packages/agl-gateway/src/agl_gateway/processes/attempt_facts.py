@@ -91,17 +91,13 @@ class RequestIds:
         return request_id, retries
 
     def retry_of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> RequestKey | None:
-        """Return the key of a retry whose first try another process may have received; ``None`` for any other
-        request.
-        """
+        """Return the key of a retry whose first try another process may have received; else ``None``."""
         if headers.get("x-stainless-retry-count", "0") == "0" or headers.get("x-agl-request-id", ""):
             return None
         return _key(attempt_id, body)
 
     def known(self, key: RequestKey) -> tuple[float, str]:
-        """Return the time (Unix seconds) and the id of the newest request with ``key``; ``(0.0, "")`` if there is
-        none.
-        """
+        """Return the time (Unix seconds) and the id of the newest request with ``key``; ``(0.0, "")`` without one."""
         return self._recent.get(key, (0.0, ""))
 
     def learn(self, key: RequestKey, at: float, request_id: str) -> None:

@@ -188,9 +188,7 @@ class GatewayProcess:
         await self._tell(Order(kind="pause", name=policy, drain_s=drain_s))
 
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
-        """Release the held calls; from then on, calls carry ``model_version``, and the backend is asked for
-        ``model``.
-        """
+        """Release the held calls; later calls carry ``model_version`` and request ``model``."""
         gate = self._set_gate(policy, is_paused=False, model_version=model_version, model=model)
         await self._tell(Order(kind="resume", name=policy, gate=gate))
 
@@ -221,9 +219,7 @@ class GatewayProcess:
             raise CaptureError("the gateway is not running; start it first")
 
     def _set_gate(self, policy: str, *, is_paused: bool, model_version: str = "", model: str = "") -> GateState:
-        """Record whether a policy is paused, with its version and model, so that a restarted process begins with
-        them.
-        """
+        """Record whether a policy is paused, with its version and model, for a restarted process."""
         self._require_running()
         if policy not in self._gates:
             raise ConfigError(f"the gateway serves no policy {policy!r}; it serves {sorted(self._gates)}")

@@ -288,9 +288,7 @@ class Peers:
         return list({each.group: each for each in sorted(found, key=lambda each: each.seen_at)}.values())
 
     async def _look(self) -> None:
-        """Read the list of gateways from the store, and retry until the store answers: no attempt can end without
-        it.
-        """
+        """Read the list of gateways from the store, retrying until it answers: no attempt can end without it."""
         while True:
             try:
                 return await self._read()

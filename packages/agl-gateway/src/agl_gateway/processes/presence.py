@@ -115,9 +115,7 @@ class GatewayPresence:
             _log.warning("the store did not take the news that this gateway ends; it will be listed as gone")
 
     async def run(self) -> None:
-        """Announce the gateway every ten seconds, and warn once of gateways that are gone with calls in their
-        spools.
-        """
+        """Announce the gateway every ten seconds, and warn once of gateways gone with calls in their spools."""
         if self.recorder.spool is None:
             return
         try:

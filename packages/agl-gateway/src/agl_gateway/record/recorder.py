@@ -357,9 +357,7 @@ class Recorder:
             self._room.set()
 
     async def _stored(self, attempt_ids: Iterable[str]) -> None:
-        """Count one call of each listed attempt as stored, and wake the callers that wait for all calls of an
-        attempt.
-        """
+        """Count one call of each listed attempt as stored, and wake the callers that wait for an attempt."""
         async with self._changed:
             for attempt_id in attempt_ids:
                 self._hold(-1)

@@ -249,9 +249,7 @@ class Spool:
             await asyncio.sleep(max(0.01, min(self._deferred[attempt_id] for attempt_id in waiting) - now))
 
     async def _bring(self, file: SpoolFile, calls: Sequence[SpooledCall]) -> None:
-        """Write a batch to the store; if the store refuses it but answers, write the calls of each attempt
-        separately.
-        """
+        """Write a batch to the store; if the store refuses it, write each attempt's calls separately."""
         if await self._append(calls) is None:
             self.outage.end()
             await self._remove(file, calls)

@@ -91,9 +91,7 @@ class StatusApi:
         return web.json_response({"service": "agl gateway"})
 
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer with metrics in Prometheus' text format; with several processes, each number has a ``process``
-        label.
-        """
+        """Answer with metrics in Prometheus' text format; several processes get a ``process`` label."""
         self.access.check(request)
         queued = _gauge("agl_rollouts_queued", "Rollouts that wait for a runner.", len(self.queue))
         text = render([queued, *self._families()]) if self.siblings.group is None else await self._of_all(queued)

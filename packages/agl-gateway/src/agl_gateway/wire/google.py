@@ -226,9 +226,7 @@ def _generation(config: dict[str, Any]) -> dict[str, Json]:
 
 
 def _whole(value: Any) -> Any:
-    """Return a number such as 20.0, which Google's clients write for ``topK``, as an integer; other values
-    unchanged.
-    """
+    """Return a number such as 20.0, which Google's clients write for ``topK``, as an integer; others unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -82,9 +82,7 @@ _ITEM_EVENTS = ("response.output_item.added", "response.output_item.done")
 
 
 def thoughts_of(asked: Request) -> "SealedResponses | SealedMessages | None":
-    """Return the translation that seals the thoughts in a call's answer; ``None`` if the client asks for no
-    thoughts.
-    """
+    """Return the translation that seals the thoughts in a call's answer; ``None`` if no thoughts are requested."""
     if asked.dialect == "responses":
         include = asked.get("include")
         return SealedResponses() if isinstance(include, list) and _INCLUDE in include else None
