@@ -260,8 +260,8 @@ def test_agl_why_names_both_steps_that_trained_on_a_rollout(
 
     rollout = asyncio.run(first())
     told = run_agl("why", rollout, "--store", "runs.db", folder=tmp_path)
-    assert "grpo, step 1: trained on 1 of 1 calls" in told
-    assert "grpo, step 2: trained on 1 of 1 calls; replayed 1 version later" in told
+    assert "grpo, step 1: trained on 1 of 1 call" in told
+    assert "grpo, step 2: trained on 1 of 1 call; replayed 1 version later" in told
     assert "not saved" not in told
     found = json.loads(run_agl("why", rollout, "--store", "runs.db", "--json", folder=tmp_path))
     assert [True, True] == [step["is_saved"] for step in found["training"]]

@@ -28,7 +28,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def install_plugin(site: Path) -> InstallPlugin:
-    """Installs a distribution: its files and the metadata that an installer writes."""
+    """Return a function that installs a distribution: its files, and the metadata that an installer writes."""
 
     def install(
         distribution: str, source: str, *, entry: str, version: str = "1.0", requires: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The context variable of a rollout: where it is carried, and that nothing of it is left behind."""
+"""The context variable of a rollout: where it is carried, and that nothing of it is left afterwards."""
 
 import asyncio
 import subprocess
@@ -20,7 +20,7 @@ def attempt(number: int = 1, **fields: object) -> ActiveAttempt:
 
 
 class Named(Tracer):
-    """A tracer whose framework says that a span is current."""
+    """A tracer that always names the same current span."""
 
     def __init__(self, span_id: str | None = None) -> None:
         self.span_id = span_id

@@ -1,4 +1,4 @@
-"""The span recorder: order, and no loss."""
+"""The span recorder keeps the order of spans and loses none."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Reading and preparing model calls: every dialect, plain and streamed, whole, cut and garbage."""
+"""Reading and preparing model calls in every dialect: plain and streamed, whole, cut and unreadable."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""The functions that instrumented code calls, inside a rollout and outside."""
+"""The functions that instrumented code calls, inside and outside of a rollout."""
 
 import asyncio
 import math
@@ -118,7 +118,7 @@ def test_emitted_values_that_no_store_carries_become_text(recorder: SpanRecorder
 
 
 class Measured(float):
-    """A number of a class of its own, as NumPy has it."""
+    """A number type other than ``float``, as NumPy has them."""
 
 
 def test_reward_span_carries_numbers_of_other_classes():
@@ -285,7 +285,7 @@ def test_emitters_do_nothing_outside_a_rollout():
 
 
 class Hostile:
-    """A value of the agent's whose text cannot be had."""
+    """A value that raises when it is converted to text."""
 
     def __str__(self) -> str:
         raise ZeroDivisionError("hostile")
@@ -302,7 +302,7 @@ REPORTS: dict[str, Callable[[], object]] = {
 
 
 class Broken:
-    """A recorder, and a tracer, of which nothing works."""
+    """A recorder and a tracer whose methods all raise."""
 
     def __getattr__(self, name: str) -> Any:
         def broken(*_: Any) -> Any:

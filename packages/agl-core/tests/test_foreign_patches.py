@@ -1,4 +1,4 @@
-"""Our patches beside those of other instrumentations, put on before and after ours, undone in either order."""
+"""Our patches together with other instrumentation, installed before and after ours, removed in either order."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ wrapt = pytest.importorskip("wrapt", reason="needs wrapt, with which instrumenta
 httpx = pytest.importorskip("httpx")
 
 Switch = Callable[[], Callable[[], None]]
-"""Puts an instrumentation on; returns how to take it off."""
+"""Installs an instrumentation, and returns a function that removes it."""
 
 
 def otel(name: str, kind: str) -> Switch:
@@ -28,7 +28,7 @@ def otel(name: str, kind: str) -> Switch:
 
 
 def datadog_like() -> Callable[[], None]:
-    """Wrap what Datadog wraps, as it does: a wrapper in the class that works with the object it was called on."""
+    """Wrap the methods that Datadog wraps, in its way: each wrapper needs the object on which it was called."""
     places = (
         (threading.Thread, "start"),
         (ThreadPoolExecutor, "submit"),
@@ -62,7 +62,7 @@ SWITCHES = {
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Take away what a foreign undo leaves in a class, such as a ``start`` of ``Timer``'s own."""
+    """Remove attributes that a foreign instrumentation leaves on a class, such as ``Timer.start``."""
     kinds = (threading.Thread, threading.Timer, ThreadPoolExecutor, httpx.Client, httpx.AsyncClient)
     before = [dict(vars(kind)) for kind in kinds]
     yield

@@ -156,7 +156,7 @@ LONG = tuple(range(100, 120))
 
 
 def drift_of(*calls: tuple[Ids, Ids]) -> list[str]:
-    """The drift of each call, shortened to the position, the call that it continues, and both sides."""
+    """Return each call's drift, shortened to the position, the call that it nearly continues, and both sides."""
     spans = [call_span(i + 1, prompt=prompt, response=response) for i, (prompt, response) in enumerate(calls)]
     forest = build_forest(spans)
     pattern = (
@@ -291,7 +291,7 @@ def trained_tokens(row: Row) -> list[int]:
 
 
 def long_attempt(calls: int, *, agents: int = 8) -> list[Span]:
-    """Interleaved agents whose conversations are compacted every eight turns."""
+    """Return the calls of several agents in turn, whose conversations are compacted every eight turns."""
     rng = random.Random(7)
     contexts = [b""] * agents
     spans: list[Span] = []
@@ -323,7 +323,7 @@ def siblings(calls: int) -> list[Span]:
 
 
 def copies_in_reverse(calls: int) -> list[Span]:
-    """A conversation's prefixes from long to short: every one is enclosed by all later ones."""
+    """Return the prefixes of a conversation from long to short, so that each is a prefix of all earlier ones."""
     return [packed_span(i, pack_ids([1] * (calls - i)), pack_ids([1])) for i in range(calls)]
 
 
@@ -332,7 +332,7 @@ def one_conversation(calls: int) -> list[Span]:
 
 
 def costs(*attempts: Sequence[Span]) -> list[float]:
-    """CPU seconds of each attempt, without garbage collection: the best of several interleaved runs."""
+    """Return the least CPU seconds for each attempt over several interleaved runs, without garbage collection."""
     best = [float("inf")] * len(attempts)
     gc.disable()
     try:
@@ -377,7 +377,7 @@ STEPS = st.lists(
 
 
 class Simulation:
-    """Agents that talk; records what a capture point would, and knows which calls count."""
+    """Agents that talk to models; records calls as a gateway would, and knows which calls should be in rows."""
 
     def __init__(self, agents: int) -> None:
         self.agents = agents
@@ -463,7 +463,10 @@ def logprobs_of(name: str, response: Ids) -> list[float]:
 
 
 def naive_rows(calls: Sequence[tuple[str, Ids, Ids]]) -> list[NaiveRow]:
-    """The definition, quadratic: each call extends the longest earlier conversation, the newest open one of equals."""
+    """Return the rows by a simple quadratic algorithm.
+
+    Each call extends the longest earlier conversation that is a prefix; of equal ones, the newest that is still open.
+    """
     rows: list[NaiveRow] = []
     done: list[tuple[Ids, NaiveRow, list[bool]]] = []
     for name, prompt, response in calls:

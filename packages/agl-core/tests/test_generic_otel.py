@@ -1,4 +1,4 @@
-"""Frameworks that emit the GenAI conventions' spans themselves need no adapter: the OpenTelemetry tracer is one.
+"""Frameworks that create GenAI spans themselves need no adapter, because the OpenTelemetry tracer records them.
 
 Tested with Microsoft's agent-framework and with pydantic-ai; skipped where they are not installed. A person switches
 on the framework's own instrumentation, which is one line in each.
@@ -33,7 +33,7 @@ def divide(a: int, b: int) -> float:
 
 
 def api_of(llm: LLM) -> Any:
-    """OpenAI's client, to be closed in the loop that used it."""
+    """Return OpenAI's client, which must be closed on the event loop that used it."""
     import openai
 
     return openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key or "none")
@@ -94,7 +94,7 @@ STREAMED: dict[str, Agent] = {"agent_framework": agent_framework_streamed, "pyda
 
 @pytest.fixture(params=PLAIN)
 def framework(request: pytest.FixtureRequest) -> str:
-    """A framework with its own instrumentation on."""
+    """Return the name of a framework, with its own instrumentation switched on."""
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param.replace('_', '-')} is not installed")
     _instrument(request.param)
@@ -102,7 +102,7 @@ def framework(request: pytest.FixtureRequest) -> str:
 
 
 def use(*calls: ToolCall) -> Callable[[ModelRequest], Step]:
-    """Call the tools once, then answer."""
+    """Return a model that calls the tools once and then answers."""
 
     def respond(request: ModelRequest) -> Step:
         is_first = not any(turn.role in ("assistant", "tool") for turn in request.turns)

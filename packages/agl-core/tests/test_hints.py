@@ -1,4 +1,4 @@
-"""The next step of a message: the name that was meant, and the line that installs a package where the user is."""
+"""Hints in messages: the name that was probably meant, and the command that installs a package."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ PROJECT = '[project]\nname = "{name}"\ndependencies = {needs}\n'
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout of three packages, from which the core runs."""
+    """A checkout of three packages, from which the core is imported."""
     needs = {"agl-core": ["pluggy"], "agl-base": ["agl-core>=0.1,<0.2"], "agl-top": ["agl-core>=0.1", "agl-base>=0.1"]}
     for name, lines in needs.items():
         (tmp_path / "packages" / name).mkdir(parents=True)

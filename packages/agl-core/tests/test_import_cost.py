@@ -1,4 +1,4 @@
-"""Imports load little, and nothing that the caller did not ask for."""
+"""Imports load little, and nothing that the caller did not request."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ HEAVY = ("rich", "click", "sqlite3", "httpx", "asyncio", "opentelemetry", "plugg
 
 
 def loaded_by(code: str) -> set[str]:
-    """Modules that ``code`` adds to a bare interpreter."""
+    """Return the modules that ``code`` loads in a new interpreter."""
     script = f"import sys\nbefore = set(sys.modules)\n{code}\nnew = sorted(set(sys.modules) - before)\nprint(*new)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     return set(done.stdout.split())

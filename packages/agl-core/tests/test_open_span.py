@@ -1,4 +1,4 @@
-"""Open spans: what they say, what they enclose, and that they end once, wherever and whenever they are closed."""
+"""Open spans: their attributes and children, and that each ends exactly once, wherever it is closed."""
 
 import asyncio
 import sys
@@ -327,14 +327,14 @@ def test_outside_a_rollout_a_span_does_nothing():
 
 
 class Hostile:
-    """A value of the agent's whose text cannot be had."""
+    """A value that raises when it is converted to text."""
 
     def __str__(self) -> str:
         raise ZeroDivisionError("hostile")
 
 
 class Vague:
-    """A value, such as an array, that cannot be compared or asked for its truth."""
+    """A value, such as an array, that can be neither compared nor converted to a bool."""
 
     def __str__(self) -> str:
         return "[1 2]"
@@ -347,7 +347,7 @@ class Vague:
 
 
 class HostileError(Exception):
-    """An exception of the agent's whose message cannot be had."""
+    """An exception whose message raises when it is read."""
 
     def __str__(self) -> str:
         raise ZeroDivisionError("hostile")
@@ -422,7 +422,7 @@ def test_spans_hold_no_credentials(attempt: ActiveAttempt, recorder: SpanRecorde
 
 
 def calls_of(count: int) -> None:
-    """Make model calls that leave the process's clients but never a machine."""
+    """Make model calls through a client whose transport answers within the process."""
     httpx = pytest.importorskip("httpx")
     answer = httpx.Response(200, json={"id": "c", "choices": [{"index": 0, "message": {"content": "hi"}}]})
     with httpx.Client(transport=httpx.MockTransport(lambda _: answer)) as client:

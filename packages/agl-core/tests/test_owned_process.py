@@ -1,4 +1,4 @@
-"""A program in a process of its own: its answers, its ends, and what its owner learns of both."""
+"""A program in a process of its own: its answers, its ends, and the errors that its owner gets."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Plugins that fail: each is named with distribution, version and remedy, and harms no other plugin."""
+"""Plugins that fail: each error names distribution, version and remedy, and other plugins are not affected."""
 
 import logging
 import subprocess

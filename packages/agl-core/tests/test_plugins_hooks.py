@@ -1,4 +1,4 @@
-"""Every hook, implemented by one plugin: what it registers is found, and it sees what happens."""
+"""Every hook, implemented by one plugin: its components are found, and its observers are called."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The plugin manager: what it finds, what it builds, whom it tells."""
+"""The plugin manager: the plugins that it finds, the components that it builds, the observers that it calls."""
 
 import logging
 import re
@@ -261,7 +261,7 @@ class Observer:
 
 
 def finished(algorithm: str) -> dict[str, Any]:
-    """The arguments that observers of a finished step receive."""
+    """Return the arguments that observers of a finished step receive."""
     counts = {"run": 1, "experiment_step": 1}
     return {"experiment": "sql", "algorithm": algorithm, "report": StepReport(step=1), "workdir": Path("run"), **counts}
 

@@ -1,4 +1,4 @@
-"""The probe of weights: written beside them, read back, and refused when it is none."""
+"""The probe of weights: written next to the weights, read back, and refused if it is malformed."""
 
 import pytest
 

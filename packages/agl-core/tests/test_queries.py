@@ -233,7 +233,7 @@ ACTORS = [
 
 
 def span_in_tree(number: int, parent: int, what: str, attributes: dict[str, object]) -> Span:
-    """The span ``s<number>`` in a tree of operations, calls and rewards."""
+    """Return the span ``s<number>`` of a tree of operations, calls and rewards."""
     made = plain_span(f"s{number}", parent=f"s{parent}" if parent < number else None, attributes=attributes)
     if what == "call":
         return replace(made, call=call_span(number).call)
@@ -252,7 +252,7 @@ def test_bare_spans_name_the_same_actors_around_others(tree: list[tuple[int, str
 
 
 def test_spans_inside_a_judged_step_are_chosen_by_the_operation_around_it() -> None:
-    """An evaluation that came by OTLP may enclose calls, and its name is not an operation's."""
+    """An evaluation that arrived over OTLP may enclose calls; its name is not the name of an operation."""
 
     async def body() -> None:
         store = MemoryStore()

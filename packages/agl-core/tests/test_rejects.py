@@ -1,4 +1,4 @@
-"""Why a call trains nothing: one reason for each, in words."""
+"""The reject reason of a call that trains nothing: one reason each, with details as text."""
 
 import pytest
 
@@ -10,13 +10,13 @@ from agl.schemas import ModelCall, Span
 from tests.cases import agent_span, call_span, plain_span
 
 UNFIT: dict[str, object] = {"ids_missing": "none", "inputs": ("sha256:1",), "is_complete": False, "error": "boom"}
-"""Everything that speaks against a call at once."""
+"""Fields of a call with all defects at once."""
 
 
 def found(
     *spans: Span, attempt_id: str | None = "r.1", agent_match: str | None = None, policy: str | None = None
 ) -> dict[str, Reject]:
-    """The rejects of the calls among spans, by the calls' ids."""
+    """Return the rejects of the calls among the spans, by span id."""
     enclosing = Enclosing(spans)
     calls = [span for span in spans if span.call is not None]
     who = {span.span_id: enclosing.who(span) for span in calls}

@@ -20,7 +20,7 @@ def policy(name: str, agents: str = "", *, model: str = "", aliases: tuple[str, 
 
 
 def chosen(*upstreams: Upstream, **asked: object) -> list[str]:
-    """The names of the policies that are found, the same for every order of the configuration."""
+    """Return the names of the chosen policies, which must be the same for every order of the configuration."""
     (found,) = {upstreams_for(order, **asked) for order in permutations(upstreams)}  # type: ignore[arg-type]
     return [upstream.name for upstream in found]
 

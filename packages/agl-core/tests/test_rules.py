@@ -34,7 +34,7 @@ def queued(rollout_id: str = "a", **fields: object) -> Rollout:
 
 
 def claim(*, now: float = 100.0, lease_s: float = 60.0, **rollout: object) -> Claim:
-    """An attempt that was opened at ``now``."""
+    """Return a claim whose attempt was opened at ``now``."""
     created = values.new_rollout(queued(**rollout), now=50.0)  # pyright: ignore[reportArgumentType]  # shorthand
     return leases.open_attempt(created, worker="w", claim_id="c", lease_s=lease_s, now=now)
 
@@ -123,14 +123,14 @@ def test_definition_is_a_rollout_without_its_progress() -> None:
 
 
 def test_rollout_of_another_seed_is_the_same_rollout() -> None:
-    """So that a step in flight goes on after an upgrade, and a copy keeps its seed."""
+    """A step in flight must go on after an upgrade, and a copied rollout must keep its seed."""
     older, seeded = queued(metadata={"step": 1}), queued(metadata={"step": 1, "seed": 7})
     assert values.definition(older) == values.definition(seeded)
     assert seeded == values.unbegun(seeded)
 
 
 def test_rollout_with_another_retry_policy_is_the_same_rollout() -> None:
-    """So that a run may be resumed with another time limit or number of attempts."""
+    """A run may be resumed with another time limit or number of attempts."""
     older = queued(retry=RetryPolicy(max_attempts=3, retry_on=("lost", "failed"), timeout_s=9.0))
     assert values.definition(older) == values.definition(queued())
     assert values.definition(queued(hidden=("answer",))) != values.definition(queued())
@@ -245,7 +245,7 @@ def test_policy_says_which_outcomes_are_repeated() -> None:
 
 
 def ended(rollout: Rollout, *outcomes: tuple[AttemptStatus, ErrorInfo | None]) -> Claim:
-    """The rollout after attempts that end so."""
+    """Return the last claim of a rollout after attempts with the given outcomes."""
     for status, error in outcomes:
         assert "queued" == rollout.status
         opened = leases.open_attempt(rollout, worker="w", claim_id="", lease_s=1.0, now=1.0)

@@ -1,4 +1,4 @@
-"""The parameters of sampling that are overridden in training, and those that stay."""
+"""Sampling parameters in training: those that are overridden, and those that stay."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tool calls in the deltas of servers that number them, number them alike, or do not number them."""
+"""Tool calls in the deltas of servers that number them, give all the same number, or give none."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""URLs that people wrote."""
+"""URLs that people write: with and without credentials, well-formed or not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Token counts in the forms of the providers."""
+"""Token counts in the form of each provider."""
 
 from typing import Any
 

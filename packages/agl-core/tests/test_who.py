@@ -1,4 +1,4 @@
-"""Ask who is about to call a model while it happens; the recorded spans give the same answer later."""
+"""``who`` names the caller of a model during a run; the recorded spans give the same answer afterwards."""
 
 import threading
 
@@ -62,7 +62,10 @@ def test_who_reads_the_spans_of_opentelemetry_as_they_are_now():
 
 
 class Slow(Tracer):
-    """A tracer that hears of an agent only when it is flushed; ``inner`` is a span within it that it knows already."""
+    """A tracer that learns of an agent only when it is flushed.
+
+    ``inner`` is a span inside that agent which the tracer names before.
+    """
 
     def __init__(self, inner: str = "") -> None:
         self.span_id = "5" * 16

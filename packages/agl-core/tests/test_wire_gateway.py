@@ -1,4 +1,4 @@
-"""The wire hook with a gateway: identity added, calls redirected, nothing leaked to anybody else."""
+"""The wire hook with a gateway: tokens are added, calls are redirected, and no other server sees them."""
 
 import asyncio
 import importlib
@@ -20,7 +20,7 @@ from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, S
 MODULES = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
 KEY = "sk-provider-0123456789"
 ELSEWHERE = "http://127.0.0.1:9/v1"
-"""The address of clients that were built before the run; nobody answers there."""
+"""The address of clients that were built before the run; no server listens there."""
 
 pytestmark = pytest.mark.skipif(not MODULES, reason="neither httpx nor httpx2 is installed")
 

@@ -1,4 +1,4 @@
-"""When the hook is in place: for modules imported before, during and after a rollout. Each in its own process."""
+"""The wire hook is in place for modules imported before, during and after a rollout, each in a new process."""
 
 import importlib.util
 import subprocess

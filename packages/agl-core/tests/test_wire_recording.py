@@ -1,4 +1,4 @@
-"""Model calls recorded in the process: real clients, real sockets, no gateway."""
+"""Model calls recorded in the process, with real clients and sockets and without a gateway."""
 
 import asyncio
 import dataclasses
@@ -65,7 +65,7 @@ def only(recorder: SpanRecorder) -> tuple[Span, ModelCall]:
 
 
 def asked_ids(server: ScriptedModelServer) -> tuple[list[int], list[int]]:
-    """The ids that the server sent with its newest plain answer."""
+    """Return the prompt and response ids that the server sent with its newest plain answer."""
     sent = json.loads(server.calls[-1].sent)
     return sent["prompt_token_ids"], sent["choices"][0]["token_ids"]
 

@@ -1,4 +1,4 @@
-"""Choose where a request goes when it leaves a client, without sending it."""
+"""The route of a request that leaves a client, chosen without sending the request."""
 
 import pytest
 

@@ -59,7 +59,7 @@ def call(request_id: str, messages: list, answer: dict, prompt: list[int], respo
 
 
 def spans_of(claim: Claim) -> tuple[Span, ...]:
-    """An agent with two calls that continue each other, one failed call, and a reward."""
+    """Return the spans of an agent with two calls that continue each other, one failed call, and a reward."""
     ids = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
     first = call("r1", QUESTION, CALLED, [1, 2, 3], [4, 5])
     second = call("r2", [*QUESTION, {**CALLED, "content": ""}, TOOL], ANSWER, [1, 2, 3, 4, 5, 6], [7, 8])
@@ -75,7 +75,7 @@ def spans_of(claim: Claim) -> tuple[Span, ...]:
 
 
 async def fill(store: Store, count: int, *, experiment: str = "calc") -> list[str]:
-    """``count`` finished rollouts, and one that is queued."""
+    """Record ``count`` finished rollouts and one that is queued."""
     names = [f"ro-{experiment}-{number:03d}" for number in range(count)]
     await store.enqueue([Rollout(rollout_id=name, task={"q": "2+3"}, experiment=experiment) for name in names])
     claims = await store.claim(worker="w", limit=count, experiment=experiment)
@@ -87,7 +87,7 @@ async def fill(store: Store, count: int, *, experiment: str = "calc") -> list[st
 
 
 async def finish_with(store: Store, *make) -> None:
-    """One finished rollout with the spans that ``make`` returns for its claim."""
+    """Record one finished rollout with the spans that the functions ``make`` return for its claim."""
     await store.enqueue([Rollout(rollout_id="ro-one", task={"q": "2+3"}, experiment="one")])
     (claim,) = await store.claim(worker="w", experiment="one")
     spans = tuple(span(claim) for span in make)
@@ -96,7 +96,7 @@ async def finish_with(store: Store, *make) -> None:
 
 @pytest.fixture
 def store_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs a coroutine function on the store ``runs/agl.db`` of an empty folder, which commands then find."""
+    """Return a function that runs a coroutine function on ``runs/agl.db`` in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
     (tmp_path / "runs").mkdir()
@@ -384,7 +384,7 @@ def test_show_prints_the_tree(store_of):
 
 
 def counted_call(claim: Claim) -> Span:
-    """A call whose answer carried its usage and no token ids, as a recorder makes it."""
+    """Return the span of a call whose answer has token counts and no token ids."""
     made = call("r9", QUESTION, ANSWER, [], [], ids_missing="the backend returned none")
     answer = {**made.response, "usage": {"prompt_tokens": 17, "completion_tokens": 4}}
     made = msgspec.structs.replace(made, response=answer)

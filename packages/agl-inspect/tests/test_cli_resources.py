@@ -1,4 +1,4 @@
-"""``agl resources`` as a person calls it, and the labels and intervals behind it."""
+"""``agl resources`` on the command line, and the labels and intervals that it shows."""
 
 import asyncio
 import json
@@ -79,7 +79,7 @@ async def fill(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Result]:
-    """Runs ``agl resources`` on a store that the first call fills with ``rewards`` and validation tasks by version."""
+    """Return a function that runs ``agl resources``; its first call fills the store with ``rewards`` by version."""
     path = tmp_path / "runs.db"
 
     def call(
@@ -333,7 +333,7 @@ def test_quantile_inverts_the_distribution(probability: float, freedom: float) -
 
 
 def test_welchs_interval_of_a_textbook_case() -> None:
-    """Means 4 and 6, variances 2.5 and 2.5 over 5 each: t with 8 degrees of freedom, standard error 1."""
+    """Means 4 and 6, and variance 2.5 over 5 values each: t with 8 degrees of freedom, standard error 1."""
     result = compare([2, 3, 4, 5, 6], [4, 5, 6, 7, 8])
     assert (2.0, pytest.approx(2.0 - 2.30600, abs=1e-4), 1.5) == (
         result.difference,

@@ -1,4 +1,4 @@
-"""``agl show`` and tables: the contents of a rollout, cut or whole, harmless for a terminal, on lines that fit it."""
+"""``agl show`` and tables: contents cut or whole, harmless for a terminal, and on lines that fit its width."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ TRACEBACK = "\n".join(f'  File "agent.py", line {number}, in step{number}' for n
 
 
 def chat(number: int, messages: list[Any], answer: Any, **fields: Any) -> dict[str, Any]:
-    """The fields of a recorded call's span."""
+    """Return the fields of the span of a recorded call."""
     call = ModelCall(
         request_id=f"r{number}",
         dialect=fields.pop("dialect", "chat"),
@@ -47,7 +47,7 @@ def chat(number: int, messages: list[Any], answer: Any, **fields: Any) -> dict[s
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Records a rollout of the given spans in ``runs/agl.db`` of an empty folder."""
+    """Return a function that records a rollout with the given spans in ``runs/agl.db`` of an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
     (tmp_path / "runs").mkdir()
@@ -261,7 +261,7 @@ def test_rollout_of_many_long_calls_is_read_in_little_memory(record: Callable[..
 
 
 class Watched(MemoryStore):
-    """A store that counts the spans that it returned or searched."""
+    """A store that counts the spans that it has returned or searched."""
 
     seen = 0
 
@@ -279,7 +279,7 @@ class Watched(MemoryStore):
 
 
 def in_teams(claim: Claim, count: int) -> list[Span]:
-    """Return calls of two agents in turn, each below a node of its agent."""
+    """Return calls of two agents in turn, each inside a node of its agent."""
     agents = [span(claim, at, name="agent", attributes={semconv.AGENT_NAME: f"solver{at}"}) for at in (1, 2)]
     nodes = [
         span(claim, at + 2, parent_id=agent.span_id, attributes={semconv.NODE: "node"}, name="node")

@@ -1,4 +1,4 @@
-"""``agl sql``: plain columns over what any store holds, for reading only."""
+"""``agl sql``: plain columns over the contents of any store, for reading only."""
 
 import asyncio
 import csv
@@ -18,7 +18,7 @@ from agl_store_sqlite._store import SQLiteStore
 
 
 def spans_of(claim: Claim) -> tuple[Span, ...]:
-    """A call with token ids, one that a backend only counted, and a reward."""
+    """Return a call with token ids, a call with only the backend's token counts, and a reward."""
     ids = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
     exact = ModelCall(
         request_id="r1",
@@ -43,7 +43,7 @@ def spans_of(claim: Claim) -> tuple[Span, ...]:
 
 
 async def fill(store: Store) -> None:
-    """Two rollouts of ``sums``, the second of which fails, one of ``other``, and a metric of each."""
+    """Record two rollouts of ``sums``, the second of which fails, one of ``other``, and a metric of each."""
     place = {"algorithm": "grpo", "step": 3}
     await store.enqueue(
         [Rollout(rollout_id=f"ro-{n}", task={"q": n}, experiment="sums", metadata=place) for n in (1, 2)]
@@ -66,7 +66,7 @@ async def fill(store: Store) -> None:
 
 @pytest.fixture
 def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only store of the folder."""
+    """Create the only store of the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
     (tmp_path / "runs").mkdir()

@@ -19,7 +19,7 @@ from agl_store_sqlite._store import SQLiteStore
 
 @pytest.fixture
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Runs a coroutine function on ``runs/agl.db`` in an empty folder, with a clock that is ``late_s`` seconds late."""
+    """Return a function that runs work on ``runs/agl.db`` in an empty folder; its clock is ``late_s`` seconds late."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
 

@@ -1,4 +1,4 @@
-"""The shell completes ids and names from the folder's store, quickly, and in silence where there is none."""
+"""The shell completes ids and names from the folder's store, quickly, and prints nothing without a store."""
 
 import asyncio
 import os
@@ -39,13 +39,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def complete(*words: str) -> list[str]:
-    """The suggestions for the last of ``words``."""
+    """Return the suggestions for the last of ``words``."""
     found = ShellComplete(cli, {}, "agl", "_AGL_COMPLETE").get_completions(list(words[:-1]), words[-1])
     return [item.value for item in found]
 
 
 def ask(folder: Path, words: str) -> tuple[int, str, str]:
-    """Return the program's exit status, output and errors, called as click's completion script calls it."""
+    """Run the program as click's completion script does; return its exit status, output and errors."""
     asked = {"_AGL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "2"}
     line = [sys.executable, "-P", "-m", "agl"]
     done = subprocess.run(line, cwd=folder, env=os.environ | asked, capture_output=True, text=True, timeout=60)
@@ -97,7 +97,7 @@ def test_named_store_is_the_one_that_is_read(folder):
 
 
 def files(folder: Path) -> list[str]:
-    """Return the files below a folder, without those of SQLite's log, because reading creates them too."""
+    """Return the names of the files below a folder, without SQLite's log files, which reading creates too."""
     return sorted(path.name for path in folder.rglob("*") if not path.name.endswith(("-shm", "-wal")))
 
 

@@ -25,7 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 
 
 def make(task: dict[str, Json], sample: int) -> Recording:
-    """Return a rollout as it should be: two turns that continue each other, a tool between them, a reward."""
+    """Return a rollout without faults: two turns that continue each other, a tool call between them, a reward."""
     rollout_id = f"sums-1-grpo-train-00001-{task['question']}-{sample}"
     attempt_id = f"{rollout_id}.1"
     rollout = Rollout(
@@ -122,7 +122,7 @@ Change = Callable[[Recording], Recording]
 
 
 def calls(**fields: Any) -> Change:
-    """Change every model call."""
+    """Return a change that sets these fields of every model call."""
 
     def change(recording: Recording) -> Recording:
         spans = [replace(s, call=replace(s.call, **fields)) if s.call else s for s in recording.spans]
@@ -132,7 +132,7 @@ def calls(**fields: Any) -> Change:
 
 
 def failed(kind: str, message: str, status: Any = "failed") -> Change:
-    """Let every rollout fail with an error."""
+    """Return a change that makes every rollout fail with this error."""
 
     def change(recording: Recording) -> Recording:
         error = ErrorInfo(type=kind, message=message)
@@ -191,7 +191,7 @@ def nameless(recording: Recording) -> Recording:
 
 
 def bypassed(recording: Recording) -> Recording:
-    """Add a call that only a watch on clients saw."""
+    """Add a call that was noticed only at its HTTP client."""
     attributes = {"agl.unrecorded": "policy", "gen_ai.operation.name": "chat", "agl.client": "urllib"}
     seen = replace(tool(recording.rollout.rollout_id, 5), span_id="u5", status="unset", attributes=attributes)
     return replace(recording, spans=[*recording.spans, seen])
@@ -244,7 +244,7 @@ SEEDED: dict[str, Change] = {
 
 
 def examined(change: Change = lambda recording: recording, *, part: float = 1.0) -> Examined:
-    """Return the facts of twelve rollouts; ``change`` is applied to the share ``part`` of them."""
+    """Return the facts of twelve rollouts, of which the share ``part`` was changed by ``change``."""
     made = [make(task, sample) for task in TASKS for sample in range(SAMPLES)]
     made = [change(one) if place < part * len(made) else one for place, one in enumerate(made)]
     facts = [facts_of(one, other=made[(place + SAMPLES) % len(made)].rollout.task) for place, one in enumerate(made)]
@@ -278,7 +278,7 @@ def test_fault_in_a_third_of_the_rollouts_is_found(rule: str) -> None:
 
 
 def test_hidden_values_that_stand_in_every_prompt_are_no_leak() -> None:
-    """The answers of other tasks are in the prompts just as often, so the own answer there is not a leak."""
+    """The answers of other tasks are in the prompts as often as the task's own answer, so this is not a leak."""
     every = " ".join(str(task["answer"]) for task in TASKS)
 
     found = examined(lambda one: edited(one, lambda messages: [{"role": "system", "content": every}, *messages]))

@@ -1,4 +1,4 @@
-"""Memory and time of a named model and device: sizes that are known, laws that must hold, and what is refused."""
+"""Memory and time of a model on a device: known sizes, laws that must hold, and input that is refused."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Keys in a file: several at a time, read again when the file changes, and kept when the change is bad."""
+"""Keys in a file: several at once, read again when the file changes, and unchanged if the new file is bad."""
 
 import logging
 import os

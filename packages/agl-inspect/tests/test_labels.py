@@ -1,4 +1,4 @@
-"""The versions that roll-backs of a label lead through."""
+"""The versions to which rollbacks of a label lead."""
 
 import pytest
 

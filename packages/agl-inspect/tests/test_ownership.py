@@ -1,4 +1,4 @@
-"""Only one trainer owns an experiment: a live owner is named, a dead owner is replaced, a replaced one cannot save."""
+"""Only one trainer owns an experiment: a live owner is named, a dead one replaced, a replaced one cannot save."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ Opener = Callable[[], Store]
 
 @pytest.fixture(params=["memory", "sqlite"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
-    """Opens stores with the same content, in one process or as several would."""
+    """Return a function that opens stores with the same contents: always one in memory, or several on one file."""
     store = MemoryStore()
     return (lambda: store) if request.param == "memory" else lambda: SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
 

@@ -41,7 +41,7 @@ ALL = RolloutQuery(limit=10_000)
 
 
 class Told(Quiet):
-    """Keeps the lines that a run says about retention."""
+    """Collects the lines that a run shows about retention."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -51,7 +51,7 @@ class Told(Quiet):
 
 
 class Learner:
-    """Learns nothing from other experiments."""
+    """An algorithm whose source is another experiment; it learns nothing."""
 
     async def setup(self, context: AlgorithmContext) -> None: ...
 
@@ -78,7 +78,7 @@ class LearnerPlugin:
 
 @pytest.fixture(params=["memory", "sqlite"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Store]:
-    """Opens stores with the same content."""
+    """Return a function that opens stores with the same contents."""
     store = MemoryStore()
     return (lambda: store) if request.param == "memory" else lambda: SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
 
@@ -289,7 +289,7 @@ def test_removal_killed_in_the_middle_leaves_a_store_that_reads_well_and_is_cont
 
 
 class Full(MemoryStore):
-    """Deletes nothing."""
+    """A store that deletes nothing."""
 
     async def delete(self, rollout_ids: Sequence[str]) -> int:
         raise StoreError("the disk is full; make room")

@@ -1,4 +1,4 @@
-"""The sums of a step by agent and by task, as the driver adds them up and saves them."""
+"""The tallies of a step by agent and by task, as the driver makes and saves them."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ RUN = ExperimentRecord(name="sums", run=2)
 
 
 def played(number: int, *, task: str = "a", reward: float | None = 1.0) -> tuple[Episode, Recording]:
-    """Return a rollout in which the planner makes a call of one token, and the writer two of two tokens, one failed."""
+    """Return a rollout: the planner makes a call of one token, the writer two of two tokens, one with an error."""
     rollout_id = f"r{number}"
     rollout = replace(ROLLOUT, rollout_id=rollout_id, attempt_id=f"{rollout_id}.1", group_id=task)
     attempt = replace(ATTEMPT, rollout_id=rollout_id, attempt_id=f"{rollout_id}.1")

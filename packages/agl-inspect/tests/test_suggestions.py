@@ -180,7 +180,7 @@ def test_each_algorithm_is_looked_at_by_itself_and_unknown_numbers_do_no_harm() 
 
 @pytest.fixture
 def store(tmp_path: Path) -> str:
-    """The URL of a store with two runs, of which the second one has a fault."""
+    """The URL of a store with two runs, the second of which has a fault."""
     url = f"sqlite:///{tmp_path}/runs.db"
 
     async def fill() -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of the core's tests."""
+"""Fixtures of agl-run's tests."""
 
 import importlib
 import sys

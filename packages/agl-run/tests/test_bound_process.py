@@ -25,7 +25,7 @@ with open(sys.argv[1] + ".new", "w") as file:
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 time.sleep(60)
 """
-"""A program that writes the id of a child in another session; the child holds the program's output open."""
+"""A program that starts a child in another session and writes the child's id; the child holds its output open."""
 
 
 async def start(file: Path) -> BoundProcess:

@@ -69,7 +69,7 @@ def plan(*words: str) -> Result:
 
 
 def trial_of(*words: str) -> tuple[int, float]:
-    """Return the tasks of the trial, and its uncertainty."""
+    """Return the number of tasks in the trial, and the uncertainty of its tokens."""
     found = plan("--run", "--json", *words)
     assert 0 == found.exit_code, found.output
     report = json.loads(found.stdout)

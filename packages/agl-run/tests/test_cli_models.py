@@ -13,7 +13,7 @@ from agl_store_sqlite._store import SQLiteStore
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A store with a prompt, an adapter, and two versions of weights; the files of the older version are gone."""
+    """A folder whose store has a prompt, an adapter, and two versions of weights; the older version has no files."""
     for name in ("new", "adapter"):
         (tmp_path / name / "deep").mkdir(parents=True)
         (tmp_path / name / "deep" / "model.safetensors").write_text(name)

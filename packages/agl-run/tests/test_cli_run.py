@@ -31,11 +31,11 @@ tunes = "prompt"
 """
 
 TEXTS = ("0.95", "0.05", "0.05", "")
-"""The text that each step publishes, with ``""`` for no text; its reward is high first, and collapses twice."""
+"""The text that each step publishes, ``""`` for none; its reward is high first, and then collapses twice."""
 
 
 class Writing:
-    """Publishes the text of each step, and can go back to earlier states."""
+    """An algorithm that publishes a text in each step, and can return to earlier states."""
 
     def __init__(self) -> None:
         self._step = 0

@@ -1,4 +1,4 @@
-"""What an algorithm and an agent are given by a run: the agents whose calls train, and the way to the gateway."""
+"""The context that a run gives to algorithms and agents: the agents whose calls train, and the gateway."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from agl_run.runners.setup import without_proxy
 
 
 class Asks:
-    """Reports which agents train."""
+    """An algorithm that reports the agents whose calls train."""
 
     async def setup(self, context: AlgorithmContext) -> None:
         context.say(f"trains {context.agents!r}")

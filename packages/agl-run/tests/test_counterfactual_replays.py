@@ -1,4 +1,4 @@
-"""The rollouts that replay a step for a counterfactual credit."""
+"""The replays of a step's rollouts for a counterfactual credit."""
 
 import asyncio
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def test_replay_samples_as_the_rollout_that_it_replays(mode: Mode) -> None:
 
 
 def test_mode_of_the_recorded_rollout_leaves_a_replays_id_and_seed() -> None:
-    """A step that is repeated after an upgrade finds the replays that ran before it."""
+    """A step that is repeated after an upgrade must find the replays that ran before the upgrade."""
     plan = ReplayPlan(rollout_id="r-1", replaced=("clerk",))
     (of_training,), (of_test,) = replayed(plan, mode="train"), replayed(plan, mode="test")
 

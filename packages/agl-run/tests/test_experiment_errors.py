@@ -363,7 +363,7 @@ REWARD = '[[reward]]\nuse = "exact-match"\n'
 
 
 def set_in(folder: Path, text: str, *settings: str) -> ExperimentConfig:
-    """Return the configuration of a file with ``--set``."""
+    """Return the configuration of a file after ``--set``."""
     (folder / "lists.toml").write_text(text)
     return read_experiment(folder / "lists.toml", settings, manager=PluginManager())[0]
 

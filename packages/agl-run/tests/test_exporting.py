@@ -16,7 +16,7 @@ TASKS = [{"n": number} for number in range(40)]
 
 
 class Kept:
-    """Collects what it receives, after raising the given errors."""
+    """An exporter that collects rollouts, after raising the given errors."""
 
     destination = "memory"
 
@@ -75,7 +75,7 @@ def test_a_dry_run_is_exported_too(tmp_path: Path) -> None:
 
 
 class Fragile(Kept):
-    """Raises on the rollouts of two tasks."""
+    """An exporter that raises on the rollouts of two tasks."""
 
     async def export(self, recordings: Sequence[Recording]) -> None:
         if any(recording.rollout.task["n"] in (3, 20) for recording in recordings):

@@ -1,4 +1,4 @@
-"""Answers of a fork: recorded before the call at which it forks, new after it, refused after a divergence."""
+"""Answers of a fork: recorded up to the fork, new after it, refused after a divergence."""
 
 import random
 from typing import Any
@@ -13,7 +13,7 @@ from agl_inspect.rollouts.answers import RecordedAnswer
 from agl_run.replay.fork_player import REFUSED, ForkPlayer, ForkScript
 
 Call = tuple[str, str]
-"""An agent and its request."""
+"""The name of an agent and its request."""
 
 RUN = [("plan", "p"), ("write", "w"), ("check", "c")]
 
@@ -35,7 +35,7 @@ def answered(call: Call, number: int) -> RecordedAnswer:
 
 
 def player(at: int, calls: list[Call] = RUN, *, answer: RecordedAnswer | None = None, **plan: Any) -> ForkPlayer:
-    """Return a player that forks at the call with this number, from 1."""
+    """Return a player that forks at the call number ``at``, counted from 1."""
     recorded = tuple(answered(call, number) for number, call in enumerate(calls, start=1))
     fork = ForkPlan(rollout_id="r", span_id=f"span-{at}", **plan)
     return ForkPlayer(ForkScript(plan=fork, position=at - 1, recorded=recorded, answer=answer))
@@ -136,7 +136,7 @@ def test_agent_beside_the_fork_must_still_make_its_recorded_calls() -> None:
 
 
 def mutated(calls: list[Call], place: int, draw: random.Random) -> list[Call]:
-    """Return the calls with one change before ``place``: another text or agent, or one call less or more."""
+    """Return the calls with one random change before ``place``: a text or an agent, or a call more or less."""
     one = draw.randrange(place)
     agent, text = calls[one]
     match draw.choice(["text", "agent", "less", "more"]):

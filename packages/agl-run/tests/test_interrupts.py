@@ -1,4 +1,4 @@
-"""One Ctrl-C, two at the same time, and a second one: a blocking run ends its work before it raises the interrupt."""
+"""A blocking run finishes its work before it raises an interrupt: one Ctrl-C, two at once, or a second one later."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from agl_run.run.blocking import SAME_S, run_blocking
 
 
 class Work:
-    """Waits until it is stopped, and then takes some time to end; counts how often it was stopped."""
+    """Work that waits until it is stopped, and then takes some time to end; it counts the stops."""
 
     def __init__(self, *, ending_s: float) -> None:
         self.ending_s, self.stops, self.has_ended = ending_s, 0, False

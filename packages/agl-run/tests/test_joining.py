@@ -47,7 +47,7 @@ SECRET = b"a secret that everybody shares"
 
 
 def a_plan(folder: Path, **changes: Any) -> Plan:
-    """Return a worker's plan for an experiment, without its data and its algorithm's and policy's packages."""
+    """Return a worker's plan that needs no data and no package of an algorithm or policy."""
     (folder / "joining_agent.py").write_text(AGENT)
     data: dict[str, Any] = {
         "experiment": {"agent": "joining_agent:solve", "train": "no-such-file.jsonl", "hidden": ["answer"]},
@@ -60,7 +60,7 @@ def a_plan(folder: Path, **changes: Any) -> Plan:
 
 
 def a_serving(plan: Plan, **changes: Any) -> RunningExperiment:
-    """Return the record that the experiment of ``plan`` publishes."""
+    """Return the record of a running experiment with this plan."""
     upstream = Upstream(name="main", base_url="http://me:my-key@127.0.0.1:8000/v1", model="small")
     llm = LLM(endpoint="http://me:my-key@127.0.0.1:8000/v1", model="small", api_key="my-key")
     context = RunContext(store=MemoryStore(), upstreams=[upstream], requires_calls=True)
@@ -264,7 +264,7 @@ class Asking:
 
 
 class AskingPlugin:
-    """Registers the reward."""
+    """A plugin that registers :class:`Asking`."""
 
     @agl.hookimpl
     def agl_rewards(self) -> list[RewardEntry]:

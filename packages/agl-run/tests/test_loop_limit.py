@@ -1,4 +1,4 @@
-"""More rollouts at once than one event loop should hold: they run, and ``agl`` says what to do instead."""
+"""More rollouts at once than one event loop should run: they run, and a notice says how to spread them."""
 
 import sys
 from collections.abc import Iterator

@@ -65,7 +65,7 @@ class ToyPlugin:
 
 
 def plugins() -> PluginManager:
-    """The plugins of the core, the engine, replays, data and the toy, whatever else is installed."""
+    """Return a manager with the plugins of the core, the engine, replays and data, and the toy plugin."""
     manager = PluginManager()
     manager.register(agl_data.plugin, name="data")
     manager.register(agl_replay.plugin, name="replay")

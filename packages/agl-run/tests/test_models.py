@@ -1,4 +1,4 @@
-"""``model`` of a policy that loads weights: folders that do not exist, and hubs that do not answer."""
+"""The setting ``model`` of a policy that loads weights: missing folders, and hubs that do not answer."""
 
 import socket
 import threading

@@ -82,7 +82,7 @@ class SilentError(Exception):
 
 
 async def odd(task: str) -> Any:
-    """Do an unusual thing, which the task names."""
+    """Do the unusual thing that the task names."""
     if task == "returns":
         return [2**70]
     if task == "raises":

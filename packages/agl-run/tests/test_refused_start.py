@@ -93,7 +93,7 @@ def fit(
 
 
 def status(folder: Path) -> tuple[str, int] | None:
-    """Return the stored status and the number of the run; ``None`` for an experiment that never ran."""
+    """Return the experiment's status and run number in the store; ``None`` if it never ran."""
 
     async def load() -> Any:
         store = SQLiteStore(f"sqlite:///{folder}/small.db")

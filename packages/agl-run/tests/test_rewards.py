@@ -12,7 +12,7 @@ from agl_run.parts.build import build_rewards
 
 
 class Asking:
-    """An emitter that takes the experiment, and reports what it got."""
+    """A reward emitter that takes the setup, and reports its contents."""
 
     def __init__(self, *, setup: RewardSetup, part: str = "") -> None:
         self.setup = setup

@@ -82,7 +82,7 @@ def test_turns_of_several_steps() -> None:
 
 
 class Noted:
-    """An algorithm that records how it is called, and fails at the step ``fails_at``."""
+    """An algorithm that logs its calls, and fails at the step ``fails_at``."""
 
     def __init__(self, name: str, log: list[str], *, length: int = 1, steps: int = 0, fails_at: int = 0) -> None:
         self.name, self.steps = name, steps

@@ -1,4 +1,4 @@
-"""The settings that a resumed run compares: their saved form, and the display of a change."""
+"""The settings that a resumed run compares: their saved form, and the text about a change."""
 
 from typing import Any
 

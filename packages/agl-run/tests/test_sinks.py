@@ -36,7 +36,7 @@ TASKS = [{"n": 1}, {"n": 3}]
 
 
 class Kept:
-    """Collects what it receives, after raising the given errors when it begins, or in the method ``at``."""
+    """A sink that collects what it receives, after raising the given errors at ``begin`` or in the method ``at``."""
 
     destination = "memory"
 
@@ -150,7 +150,7 @@ def test_sink_begins_again_after_errors_which_are_told_once(
 
 
 class Scripted:
-    """Publishes the next of its texts in every step."""
+    """An algorithm that publishes the next of its texts in every step."""
 
     def __init__(self, *, texts: list[str]) -> None:
         self._texts, self._step = texts, 0

@@ -28,7 +28,7 @@ class Idle:
 
 
 class Held:
-    """A store that delays its answer to the first claim, after it has opened the attempts."""
+    """A store that has opened the attempts of the first claim, but delays its answer."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

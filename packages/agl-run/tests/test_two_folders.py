@@ -72,6 +72,15 @@ class WithPart:
     async def setup(self, context):
         pass
 
+    async def step(self):
+        pass
+
+    def state(self):
+        return None
+
+    async def restore(self, state):
+        pass
+
     async def close(self):
         pass
 

@@ -1,4 +1,4 @@
-"""A worker's token: its sources, its place in an order for another machine, and the stores that it is for."""
+"""A worker's token: where it is read, how an order carries it, and for which stores it is valid."""
 
 import os
 import time
@@ -25,7 +25,7 @@ def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def order(store_url: str) -> WorkerOrder:
-    """Return an order with the key."""
+    """Return an order that holds the signing key."""
     config = ExperimentConfig(experiment=ExperimentSection(name="mine", agent="agent:solve", train="tasks.jsonl"))
     return WorkerOrder(config=config, folder=".", store_url=store_url, secret=SECRET, plugins={})
 

@@ -1,4 +1,4 @@
-"""The agents, nodes and tools that made a model call, found from the spans that tracers recorded."""
+"""Finds the agents, nodes and tools around a model call, from the spans that tracers recorded."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
@@ -8,7 +8,7 @@ from agl.schemas import Span
 
 # A recursive agent may nest spans without end, and every transition carries its path.
 MAX_PATH = 64
-"""The largest number of names in a path. Longer paths keep their innermost names."""
+"""The most names in :attr:`Who.path`; a longer path keeps its innermost names."""
 
 
 class Who(NamedTuple):
@@ -29,7 +29,7 @@ class Who(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names against which a policy's ``agents`` pattern is matched, from the innermost to the nearest agent."""
+        """The names to match with a policy's ``agents`` pattern: from the innermost actor outwards, the agent last."""
         # The agent comes last although it is the outermost: a policy that is declared for a node or
         # role within an agent is more specific than one for the agent.
         return tuple(dict.fromkeys(name for name in (*reversed(self.inside), self.agent) if name))
@@ -41,11 +41,11 @@ _ROOT = Who()
 # (https://opentelemetry.io/docs/specs/semconv/gen-ai/).
 _NAMES = frozenset({semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME, semconv.WORKFLOW_NAME})
 NAMING = _NAMES | {semconv.OPERATION}
-"""The attributes of a span that name an actor."""
+"""The span attributes that name an actor."""
 
 
 class Enclosing:
-    """Finds the actors that enclose spans; visits every span once, without recursion."""
+    """Finds the actors that enclose spans; visits every span only once, and uses no recursion."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans: Mapping[str, Span] = {span.span_id: span for span in spans}
@@ -63,7 +63,7 @@ class Enclosing:
         return self._climb(span) if known is None else known
 
     def _climb(self, span: Span) -> Who:
-        """Visit the spans around ``span`` up to the root, to a known one, or to a cycle in foreign data."""
+        """Return the actors around ``span``; stops at the root, at a known span, or at a cycle in foreign data."""
         unvisited: list[Span] = []
         # Spans of foreign programs arrive over OTLP as they are; one that is its own ancestor must
         # not hang the reader.
@@ -81,7 +81,7 @@ class Enclosing:
         return who
 
     def _parent(self, span: Span) -> Span | None:
-        """The framework span that the call names, if that span was recorded; otherwise the span's own parent."""
+        """The span around ``span``: the recorded framework span that the call names, or else the parent."""
         framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
         # The wire hook sends the framework's current span along, because the call leaves in the
         # HTTP client's own context, where the parent may be another library's span.
@@ -92,7 +92,7 @@ class Enclosing:
 
 
 def step_into(around: Who, attributes: Mapping[str, object], operation: str) -> Who:
-    """The actors inside a span: those around the span and those that the span names.
+    """The actors inside a span: the actors around the span, and those that the span names itself.
 
     Args:
         around: The actors around the span.
@@ -132,7 +132,7 @@ def _name(attributes: Mapping[str, object], key: str) -> str:
 
 
 def _operation(span: Span) -> str:
-    """The name that was passed to ``agl.operation``; ``""`` for a span that a semantic convention describes."""
+    """The span's name if ``agl.operation`` opened the span; ``""`` for a span of a semantic convention."""
     # agl.operation records a plain internal span. Spans of the conventions have an operation
     # attribute; calls and rewards have a payload.
     is_plain = (

@@ -33,7 +33,7 @@ class Tracers:
 
 # A descriptor without __set__, so that an agent may have its own attribute of the same name.
 class _CurrentTracers:
-    """A descriptor that gives the tracers of the running attempt; an agent may override it by assignment."""
+    """A descriptor that returns the tracers of the running attempt; an agent may override it by assignment."""
 
     def __get__(self, agent: object, owner: type) -> Tracers:
         capture = current()
@@ -44,8 +44,8 @@ class LitAgent(Generic[T]):
     """An agent as a class: override :meth:`rollout`, as a function or a coroutine function.
 
     A class may also define ``training_rollout`` for rollouts that train, and ``validation_rollout`` for rollouts that
-    validate or test; both take the arguments of ``rollout``, which runs all other rollouts. Each name may end in
-    ``_async``. One instance serves many rollouts at once, so keep per-rollout state in local variables.
+    validate or test. Both take the same arguments as ``rollout``, which runs the remaining rollouts. Each name may end
+    in ``_async``. One instance serves many rollouts at once, so keep per-rollout state in local variables.
 
     Attributes:
         tracer: The tracers of the running attempt. Use it for features beyond the tracer contract, such as a handler
@@ -70,7 +70,7 @@ class LitAgent(Generic[T]):
 
 
 def agent(function: F) -> F:
-    """Mark a plain function, sync or async, as an agent for its readers; returns the function unchanged.
+    """Mark a plain function, sync or async, as an agent for people who read the code; returns it unchanged.
 
     The function may have the parameters ``task``, ``resources``, ``rollout``, ``llm`` (the only LLM among the
     resources), ``prompt_template`` (the only prompt template) and the name of any resource. The first parameter with

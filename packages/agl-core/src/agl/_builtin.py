@@ -1,4 +1,4 @@
-"""The core's own components, registered through the same hooks as a plugin's and imported when they are built."""
+"""The components of ``agl-core``, registered through the same hooks as a plugin's and imported when built."""
 
 from collections.abc import Iterable
 

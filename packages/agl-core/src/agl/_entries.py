@@ -1,6 +1,6 @@
 """The records of plugins: the components that they register, and the status of each plugin.
 
-A component is a name, a lazy factory and one line of help. Nothing here imports a component.
+A component is a name, a lazy factory and one line of help. This module imports no component.
 """
 
 from collections.abc import Callable

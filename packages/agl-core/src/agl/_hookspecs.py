@@ -1,4 +1,4 @@
-"""The hooks. Provider hooks return records. Observer hooks only watch, and an observer that raises stops nothing.
+"""The hooks of plugins. Provider hooks return records; observer hooks only watch, and their errors stop nothing.
 
 Hooks are synchronous. Provider hooks do no work: the components that they name are built on request.
 Write ``from agl import hookimpl`` and define functions with these names in the module that the ``agl`` entry point
@@ -26,7 +26,7 @@ from agl.contracts import StepReport
 
 # One word for all four uses, so that a plugin's author has one name to remember.
 PROJECT = "agl"
-"""Name of the pluggy project, of the marker, and of the entry-point group."""
+"""Name of the pluggy project, of its hook marker, and of the entry-point group."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -159,7 +159,7 @@ class AglSpec:
     def agl_step_finished(
         self, experiment: str, run: int, algorithm: str, report: StepReport, experiment_step: int, workdir: Path
     ) -> None:
-        """An algorithm finished a step and its state is saved, or the experiment was validated.
+        """Called when a step of an algorithm is saved, or when the experiment was validated.
 
         Called in the process that runs the experiment, once for every step, in the order in which steps finish.
         ``run`` counts the experiment's fresh starts, from 1. ``experiment_step`` counts the steps of all algorithms
@@ -178,7 +178,7 @@ class AglSpec:
     def agl_alert_raised(
         self, experiment: str, run: int, kind: str, rule: str, algorithm: str, step: int, evidence: str, change: str
     ) -> None:
-        """A run raised an alert: a finding about itself that needs a person.
+        """Called when a run has raised an alert: a finding about itself that needs a person.
 
         Called in the process that runs the experiment, after the finding is stored; once for each finding, even if the
         run is restarted. ``kind`` is ``suggestion``, or ``collapse`` if the run reacted to a fall of the validation

@@ -14,7 +14,7 @@ _SHOWN = {"token": "agl_***", "key": "sk-***", "bearer": "Bearer ***", "header":
 
 
 def redact(text: str) -> str:
-    """``text`` with attempt tokens, ``sk-`` keys, bearer credentials and ``api-key`` headers masked.
+    """Mask attempt tokens, ``sk-`` keys, bearer credentials and ``api-key`` headers in a text.
 
     Text without such secrets is returned as the same object.
     """

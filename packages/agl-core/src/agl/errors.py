@@ -113,7 +113,7 @@ class NotFoundError(StoreError):
     # Exception's own pickling calls the class with its message, which is one argument where this
     # takes two.
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the error by its constructor's arguments, so that it can be sent to another process."""
+        """Return the constructor's arguments for pickle, so that the error can be sent to another process."""
         return type(self), (self.kind, self.key, self._hint), vars(self)
 
 
@@ -134,7 +134,7 @@ class InvalidRecordError(StoreError):
 
 
 class InvalidQueryError(StoreError):
-    """A query asks for an impossible page: with a number that no store can hold, or behind a value of a wrong type."""
+    """A query asks for an impossible page, with a number that no store can hold or a value of a wrong type."""
 
 
 class SchemaVersionError(StoreError):
@@ -191,6 +191,6 @@ class ExportError(AglError):
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one phrase: its type and message."""
+    """Format an exception as one phrase: its type and message."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

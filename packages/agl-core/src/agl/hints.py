@@ -1,5 +1,6 @@
-"""Formulates the next step in a message: the name that was probably meant, or the command that installs a package."""
+"""Words the next step in a message: the name that was probably meant, or the command that installs a package."""
 
+import os
 import re
 import shlex
 import tomllib
@@ -11,12 +12,12 @@ __all__ = ["closest", "did_you_mean", "pip_install"]
 
 
 def closest(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the choice that ``name`` resembles most, by a ratio from ``cutoff`` to 1; ``""`` if it resembles none."""
+    """Return the choice that is most similar to ``name``; ``""`` if no similarity reaches ``cutoff`` (at most 1)."""
     return next(iter(get_close_matches(name, list(choices), n=1, cutoff=cutoff)), "")
 
 
 def did_you_mean(name: str, choices: Iterable[str], *, otherwise: str = "") -> str:
-    """Return ``did you mean 'CHOICE'?`` with the choice that ``name`` resembles; ``otherwise`` if there is none."""
+    """Return ``did you mean 'CHOICE'?`` with the choice most similar to ``name``; ``otherwise`` if none is similar."""
     near = closest(name, choices)
     return f"did you mean {near!r}?" if near else otherwise
 
@@ -39,7 +40,7 @@ def pip_install(package: str) -> str:
 
 def _folders(project: Path) -> list[str]:
     """Return the folders of a package's dependencies in the checkout, then its own; empty if it is not there."""
-    if not (project / "pyproject.toml").is_file():
+    if not os.path.isfile(project / "pyproject.toml"):  # false for a folder of another user, too
         return []
     needs = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     own = str(project.relative_to(Path.cwd()) if project.is_relative_to(Path.cwd()) else project)

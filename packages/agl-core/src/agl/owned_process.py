@@ -1,7 +1,7 @@
 """Runs a program in a process of its own: starts it, sends it orders, and restarts it if it ends or hangs.
 
-A trainer that builds rows and computes losses is slow to answer in all of its event loops and threads. A program in
-another process serves calls meanwhile. It is started as a new program, not forked, because a trainer has threads.
+A trainer that builds rows and computes losses is slow to answer in all of its event loops and threads, so calls are
+served by a program in another process. It is started as a new program, not forked, because a trainer has threads.
 
 The listening socket belongs to the owner. While the program restarts, new calls wait in the socket's queue; calls that
 were in flight fail, and their clients send them again. Owner and program exchange lines of JSON over a socket pair:
@@ -33,43 +33,45 @@ from agl.errors import AglError
 __all__ = ["HEALTH_S", "Message", "OwnedProcess", "Owner", "Restarts", "run_owned"]
 
 LONGEST = 2**24
-"""Largest length of a line in bytes; an order with the upstreams of thousands of replicas fits."""
+"""The most bytes of a line between owner and program; an order with thousands of replicas fits."""
 
 START_S = 120.0
-"""Seconds within which a program must be ready; on an idle machine it takes about one."""
+"""Seconds in which a started program must become ready; on an idle machine it takes about one."""
 
 END_S = 2.0
-"""Seconds that a program which has closed the socket pair gets to exit before it is killed."""
+"""Seconds between the end of the socket pair and killing a program that has not exited."""
 
 BEAT_S = 1.0
-"""Seconds between the answer to a health check and the next health check."""
+"""Seconds between an answer to a health check and the next check."""
 
 HEALTH_S = 15.0
-"""Default time in seconds within which the program must answer a health check."""
+"""Default number of seconds in which the program must answer a health check."""
 
 SILENCES = 2
-"""Consecutive health checks without an answer after which the program is killed; a busy owner may miss one answer."""
+"""The program is killed after this many unanswered health checks in a row; a busy owner may miss one answer."""
 
 QUICK_ENDS = 5
-"""Consecutive ends soon after the start, after which the program is not restarted if there is a ``give_up``."""
+"""After this many quick ends in a row, the program is not restarted if there is a ``give_up``."""
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 30.0
-"""Seconds of running after which earlier quick ends are forgotten, so that the next restart comes soon."""
+"""Seconds of running after which earlier quick ends no longer count, so that the next restart comes soon."""
 
 OWNER_S = 1.0
-"""Seconds between checks that the owner lives. The socket pair does not show it: the owner's forked children may keep
-the pair open after the owner has ended."""
+"""Seconds between the program's checks that its owner lives.
+
+The socket pair does not show the owner's end, because forked children of the owner may keep the pair open.
+"""
 
 _LAST_WORDS = 2_000
-"""Number of characters at the end of the program's error output that a message quotes."""
+"""A message quotes at most this many characters from the end of the program's error output."""
 
 _log = logging.getLogger(__name__)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line between owner and program.
+    """A message between owner and program, sent as one line of JSON.
 
     Attributes:
         number: Number of an order, repeated in the note that answers it; 0 for a note that answers no order.
@@ -83,13 +85,13 @@ NoteT = TypeVar("NoteT", bound=Message)
 
 
 class Restarts:
-    """Computes the pause before a process is restarted: longer after each quick end, and short after a long run."""
+    """Computes the pause before a restart: longer after each quick end, and short after a long run."""
 
     def __init__(self) -> None:
         self.quick_ends = 0
 
     def pause_s(self, *, ran_s: float) -> float:
-        """Return the pause after a process that ran for ``ran_s`` seconds."""
+        """Return the seconds to wait before a restart, after a process that ran for ``ran_s`` seconds."""
         self.quick_ends = 1 if ran_s > STEADY_S else self.quick_ends + 1
         # The power is bounded: after about a thousand ends in a row it would no longer fit a float.
         return min(FIRST_PAUSE_S * 2 ** min(self.quick_ends - 1, 30), LONGEST_PAUSE_S)
@@ -157,7 +159,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
         """Start the program with a socket that already listens; returns the answer to the first order.
 
         :meth:`stop` closes the socket. Raises the error that ``take`` raises for the answer, or, if the program ends
-        before it answers, an error with the end of its error output.
+        before it answers, an error that quotes the end of the program's error output.
         """
         self._listener = listener
         self._over.clear()
@@ -166,7 +168,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
         return note
 
     async def stop(self, order: OrderT, *, within_s: float) -> NoteT | None:
-        """Order the program to end and wait until it has; returns its answer, ``None`` if it gave none. Idempotent."""
+        """Order the program to end, and wait for its end; returns its answer, or ``None`` without one. Idempotent."""
         self._over.set()
         note, process, watching = None, self._process, self._watching
         if process is not None:
@@ -208,7 +210,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
             self._answers.pop(number, None)
 
     async def _launch(self) -> NoteT:
-        """Start the program and give it the first order; returns its answer."""
+        """Start the program, send it the first order, and return the answer."""
         if self._listener is None:
             raise AssertionError("a program starts with a socket")
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `_ended` closes it
@@ -240,7 +242,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
         return note
 
     async def _watch(self) -> None:
-        """Follow the program, and start it again when it ends."""
+        """Watch the program, and restart it whenever it ends."""
         restarts, began, error = Restarts(), time.monotonic(), None
         while True:
             if error is None:
@@ -265,7 +267,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
                 error = failure
 
     async def _follow(self) -> None:
-        """Watch the program until it has ended; kill it if it hangs."""
+        """Watch the running program until it ends, and kill it if it hangs."""
         process, reading = self._process, self._reading
         if process is None or reading is None:
             raise AssertionError("only a program that was started is followed")
@@ -278,7 +280,7 @@ class OwnedProcess(Generic[OrderT, NoteT]):
             tending.cancel()
 
     async def _tend(self, process: subprocess.Popen[bytes]) -> None:
-        """Check the program's health repeatedly, and kill it if it does not answer."""
+        """Check the program's health repeatedly, and kill the program if it stops answering."""
         silences = 0
         while silences < SILENCES:
             try:
@@ -333,14 +335,14 @@ class OwnedProcess(Generic[OrderT, NoteT]):
 
 
 class Owner(Generic[OrderT, NoteT]):
-    """The program's side of the socket pair."""
+    """The program's end of the connection to its owner."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, order: type[OrderT]) -> None:
         self._reader, self._writer, self._order = reader, writer, order
         self._jobs = set[asyncio.Task[None]]()
 
     async def orders(self) -> AsyncIterator[OrderT]:
-        """Yield the owner's orders; when the owner is gone, ends this process at once."""
+        """Yield the owner's orders; if the owner is gone, end this process at once."""
         while text := await self._reader.readline():
             yield msgspec.json.decode(text, type=self._order)
         os._exit(0)
@@ -351,7 +353,7 @@ class Owner(Generic[OrderT, NoteT]):
             self._writer.write(_line(note))
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Carry out an order while others arrive."""
+        """Run ``work``, which carries out an order, in the background, so that further orders can arrive."""
         job = asyncio.create_task(work)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)

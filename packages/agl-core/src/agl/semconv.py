@@ -50,15 +50,19 @@ SPLIT_ARM = "agl.split.arm"
 SAMPLING_OVERRIDDEN = "agl.sampling.overridden"
 SAMPLING_KEPT = "agl.sampling.kept"
 UNRECORDED = "agl.unrecorded"
-"""On the span of a model call that was not recorded, only noticed at its client: ``policy`` for a call to a policy's
-server, ``foreign`` for a call to any other server."""
+"""On the span of a model call that a tracer noticed at its client and nobody recorded.
+
+The value is ``policy`` for a call to a policy's server, ``foreign`` for a call to any other server.
+"""
 
 NOT_STORED = "agl.not_stored"
-"""On a span that is only partly stored: the reason."""
+"""On a span that is only partly stored: the reason why parts are missing."""
 
 HELPER = "helper-call"
-"""The role of a coding agent's call for a title, a summary or the like; such calls train only where they are selected
-by this name."""
+"""The role of a coding agent's side call, such as for a title or a summary.
+
+Such calls train only where they are selected by this name.
+"""
 
 OP_CHAT = "chat"
 OP_TEXT_COMPLETION = "text_completion"
@@ -87,8 +91,10 @@ TASK_FOLDER = "agl.task_folder"
 """On the root span of a coding harness's attempt: the folder of its task, if the task has one."""
 
 RUNNER_ATTRIBUTES = (OUTPUT, WORKSPACE, SANDBOX, HARNESS, TASK_FOLDER)
-"""Attributes that only runners may record. Rewards rely on them, so a gateway removes them from spans that come with an
-attempt's own token."""
+"""Attributes that only runners may record.
+
+Rewards rely on them, so a gateway removes them from spans that come with an attempt's own token.
+"""
 
 ROOT_SPAN_NAME = "rollout"
-"""Name of the span around the whole attempt; it is the parent of all spans that have no other parent."""
+"""Name of the span around the whole attempt; it is the parent of all spans without another parent."""

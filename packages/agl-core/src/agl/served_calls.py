@@ -1,4 +1,4 @@
-"""Holds the calls of a policy while its weights change, and balances them over its servers.
+"""Holds the calls of a policy while its weights change, and balances the calls over the policy's servers.
 
 Every relay in front of model servers uses these two classes; each relay ranks the servers by its own rule.
 """
@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager
 __all__ = ["FEW", "CallGate", "ServerLoad"]
 
 REST_S = 5.0
-"""Seconds for which a server that failed ranks last."""
+"""Seconds for which a server is ranked last after a failure."""
 
 SLACK = 1.25
-"""A server takes calls of its own while its calls in flight stay below this multiple of the mean."""
+"""A server is busy once its calls in flight reach this multiple of the mean over all servers."""
 
 FEW = 4
-"""A server with fewer calls in flight than this is not busy, however idle the others are."""
+"""A server with fewer calls in flight than this is never busy, however idle the other servers are."""
 
 
 class CallGate:
@@ -27,7 +27,7 @@ class CallGate:
 
     Attributes:
         model: The servers' name for the weights; ``""`` if the policy's first name stays.
-        model_version: The version that serves; ``""`` if it is known only from the answers.
+        model_version: The version that serves the calls; ``""`` if only the servers' answers name it.
         in_flight: The number of calls that were let through and have not ended.
         held: The number of calls that wait.
         total: The number of calls that were let through.
@@ -45,7 +45,7 @@ class CallGate:
 
     @asynccontextmanager
     async def passed(self) -> AsyncGenerator[str]:
-        """Wait until the gate is open; yields the model version that serves then, and counts the call as in flight."""
+        """Wait until the gate is open; yields the model version that then serves, and counts the call as in flight."""
         self.held += 1
         try:
             while not self._open.is_set():
@@ -77,7 +77,7 @@ class CallGate:
         return True
 
     def resume(self, *, model_version: str = "", model: str = "") -> None:
-        """Open the gate. A non-empty version or model replaces the version or model of the calls."""
+        """Open the gate; a non-empty ``model_version`` or ``model`` applies to all calls from now on."""
         self.model_version = model_version or self.model_version
         self.model = model or self.model
         self._open.set()

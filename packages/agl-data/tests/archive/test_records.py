@@ -40,7 +40,8 @@ CALLS = st.builds(
     response_ids=PACKED,
     logprobs=PACKED,
 )
-REWARDS = st.builds(Reward, value=st.none() | FLOATS, dimensions=st.dictionaries(TEXTS, FLOATS, max_size=2))
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+REWARDS = st.builds(Reward, value=st.none() | FINITE, dimensions=st.dictionaries(TEXTS, FINITE, max_size=2))
 TIMES = st.integers(0, (1 << 63) - 1)
 EVENTS = st.lists(st.builds(SpanEvent, name=TEXTS, time_ns=TIMES, attributes=OBJECTS), max_size=2).map(tuple)
 

@@ -1,4 +1,4 @@
-"""Defines the contract of the formats that plugins add to ``agl data export``.
+"""The contract of the formats that plugins add to ``agl data export``.
 
 A plugin registers a format as a command below ``export``: ``CommandEntry(name="atif", parent="export", ...)``. The
 entry's factory is called with one :class:`ExportSetup` as ``setup`` and builds an :class:`ExportWriter`. The command
@@ -28,7 +28,7 @@ from agl.schemas import (
 )
 
 _NAMED = 20
-"""Largest number of rollouts that are named for each loss."""
+"""The most rollout ids that are listed for each kind of loss."""
 
 
 class Exported(NamedTuple):
@@ -45,14 +45,14 @@ class Exported(NamedTuple):
 
 
 class Losses:
-    """Counts the contents that a format cannot hold, and remembers the first rollouts with each kind of loss."""
+    """Counts contents that a format cannot hold, and remembers the first rollouts with each kind of loss."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._rollouts: dict[str, list[str]] = {}
 
     def add(self, what: str, rollout_id: str, count: int = 1) -> None:
-        """Count a loss; ``what`` names the contents and their fate, such as ``"calls that failed: left out"``."""
+        """Count a loss; ``what`` says what was lost and how, such as ``"calls that failed: left out"``."""
         if count <= 0:
             return
         self._counts[what] += count
@@ -61,7 +61,7 @@ class Losses:
             known.append(rollout_id)
 
     def listed(self) -> list[tuple[str, int, list[str]]]:
-        """Return (loss, count, ids of the first rollouts with it), the most frequent loss first."""
+        """Return ``(loss, count, first rollouts' ids)`` for each kind of loss, the most frequent first."""
         return [(what, count, self._rollouts[what]) for what, count in self._counts.most_common()]
 
 
@@ -80,10 +80,10 @@ class ExportSetup(NamedTuple):
 
 
 class ExportWriter(Protocol):
-    """Writes rollouts one after the other, holding few of them in memory."""
+    """Writes rollouts to a file, one after the other, with few of them in memory."""
 
     def write(self, item: Exported) -> int:
-        """Write a rollout, or count in ``losses`` why it is left out; returns the number of written records."""
+        """Write a rollout, or count in ``losses`` why it is left out; return the number of records written."""
         ...
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class ExportWriter(Protocol):
 
 
 def call_record(call: ModelCall) -> dict[str, Json]:
-    """Return a call's fields as JSON, except for the request and the response, which a format stores by itself.
+    """Return a call's fields as JSON without its request and response, which each format stores in its own way.
 
     Token ids and log-probabilities become lists; log-probabilities are left out if any of them is not finite.
     """

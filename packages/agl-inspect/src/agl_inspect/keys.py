@@ -1,4 +1,4 @@
-"""Reads keys from a file, one per line, and reads them again when the file changes, so that no restart is needed.
+"""Reads keys from a file, one per line, and reads the file again when it changes, so that no restart is needed.
 
 The key on the first line signs or is sent; the keys on all lines are accepted. So a key is rotated in steps that refuse
 nobody: add the new key, move it to the first line, and remove the old key when nothing uses it any more.
@@ -17,24 +17,25 @@ from agl.errors import ConfigError
 _LOG = logging.getLogger(__name__)
 
 LEAST = 16
-"""Smallest length of a key, in bytes."""
+"""The least length of a key in bytes."""
 
 _LIMIT = 64 * 1024
-"""Largest size of a key file, in bytes; a larger file must have been named by mistake."""
+"""The largest size of a key file in bytes; a larger file was probably named by mistake."""
 
 Keys = Callable[[], bytes]
 """A function that returns the current keys, one per line: the first one signs or is sent, all are accepted."""
 
 
 class KeyFile:
-    """The keys of a file. Calling the object returns them, and reads the file again if it has changed.
+    """The keys of a file. Calling the object returns the keys, and reads the file again if it has changed.
 
     If a changed file cannot be read or is not valid, a warning is logged, and the previous keys stay in use.
 
     Args:
         path: The file. A symbolic link is followed at every call, because Kubernetes updates a mounted secret that way.
         purpose: The use of the keys, for messages, such as ``signing key``.
-        is_own: True if only this user may read the file; if false its group may too, as mounted secrets need.
+        is_own: True if only this user may read the file; false if the user's group may read it too, as mounted secrets
+            require.
 
     Raises:
         ConfigError: Other users can read the file, it is too large, it holds no key, or a key has fewer than 16 bytes.
@@ -80,7 +81,7 @@ class KeyFile:
 
 
 def joined_keys(content: bytes, *, source: str) -> bytes:
-    """Return the keys of a file's content, one per line, without repetitions and surrounding spaces.
+    """Return the keys in a file's content, one per line, without repetitions and surrounding spaces.
 
     Raises:
         ConfigError: The content is too large, it has no key, or a key is too short; the message never shows a key.

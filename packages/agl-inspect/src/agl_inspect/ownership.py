@@ -41,7 +41,7 @@ _FENCED = frozenset(
         *("announce", "withdraw", "log_metrics"),
     }
 )
-"""Methods of a store that write, except those on attempts, because attempts have leases of their own."""
+"""Methods of a store that write; methods on attempts are not among them, because attempts have their own leases."""
 
 
 class Ownership:
@@ -92,7 +92,7 @@ class Ownership:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Give the experiment up; if the store does not answer, the ownership ends with the lease."""
+        """Give the experiment up; if the store does not answer, the ownership ends when the lease does."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -105,12 +105,12 @@ class Ownership:
             _LOG.warning("the store could not record that %s has no trainer now: %s", self._title, error)
 
     async def announce(self, details: Mapping[str, Json]) -> None:
-        """Publish the addresses and settings that workers need to join, in place of earlier ones."""
+        """Store the addresses and settings that workers need to join, in place of earlier ones."""
         self._details = details
         await self._renew()
 
     async def check(self) -> None:
-        """Raise :class:`FencedError` if another trainer took over; asks the store only if it was not asked lately."""
+        """Raise :class:`FencedError` if another trainer has taken over; the store is asked at most every half lease."""
         if self._loss is not None:
             raise self._loss
         if time.monotonic() - self._renewed_at > self._lease_s / 2:
@@ -130,11 +130,11 @@ class Ownership:
             raise self._lose(held) from error
 
     async def _held(self) -> Presence | None:
-        """Return the presence of the experiment's owner, as the store holds it."""
+        """Return the presence that the store holds for the experiment's trainer; ``None`` without a trainer."""
         return next(iter(await self._plain.presences(self.name, member=OWNER)), None)
 
     async def _take(self) -> bool:
-        """Try to take the experiment; returns false if its owner changed meanwhile."""
+        """Try to take the experiment; return false if the owner in the store changed meanwhile."""
         held = await self._held()
         if held is not None and not self._has_ended(held) and not await self._outwait(held):
             return False
@@ -157,17 +157,17 @@ class Ownership:
         self._renewed_at = started
 
     def _has_ended(self, owner: Presence) -> bool:
-        """Return true if an owner has certainly ended; false if it may still run.
+        """Return true if an owner has certainly ended, false if it may still run.
 
-        An owner of this trainer's own folder has ended, because this trainer holds the lock of the folder.
+        An owner in this trainer's own folder has ended, because this trainer holds the lock of the folder.
         """
         is_of_this_folder = is_of_this_machine(owner.session) and owner.details.get("workdir") == self._workdir
         return is_of_this_folder or worker_is_dead(owner.session)
 
     async def _outwait(self, held: Presence) -> bool:
-        """Return true once the presence was not renewed for the length of a lease, false as soon as the owner changes.
+        """Wait for the length of a lease; return true if the presence was not renewed, false once the owner changes.
 
-        Raises :class:`ConfigError` if the presence is renewed: the owner lives.
+        Raises :class:`ConfigError` if the presence is renewed, because its owner is running.
         """
         _LOG.warning(
             "%s ran %s and did not end it; waiting up to %g s for a sign of life",
@@ -189,7 +189,7 @@ class Ownership:
         return True
 
     def _lose(self, held: Presence | None) -> FencedError:
-        """Return the error to raise after the ownership was lost; the first call also calls ``on_loss``."""
+        """Return the error for the loss of the experiment; on the first call, also call ``on_loss``."""
         if self._loss is None:
             by = f"by {_shown(held)}" if held is not None else "by a trainer that has ended since"
             self._loss = FencedError(
@@ -202,7 +202,7 @@ class Ownership:
 
 
 async def is_owned(store: Store, name: str) -> bool:
-    """Return true if an experiment has an owner, except one that has certainly ended on this machine."""
+    """Return true if an experiment has an owner; an owner that has certainly ended on this machine does not count."""
     return any(not worker_is_dead(owner.session) for owner in await store.presences(name, member=OWNER))
 
 
@@ -212,7 +212,7 @@ def _shown(owner: Presence) -> str:
 
 
 class _OwnedStore:
-    """Implements :class:`agl.contracts.Store` by forwarding; methods that write first check the ownership."""
+    """A store that forwards all calls to another one; methods that write first check the ownership."""
 
     def __init__(self, store: Store, ownership: Ownership) -> None:
         self._store, self._ownership = store, ownership

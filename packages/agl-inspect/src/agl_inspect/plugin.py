@@ -1,4 +1,4 @@
-"""Registers the commands that read recorded runs, and the one that lists plugins."""
+"""Registers the commands that read recorded runs, and the command that lists plugins."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ _COMMANDS = {
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """Register the commands that read a store, and the one that lists plugins."""
+    """Register the commands that read a store, and the command that lists plugins."""
     for name, summary in _COMMANDS.items():
         module = "show" if name == "why" else name
         yield CommandEntry(name=name, factory=f"agl_inspect.cli.{module}:{name}", summary=summary)

@@ -1,4 +1,4 @@
-"""Names the processes that take part in experiments, renews their presences in the store, and tells living from dead.
+"""Names the processes that take part in experiments, renews their presences, and finds those that have ended.
 
 A process renews its presence while it lives. It is gone once its lease has ended, or at once if it ended on the
 machine that asks: a restarted trainer thus need not wait until the leases of a dead process end.
@@ -24,27 +24,27 @@ from agl.stores import read_recordings
 _LOG = logging.getLogger("agl_run.run")
 
 OWNER = ""
-"""Member name of the trainer in an experiment's presences; remote workers use their own names."""
+"""Member name of the trainer among an experiment's presences; each worker has a name of its own."""
 
 BEAT_S = 4.0
 """Seconds between two renewals of a presence with the usual lease."""
 
 _MULTICAST = 1 << 40
-"""Bit of a hardware address that Python made up at random, because the machine has none."""
+"""The bit of a hardware address that is set if Python made the address up, because the machine has none."""
 
 
 def worker_name() -> str:
-    """Return ``host@host_id:pid:random``, which identifies the process that holds a lease."""
+    """Return a new name for this process as the holder of leases: ``host@host_id:pid:random``."""
     return f"{socket.gethostname()}@{host_id()}:{os.getpid()}:{new_trace_id()[:8]}"
 
 
 def process_of(name: str) -> str:
-    """Return the part of a worker's name that identifies its process: the name without the random end."""
+    """Return a worker's name without its random end, which identifies the process."""
     return name.rpartition(":")[0]
 
 
 def host_of(name: str) -> str:
-    """Return the host name of a worker's machine."""
+    """Return the host name of a worker's machine, which is part of the worker's name."""
     return name.partition("@")[0]
 
 
@@ -70,12 +70,12 @@ def host_id() -> str:
 
 
 def is_of_this_machine(name: str) -> bool:
-    """Return true if a worker's process runs, or ran, on this machine and in this container."""
+    """Return true if the worker with this name runs, or ran, on this machine and in this container."""
     return name.partition(":")[0] == f"{socket.gethostname()}@{host_id()}"
 
 
 def worker_is_dead(name: str) -> bool:
-    """Return true if a worker has certainly ended; false if it runs, or is not of this machine and container."""
+    """Return true if the worker with this name has certainly ended, which is only known for this machine."""
     return is_of_this_machine(name) and pid_of(name) > 0 and not process_is_alive(pid_of(name))
 
 
@@ -91,12 +91,12 @@ def process_is_alive(pid: int) -> bool:
 
 
 def is_gone(presence: Presence, *, now: float) -> bool:
-    """Return true if a member's lease has ended at ``now``, Unix seconds, or its process has ended on this machine."""
+    """Return true if a member's lease has ended at ``now`` (Unix seconds), or its process on this machine has."""
     return now - presence.seen_at > presence.lease_s or worker_is_dead(presence.member or presence.session)
 
 
 async def renew(announce: Callable[[], Awaitable[None]], *, every_s: float, title: str) -> None:
-    """Announce a process again and again, until this is cancelled or the process has lost its lease.
+    """Renew a process's presence every ``every_s`` seconds, until this is cancelled or the lease is lost.
 
     A store that does not answer is reported once, and tried again. ``title`` names the process in that report.
     """
@@ -117,12 +117,12 @@ class ListedWorker(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A process that takes part in an experiment.
 
     Attributes:
-        worker: Its name, ``host@host_id:pid:random``.
+        worker: The process's name, ``host@host_id:pid:random``.
         role: ``trainer`` for the process that runs the experiment, ``worker`` for any other.
-        state: ``busy`` while it holds attempts, ``idle`` while it holds none, ``gone`` if its lease has ended.
-        attempts: Number of running attempts that it holds.
-        since: Time from which it takes part, in Unix seconds by its own clock.
-        seen_at: Time of its last sign of life, in Unix seconds by the store's clock.
+        state: ``busy`` while the process holds attempts, ``idle`` while it holds none, ``gone`` if its lease has ended.
+        attempts: Number of running attempts that the process holds.
+        since: Time from which the process takes part, in Unix seconds by the process's clock.
+        seen_at: Time of the last renewal, in Unix seconds by the store's clock.
     """
 
     worker: str

@@ -1,4 +1,4 @@
-"""Removes old finished rollouts, for ``agl runs gc``, at the end of a run, and regularly while a store is served.
+"""Removes old finished rollouts: for ``agl runs gc``, at the end of a run, and regularly in a store's server.
 
 Versions, labels, scores, metrics, states and ledgers stay. So does every rollout of an experiment that runs or can
 still be resumed, however old it is. Rollouts are removed in batches, the oldest first, each batch in one transaction,
@@ -30,7 +30,7 @@ from agl_store_sqlite.sql.compaction import Compaction
 FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed", "cancelled")
 
 LEAST_FREED = 1 << 20
-"""Smallest number of freed bytes that a removal reports."""
+"""The text about a removal mentions freed space only from this number of bytes on."""
 
 _BATCH = 500
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -66,7 +66,7 @@ class RetentionLimits:
 
     @classmethod
     def of(cls, older_than: float | None, keep: int | None, max_bytes: int | None = None) -> "RetentionLimits | None":
-        """Return the limits that three settings make, ``None`` if all three are ``None``."""
+        """Make limits from three settings; ``None`` if all three are ``None``."""
         if older_than is None and keep is None and max_bytes is None:
             return None
         return cls(older_than_s=older_than or 0.0, keep=keep or 0, max_bytes=max_bytes)
@@ -76,7 +76,7 @@ class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The result of a removal.
 
     Attributes:
-        removed: Ids of the removed rollouts, or, if ``is_dry_run``, of those that would be removed.
+        removed: Ids of the removed rollouts or, in a dry run, of the rollouts that would be removed.
         kept_for_experiments: Number of old rollouts that stay because an unfinished experiment needs them.
         is_dry_run: True if nothing was removed.
         compaction: The store's size before and after; ``None`` if nothing was removed, or if another process serves
@@ -154,7 +154,7 @@ async def remove_old(
 
 
 class _Budget:
-    """Computes how many rollouts to remove before the store's size is measured again.
+    """Computes how many rollouts may be removed before the store's size is measured again.
 
     The needed number follows from the mean size of the store's rollouts. Only half of it is removed between two
     measurements, because the oldest rollouts may be larger than the others.
@@ -166,7 +166,7 @@ class _Budget:
         self._is_measured = False
 
     async def most(self) -> int:
-        """Return the largest number of rollouts to remove next; 0 once the store is small enough."""
+        """Return how many rollouts may be removed next; 0 once the store is small enough."""
         if self._max_bytes is None:
             return _BATCH
         if self._left <= 0 and not (self._is_dry_run and self._is_measured):
@@ -175,11 +175,11 @@ class _Budget:
         return min(_BATCH, self._left)
 
     def spend(self, count: int) -> None:
-        """Note that ``count`` rollouts were removed."""
+        """Record that ``count`` rollouts were removed."""
         self._left -= count
 
     async def size(self) -> int | None:
-        """Return the bytes of the store's data, ``None`` if there is no limit of size."""
+        """Return the bytes of the store's data; ``None`` if the size is not limited."""
         return None if self._max_bytes is None else await size_of(self._store)
 
     async def _needed(self) -> int:
@@ -200,7 +200,7 @@ async def size_of(store: Store) -> int:
 
 
 async def compacted(store: Store, report: GarbageReport) -> GarbageReport:
-    """Return freed space to the file system, if the store can, and add the sizes before and after to the report."""
+    """Return freed space to the file system if the store can, and add the store's sizes to the report."""
     compact: Callable[[], Awaitable[Compaction]] | None = getattr(store, "compact", None)
     if compact is None or report.is_dry_run or not report.removed:
         return report
@@ -217,12 +217,12 @@ def removal_text(report: GarbageReport) -> str:
 
 
 def _age(rollout: Rollout) -> tuple[float, str]:
-    """Return the sort key of a rollout in the query's order; an older rollout has a lower key."""
+    """Return the key by which rollouts are sorted from oldest to newest."""
     return rollout.finished_at, rollout.rollout_id
 
 
 async def _newest_beyond(store: Store, query: RolloutQuery, keep: int) -> Rollout | None:
-    """Return the newest rollout after the ``keep`` newest ones, ``None`` if there are at most ``keep`` rollouts."""
+    """Return the newest of the rollouts that ``keep`` does not protect; ``None`` if it protects all of them."""
     query = replace(query, is_newest_first=True)
     while page := await store.rollouts(replace(query, limit=min(keep + 1, _BATCH))):
         if len(page) > keep:
@@ -233,7 +233,7 @@ async def _newest_beyond(store: Store, query: RolloutQuery, keep: int) -> Rollou
 
 
 async def needed_experiments(store: Store, experiments: Iterable[str], *, own: str = "") -> set[str]:
-    """Return the experiments, among the given ones, whose rollouts must all stay.
+    """Return those of the given experiments whose rollouts must all stay.
 
     The rollouts stay if their experiment runs or can be resumed, or if an experiment that can be resumed has an
     algorithm that learns from them.
@@ -258,7 +258,7 @@ async def _sources_of(store: Store, name: str) -> set[str]:
 
 
 async def delete_finished(store: Store, rollout_ids: Sequence[str]) -> Sequence[str]:
-    """Delete finished rollouts; returns the given ids without those that another process had already deleted."""
+    """Delete finished rollouts; return the given ids without those that another process had deleted before."""
     while rollout_ids:
         try:
             await store.delete(rollout_ids)
@@ -275,7 +275,7 @@ EVERY_S = 3600.0
 """Seconds between two removals."""
 
 _TURN = ".retention"
-"""The name under which servers take turns at removing; no experiment can have it."""
+"""The name under which servers take turns to remove rollouts; no experiment can have it."""
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -313,14 +313,14 @@ async def _keep_removing(store: Store, limits: RetentionLimits, *, say: Callable
 
 
 async def _in_turn(store: Store, limits: RetentionLimits) -> GarbageReport | None:
-    """Remove rollouts that exceed the limits; returns ``None`` if another server is removing them."""
+    """Remove rollouts that exceed the limits; return ``None`` if another server is removing them."""
     async with taking_turns(store, _TURN, title="the removal of old rollouts") as own:
         return None if own is None else await remove_old(own, RolloutQuery(), limits)
 
 
 @asynccontextmanager
 async def taking_turns(store: Store, turn: str, *, title: str) -> AsyncGenerator[Store | None]:
-    """Let only one process at a time do a piece of work on a store.
+    """Let only one process at a time do a certain piece of work on a store.
 
     Yields the store to work on, or ``None`` if another process is doing the work. After a process that was killed
     during its turn, entering the context may wait until the lease of that turn ends.

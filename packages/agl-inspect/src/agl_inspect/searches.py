@@ -1,4 +1,4 @@
-"""Reads the candidates of prompt searches from the searches' states: decisions, their reasons, and costs.
+"""Reads the candidates of prompt searches from algorithms' states: decisions, reasons, and costs.
 
 Any algorithm can be such a search. Its state must have ``lineage``, a list of candidates, and ``journal``, which maps
 a candidate's id to the rest of its fields.
@@ -39,19 +39,19 @@ class Interval(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def words(self) -> str:
-        """The mean, its interval and the number of values, in one line."""
+        """The mean, the interval and the number of values, in one line."""
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}] n={self.n}"
 
 
 class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The outcome of one gate, at which a search tests a candidate.
+    """The outcome of one gate, which is a test of a candidate by a search.
 
     Attributes:
         gate: The gate's name.
         rival: The id of the candidate to beat.
         score: The candidate's mean reward.
         rival_score: The rival's mean reward on the same tasks.
-        gain: The mean difference of the two, paired by task.
+        gain: The mean difference of candidate and rival, paired by task.
         reason: The search's own explanation.
     """
 
@@ -66,7 +66,7 @@ class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def words(self) -> str:
-        """The outcome in one line."""
+        """The outcome of the gate in one line."""
         parts = [f"{'passed' if self.has_passed else 'failed'} {self.gate}"]
         if self.score is not None and self.rival_score is not None:
             parts.append(f"{self.score:.3f} against {self.rival_score:.3f} of {self.rival}")
@@ -76,7 +76,7 @@ class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Spending(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The cost of rollouts, or of questions to the optimiser's model (``calls``): their tokens and money."""
+    """The cost of rollouts, or of ``calls`` of the optimiser's model, in tokens and money."""
 
     rollouts: int = 0
     calls: int = 0
@@ -118,17 +118,17 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def why(self) -> str:
-        """The reason for the decision: the search's own words, or the outcome of the last gate."""
+        """The reason for the decision: the search's explanation, or else the outcome of the last gate."""
         return self.reason or (self.gates[-1].words if self.gates else "")
 
     @property
     def money(self) -> float:
-        """The money spent on the candidate's rollouts and questions; 0 if the experiment names no prices."""
+        """The money spent on the candidate's rollouts and on the optimiser's model; 0 without prices."""
         return self.agent.money + self.optimizer.money
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The candidate's cells in a table whose columns are ``COLUMNS``."""
+        """The candidate's row in a table with the columns ``COLUMNS``."""
         names = (self.id, ", ".join(self.parents) or "-", self.operator, str(self.step), self.decision, self.why or "-")
         counts = (self.agent.rollouts, self.agent.tokens, self.optimizer.calls, self.optimizer.tokens)
         return (*names, *map(str, counts), f"{self.money:.4g}")
@@ -151,7 +151,7 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Search(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One search: an algorithm in one run of an experiment.
+    """A prompt search: one algorithm in one run of an experiment.
 
     Attributes:
         candidates: All candidates in order of proposal, whichever resource they changed.
@@ -169,7 +169,7 @@ class Search(Record, frozen=True, kw_only=True, omit_defaults=False):
     stop_reason: str = ""
 
     def changed(self, name: str) -> list[Candidate]:
-        """Return the first candidate, and those whose text of the resource differs from that of their first parent."""
+        """Return the first candidate, and all candidates that changed the resource's text from their first parent's."""
         known = {candidate.id: candidate for candidate in self.candidates}
         parents = [known.get((*candidate.parents, "")[0]) for candidate in self.candidates]
         pairs = zip(self.candidates, parents, strict=True)
@@ -177,7 +177,7 @@ class Search(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def searches_of(store: Store, name: str) -> list[Search]:
-    """Return the searches that tuned a resource, by experiment and run."""
+    """Return the searches that tuned a resource, in order of experiment and run."""
     versions = await store.resources(name)
     found = [search for record in await store.experiments() for search in await searches_in(store, record)]
     return [
@@ -193,7 +193,7 @@ async def candidates_of(store: Store, name: str) -> list[Candidate]:
 
 
 def owner_of(version: ResourceVersion, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate that became a version, ``None`` if the version is not from a search."""
+    """Return the candidate that became this version; ``None`` if the version is not from a search."""
     for candidate in candidates:
         if version.version in (candidate.versions.get(version.name), *candidate.published):
             return candidate
@@ -201,20 +201,20 @@ def owner_of(version: ResourceVersion, candidates: Sequence[Candidate]) -> Candi
 
 
 class _Saved(Record, frozen=True, kw_only=True):
-    """The fields of an algorithm's saved state that this module reads."""
+    """The part of an algorithm's saved state that this module reads."""
 
     stop_reason: str = ""
     state: dict[str, msgspec.Raw] = {}
 
 
 class _Progress(Record, frozen=True, kw_only=True):
-    """The field of a search's progress that this module reads."""
+    """The part of a search's progress that this module reads."""
 
     best: str = ""
 
 
 async def searches_in(store: Store, experiment: ExperimentRecord) -> list[Search]:
-    """Return the searches in all runs of an experiment; ``published`` of their candidates is not filled in."""
+    """Return the searches in all runs of an experiment; ``published`` of their candidates is empty."""
     found: list[Search] = []
     for key, data in (await store.load_state(f"experiment/{experiment.name}/")).items():
         run, _, algorithm = key.removeprefix(f"experiment/{experiment.name}/").partition("/algorithm/")
@@ -236,7 +236,7 @@ async def searches_in(store: Store, experiment: ExperimentRecord) -> list[Search
 
 
 def _candidates(state: Mapping[str, msgspec.Raw], search: Search) -> list[Candidate]:
-    """Return the candidates in a state: each row of the lineage, joined with its entry in the journal."""
+    """Decode the candidates in a state: each row of the lineage, joined with its entry in the journal."""
     place = {"experiment": search.experiment, "run": search.run, "algorithm": search.algorithm}
     journal = msgspec.json.decode(state["journal"], type=dict[str, dict[str, msgspec.Raw]])
     rows = msgspec.json.decode(state["lineage"], type=list[dict[str, msgspec.Raw]])

@@ -16,8 +16,11 @@ from agl.errors import ConfigError
 from agl.schemas import Record
 
 FEWEST_ALIKE = 6
-"""Smallest number of tasks whose equal differences count as significant. Their interval has no width and shows nothing,
-but the probability that all differences have the same sign by chance is 2 / 2 ** 6 < 0.05."""
+"""From this number of tasks on, differences that are all equal count as significant.
+
+Their interval has no width and shows nothing, but the probability that all differences have the same sign by chance is
+2 / 2 ** 6 < 0.05.
+"""
 
 
 class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -60,7 +63,7 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0.95) -> Comparison:
-    """Compare two samples of rewards; raises :class:`ConfigError` if either has fewer than two."""
+    """Compare two samples of rewards; raises :class:`ConfigError` if a sample has fewer than two rewards."""
     if len(old) < 2 or len(new) < 2:
         raise ConfigError(
             f"there are {len(old)} rewards of the old version and {len(new)} of the new one, and an interval needs two "
@@ -75,9 +78,9 @@ def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0
 def compare_tasks(
     old: Mapping[str, Sequence[float]], new: Mapping[str, Sequence[float]], *, confidence: float = 0.95
 ) -> Comparison:
-    """Compare two samples of rewards, given by task, over the tasks that are in both.
+    """Compare two samples of rewards by task, over the tasks that both samples have.
 
-    Raises :class:`ConfigError` if fewer than two tasks are in both.
+    Raises :class:`ConfigError` if the samples have fewer than two tasks in common.
     """
     common = [task for task in old if task in new]
     if len(common) < 2:
@@ -121,7 +124,7 @@ def _compared(
 def _ratio_interval(
     means: tuple[float, float], parts: tuple[float, float], *, quantile: float, shared: float
 ) -> tuple[float | None, float | None]:
-    """Return Fieller's interval of the ratio of two means; its ends are ``None`` if it is unbounded.
+    """Return Fieller's interval of the ratio of two means; both ends are ``None`` if it is unbounded.
 
     It contains every ratio r with (new - r * old)^2 <= quantile^2 * (part_new - 2 * r * shared + r^2 * part_old).
     """
@@ -135,7 +138,7 @@ def _ratio_interval(
 
 
 def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the ends of Student's interval of the mean; they are infinite for fewer than two values."""
+    """Return the ends of Student's interval of the values' mean; infinite for fewer than two values."""
     if len(values) < 2:
         return -math.inf, math.inf
     quantile = student_quantile(0.5 + _checked(confidence) / 2, len(values) - 1)
@@ -144,9 +147,9 @@ def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[floa
 
 
 class Criterion(Record, frozen=True, kw_only=True):
-    """The condition under which a version is better than another.
+    """The condition under which one version counts as better than another.
 
-    Both need ``min_rollouts`` rewards, and the interval of the difference must lie above ``min_gain``.
+    Both versions need ``min_rollouts`` rewards, and the interval of the difference must lie above ``min_gain``.
     """
 
     confidence: float = 0.95
@@ -155,7 +158,7 @@ class Criterion(Record, frozen=True, kw_only=True):
 
 
 def check_better(old: tuple[str, Sequence[float]], new: tuple[str, Sequence[float]], bar: Criterion) -> str:
-    """Return a comparison in one line if ``new`` is better than ``old``; each is a pair of name and rewards.
+    """Compare two versions, given as (name, rewards); return the comparison in one line if ``new`` is better.
 
     Raises:
         ConfigError: The rewards do not meet the criterion ``bar``; the message gives the numbers.
@@ -233,7 +236,7 @@ def _away(value: float, tiny: float) -> float:
 
 
 def _freedom(parts: tuple[float, float], counts: tuple[int, int]) -> float:
-    """Return Welch and Satterthwaite's degrees of freedom; infinite when nothing varies."""
+    """Return the degrees of freedom after Welch and Satterthwaite; infinite if no reward varies."""
     below = sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
     return sum(parts) ** 2 / below if below > 0 else math.inf
 

@@ -65,12 +65,12 @@ def as_url(text: str) -> str:
 
 
 def stores_in(folder: Path) -> list[Path]:
-    """Return the files ``runs/*.db`` of a folder, among which commands look for a store."""
+    """Return the files ``runs/*.db`` in a folder, where commands look for a store."""
     return sorted((folder / "runs").glob("*.db"))
 
 
 def located(url: str, folder: Path) -> str:
-    """Return the URL with a relative SQLite path made absolute from ``folder``; other URLs stay as they are."""
+    """Return the URL with a relative SQLite path joined to ``folder``; other URLs are returned unchanged."""
     if not url.startswith(SQLITE) or url.startswith(f"{SQLITE}/"):
         return url
     return f"{SQLITE}{(folder / url.removeprefix(SQLITE)).absolute()}"
@@ -89,17 +89,17 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def build_store(manager: PluginManager, url: str) -> Store:
-    """Open the store of a URL.
+    """Open the store at a URL.
 
     Raises:
-        ConfigError: No plugin has a store of that scheme, or the store cannot use the URL.
+        ConfigError: No plugin has a store for the URL's scheme, or the store cannot use the URL.
         PluginError: The store lacks a part of the contract.
     """
     return checked_store(manager.build(manager.store_entry(url.partition("://")[0]), url=url))
 
 
 def checked_store(store: Any) -> Store:
-    """Return ``store``; raises :class:`PluginError` if parts of the contract are missing, and names them."""
+    """Return ``store``; raises :class:`PluginError`, which names the missing methods, if the store lacks any."""
     lacks = [text for name, method in _METHODS.items() if (text := _lacking(store, name, method))]
     if lacks:
         origin = _distribution(store) or f"the module {type(store).__module__}"
@@ -112,7 +112,7 @@ def checked_store(store: Any) -> Store:
 
 
 def _lacking(store: Any, name: str, method: Callable[..., Any]) -> str:
-    """Describe what a store lacks of a method: the method itself, or keyword arguments; ``""`` if nothing."""
+    """Describe which method, or which of its keyword arguments, a store lacks; ``""`` if it lacks nothing."""
     own = getattr(store, name, None)
     if not callable(own):
         return f"{name}()"
@@ -129,7 +129,7 @@ def _lacking(store: Any, name: str, method: Callable[..., Any]) -> str:
 
 
 def _distribution(store: Any) -> str:
-    """Return the name and version of the distribution whose plugin has the store's class, ``""`` if there is none."""
+    """Return the name and version of the distribution that provides the store's class; ``""`` if unknown."""
     top = type(store).__module__.partition(".")[0]
     for found in distributions():
         if any(point.module.partition(".")[0] == top for point in found.entry_points.select(group="agl")):
@@ -141,17 +141,17 @@ MEMORY = "memory:"
 
 
 def command(*words: str, store_url: str = "") -> str:
-    """Return ``agl WORDS``, quoted for a shell, with ``--store`` if the command would not find the store without it."""
+    """Return ``agl WORDS``, quoted for a shell; ``--store`` is added if the command would not find the store."""
     return shlex.join(("agl", *words, *_store_option(store_url)))
 
 
 def proposal(lead: str, *words: str, store_url: str) -> str:
-    """Return ``" LEAD: agl WORDS"`` to append to a message, ``""`` for a store in memory, which no command can open."""
+    """Return ``" LEAD: agl WORDS"`` to append to a message; ``""`` for a store in memory, which no command can open."""
     return "" if store_url.startswith(MEMORY) else f" {lead}: {command(*words, store_url=store_url)}"
 
 
 def address_of(store: Store) -> str:
-    """Return the URL of a store without passwords, ``""`` if the store does not know it."""
+    """Return a store's URL without passwords; ``""`` if the store does not know it."""
     return store.backend.shown_url if isinstance(store, TableStore) else ""
 
 
@@ -163,7 +163,7 @@ def _store_option(url: str) -> tuple[str, ...]:
 
 
 def _found_without_option() -> str | None:
-    """Return the URL of the store that commands read here without ``--store``."""
+    """Return the URL of the store that commands in this folder find without ``--store``; ``None`` if they find none."""
     if given := os.environ.get("AGL_STORE"):
         return as_url(given)
     files = stores_in(Path())
@@ -175,7 +175,7 @@ def _place(url: str) -> str:
 
 
 def _short(url: str) -> str:
-    """Shorten the URL of a SQLite file to its path, relative if the file lies below the working folder."""
+    """Return the path of a SQLite URL, relative if it lies below the working folder; other URLs are unchanged."""
     if not url.startswith(SQLITE):
         return url
     path, here = Path(url.removeprefix(SQLITE)).resolve(), Path.cwd()

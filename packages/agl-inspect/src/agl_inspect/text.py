@@ -1,4 +1,4 @@
-"""Makes text of agents and models safe for a terminal, which obeys control characters, and shortens it to one line."""
+"""Makes text of agents and models safe for a terminal, and shortens text to one line."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def visible(text: str) -> str:
 
 
 def count_of(count: int, noun: str) -> str:
-    """Return a count with its noun in the right number: ``1 row``, ``2 rows``."""
+    """Return a count with its noun: ``1 row``, ``2 rows``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

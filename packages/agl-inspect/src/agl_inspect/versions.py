@@ -31,8 +31,7 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
         why: The decision of the prompt search that made the version, with the reason.
         origin: The algorithm and step that made the version, ``agl resources try``, or the experiment whose file it is
             from; ``""`` if unknown.
-        tried: The rollouts of ``agl dev`` and ``agl resources try`` that ran with the version, such as
-            ``2 rollouts of sums-dev``.
+        tried: A text about the trial rollouts that ran with the version, such as ``2 rollouts of sums-dev``.
         is_saved: False for weights that were served from memory and never written.
     """
 
@@ -46,7 +45,7 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def is_only_tried(self) -> bool:
-        """True if an algorithm or ``agl resources try`` only tried the version, and no label points at it."""
+        """True if the version was only tried by an algorithm or ``agl resources try``, and no label points at it."""
         return bool(self.version.metadata.get("candidate")) and not self.labels
 
 
@@ -55,7 +54,7 @@ class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         labels: The labels that point at the version.
-        ancestors: The names of its ancestors, its parent first.
+        ancestors: The names of the versions from which this one descends, its parent first.
         candidate: The candidate of a prompt search that became the version, ``None`` if it has another origin.
         is_saved: False for weights that were served from memory and never written.
     """
@@ -68,10 +67,10 @@ class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An arm of a comparison: a version and the rewards of all finished rollouts that ran with it.
+    """A version in a comparison, with the rewards of all finished rollouts that ran with it.
 
     Attributes:
-        validated: The rewards of its validation rollouts, by a digest of the task.
+        validated: The rewards of the version's validation rollouts, by a digest of the task.
     """
 
     version: str
@@ -79,7 +78,7 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
     validated: dict[str, list[float]] = {}
 
     def summary(self, confidence: float) -> str:
-        """Describe the mean reward with its interval."""
+        """Describe the mean reward of the version with its interval."""
         if not self.rewards:
             return "no finished rollout with a reward ran with it"
         low, high = interval(self.rewards, confidence=confidence)
@@ -143,7 +142,7 @@ def origin_of(version: ResourceVersion) -> str:
 
 
 def is_of_file(version: ResourceVersion) -> bool:
-    """Return true if an experiment took a version from the experiment's file."""
+    """Return true if the version was taken from an experiment's file."""
     is_made = bool(version.algorithm) or version.metadata.get("origin") == ORIGIN
     return bool(version.metadata.get("experiment")) and not is_made
 
@@ -153,7 +152,7 @@ def _is_only_tried(version: ResourceVersion, names: dict[str, str]) -> bool:
 
 
 async def _newest_published(store: Store, newest: ResourceVersion, names: dict[str, str]) -> ResourceVersion:
-    """Return a resource's newest version that was not only tried, or ``newest`` if all were only tried."""
+    """Return a resource's newest version that was not only tried; if all were only tried, return ``newest``."""
     if not _is_only_tried(newest, names):
         return newest
     published = [v for v in await store.resources(newest.name) if not _is_only_tried(v, names)]
@@ -161,7 +160,7 @@ async def _newest_published(store: Store, newest: ResourceVersion, names: dict[s
 
 
 async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) -> dict[str, str]:
-    """Describe, for each version, how many rollouts of ``agl dev`` and ``agl resources try`` ran with it."""
+    """Describe for each version how many rollouts of ``agl dev`` and ``agl resources try`` ran with it."""
     experiments = {record.name for record in await store.experiments()}
     named = {str(v.metadata["experiment"]) for v in versions if "experiment" in v.metadata}
     experiments |= {each.removesuffix(TRIAL).removesuffix(PROMPT_TRIAL) for each in named}
@@ -176,7 +175,7 @@ async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) 
 
 
 async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
-    """Find the version that ``which`` names (a version, a label or a candidate's id), by default the newest saved one.
+    """Return the version that ``which`` names by version, label or candidate id; by default the newest saved one.
 
     Raises :class:`NotFoundError` if the resource or the version does not exist.
     """
@@ -210,7 +209,7 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
 
 
 async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:
-    """Collect the rewards of the finished rollouts and conversations that ran with each version; a failure counts 0."""
+    """Collect, for each version, the rewards of finished rollouts and conversations; a failure counts as 0."""
     found = {version: Arm(version=version, rewards=[], validated={}) for version in versions}
     async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_MANY)):
         ours = [r.rollout_id for r in page if is_counted(r) and r.resources.get(name, "") in found]
@@ -224,7 +223,7 @@ async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: 
 
 
 def resource_text(resource: Resource) -> str:
-    """Return a prompt's text, or any other resource as indented JSON."""
+    """Return the text of a prompt; for any other resource, its indented JSON."""
     if isinstance(resource, PromptTemplate):
         return resource.template
     value: Any = resource.value if isinstance(resource, JsonResource) else resource
@@ -258,10 +257,13 @@ async def _known(store: Store, name: str) -> str:
 
 
 def compare_arms(old: Arm, new: Arm, *, confidence: float) -> tuple[Comparison, tuple[Arm, Arm], str]:
-    """Return the comparison, both arms with only the rewards that count in it, and a note on the pairing.
+    """Compare two versions by their rewards.
 
     Rewards are paired by task if the versions have at least two validation tasks in common, and these are at least half
     of the validation tasks of each version. Otherwise all rollouts count.
+
+    Returns:
+        The comparison, both arms reduced to the rewards that count in it, and a note on the pairing.
 
     Raises:
         ConfigError: A version has too few rewards.
@@ -277,7 +279,7 @@ def compare_arms(old: Arm, new: Arm, *, confidence: float) -> tuple[Comparison, 
 
 
 def _on(arm: Arm, tasks: list[str]) -> Arm:
-    """Return an arm with only its validation rollouts on ``tasks``."""
+    """Return the arm reduced to its validation rollouts on ``tasks``."""
     validated = {task: arm.validated[task] for task in tasks}
     rewards = [reward for found in validated.values() for reward in found]
     return Arm(version=arm.version, rewards=rewards, validated=validated)
@@ -298,12 +300,12 @@ class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
         version: The version.
         mean: Mean over tasks of the version's rewards, ``None`` without rewards.
         low: Lower end of the 95 % interval of ``mean`` over tasks; ``None`` for fewer than two tasks.
-        high: Upper end of the same interval.
+        high: Upper end of the 95 % interval of ``mean`` over tasks; ``None`` for fewer than two tasks.
         tasks: Number of tasks on which the version has a reward.
         difference: Mean of the version minus the mean of the baseline, paired by task; ``None`` for the baseline
             itself, and if fewer than two tasks have rewards of both.
         difference_low: Lower end of the 95 % interval of ``difference``.
-        difference_high: Upper end of the same interval.
+        difference_high: Upper end of the 95 % interval of ``difference``.
         paired: Number of tasks with rewards of both the version and the baseline.
         verdict: ``better``, ``worse`` or ``unclear``; ``""`` for the baseline.
     """
@@ -325,7 +327,7 @@ class Trial(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         time: End of the trial in Unix seconds.
-        experiment: The experiment under which its rollouts are recorded.
+        experiment: The experiment under which the trial's rollouts are recorded.
         source: A description of the tasks, such as ``20 of 40 validation tasks``.
         scores: The versions; the first is the baseline.
     """

@@ -86,7 +86,7 @@ class OpenAIPolicy:
         )
 
     async def start(self) -> ServedModel:
-        """Check that the key is set."""
+        """Check that the environment holds the API key, and return the endpoint."""
         variable = self._served.api_key_env
         # Other servers mostly accept calls without a key.
         if variable and not os.environ.get(variable) and "api.openai.com" in self._served.base_urls[0]:
@@ -97,10 +97,10 @@ class OpenAIPolicy:
         return self._served
 
     async def stop(self) -> None:
-        """Do nothing."""
+        """Do nothing: the endpoint runs elsewhere."""
 
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """Return the endpoint's own model; raises :class:`PolicyError` for weights, which it cannot load."""
+        """Return the endpoint's own model; raises :class:`PolicyError` for weights, which an endpoint cannot load."""
         if not isinstance(version.resource, LLM):
             raise PolicyError(
                 f"policy {self._name!r} is an endpoint that runs elsewhere and cannot load {version.version!r}; "
@@ -109,5 +109,5 @@ class OpenAIPolicy:
         return self._served
 
     def resource(self) -> Resource:
-        """Return the endpoint as a resource."""
+        """Return the endpoint's ``LLM`` resource."""
         return self._served.llm

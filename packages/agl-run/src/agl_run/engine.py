@@ -1,4 +1,4 @@
-"""Parts of the engine for packages that run rollouts in other ways: replays, trials, other user interfaces."""
+"""Exports parts of the engine for packages that run rollouts in other ways: replays, trials, other user interfaces."""
 
 from agl_run.config.dataset import as_tasks as as_tasks
 from agl_run.config.dataset import check_hidden as check_hidden

@@ -24,8 +24,8 @@ class FleetSetup:
     """The parts of a running experiment that its fleet uses.
 
     Attributes:
-        order: The description of the experiment for other machines, with its keys. Algorithms get it unchanged, and
-            workers get ``order.for_worker()``; see :class:`agl_run.fleets.OrderedWorker`.
+        order: The description of the experiment for other machines, with the experiment's keys. Algorithms get it
+            unchanged, and workers get ``order.for_worker()``; see :class:`agl_run.fleets.OrderedWorker`.
         open_rollouts: Returns the number of rollouts that are queued or running.
         fail: Ends the experiment with an error; calls after the first one have no effect.
         say: Shows the user one line.
@@ -39,7 +39,7 @@ class FleetSetup:
 
 @runtime_checkable
 class Fleet(Protocol):
-    """Places an experiment's workers, and those of its algorithms that set ``resources``.
+    """Places an experiment's workers on a cluster, and also the algorithms that set ``resources``.
 
     The factory is called with ``placement`` (the table ``[runner.resources]``, or ``None``), with ``concurrency`` and
     with the runner's own parameters, and starts nothing. ``reserve`` is called before ``deploy`` and ``algorithm``,
@@ -48,7 +48,7 @@ class Fleet(Protocol):
 
     @property
     def most_attempts(self) -> int:
-        """The most attempts that all workers together run at once."""
+        """The most attempts that all workers of the fleet together run at once."""
         ...
 
     def attempts(self) -> tuple[str, dict[str, Json]]:
@@ -75,7 +75,7 @@ class Fleet(Protocol):
         ...
 
     async def deploy(self, setup: FleetSetup) -> None:
-        """Begin to start and stop workers according to the store's queue; returns at once."""
+        """Begin to start and stop workers as the store's queue of rollouts requires; returns at once."""
         ...
 
     async def recall(self) -> None:
@@ -83,7 +83,7 @@ class Fleet(Protocol):
         ...
 
     def algorithm(self, config: AlgorithmConfig, setup: FleetSetup) -> Algorithm:
-        """Return an algorithm whose steps run in a process of their own, on the share reserved for it."""
+        """Return an algorithm whose steps run in a separate process, on the cluster share reserved for it."""
         ...
 
     async def stop(self) -> None:

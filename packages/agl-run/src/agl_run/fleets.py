@@ -1,4 +1,4 @@
-"""Parts of runners that place workers on other machines: the contract of a fleet, and its worker."""
+"""Exports the parts of runners that place workers on other machines: the contract of a fleet, and its worker."""
 
 from agl_run.fleet import LOOP_ROLLOUTS as LOOP_ROLLOUTS
 from agl_run.fleet import Fleet as Fleet

@@ -1,4 +1,4 @@
-"""Prompts of several messages as agents get them: a list for OpenAI's clients, with placeholders to fill.
+"""Prompts of several messages in the form that agents get: a list for OpenAI's clients, with placeholders to fill.
 
 The resource is plain JSON, ``[{"role": "system", "content": "..."}, {"role": "user", "content": "{question}"}]``.
 Algorithms that tune such a prompt preserve its roles and placeholders; this module only fills the placeholders.
@@ -19,7 +19,7 @@ class Messages(list[dict[str, str]]):
     """
 
     def format(self, **values: object) -> "Messages":
-        """Fill the placeholders ``{name}`` of all messages; raises :class:`ConfigError` if one has no value.
+        """Fill the placeholders ``{name}`` of all messages; raises :class:`ConfigError` if a placeholder has no value.
 
         Literal braces are written as ``{{`` and ``}}``. Values that no message uses are ignored.
         """
@@ -29,14 +29,14 @@ class Messages(list[dict[str, str]]):
 
 
 def value_for_agent(resource: Resource) -> Any:
-    """Return a resource as agents get it: a JSON resource as its value, and a list of messages as ``Messages``."""
+    """Return a resource in the form that agents get: the value of a JSON resource, with prompts as ``Messages``."""
     if not isinstance(resource, JsonResource):
         return resource
     return Messages(cast("list[dict[str, str]]", resource.value)) if _is_messages(resource.value) else resource.value
 
 
 def resource_for_child(value: Any) -> Resource:
-    """Return a resource that :func:`value_for_agent` turns back into this value; used to send it to a child process."""
+    """Return the resource from which :func:`value_for_agent` makes this value, to send it to a child process."""
     return value if isinstance(value, Resource) else JsonResource(value=value)
 
 

@@ -21,7 +21,7 @@ from agl_run.fleet import Fleet
 from agl_run.runners.setup import environment, without_proxy
 
 VALIDATION = "validate"
-"""Name of validation in rollout ids and metrics; no algorithm may have it."""
+"""The caller's name for validation, in rollout ids and metrics; no algorithm may have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,10 @@ class Plan:
 
 
 def placeholder_keys() -> AbstractContextManager[None]:
-    """Set placeholders for missing API keys, for modules that create a client when they are imported."""
+    """Set placeholders for missing API keys, and exempt this machine from the environment's proxy.
+
+    Some modules create a client when they are imported, which would otherwise fail.
+    """
     # Clients are often made at import and refuse to be without a key; the attempt's own replaces it
     # in every call.
     missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]

@@ -1,7 +1,7 @@
-"""Parts for runners that start programs or bring their own agents.
+"""Exports the parts that runners need to start programs or to bring their own agents.
 
-The module exports processes that end with their descendants, bounded program output, and the contract of runners that
-have agents and tasks of their own.
+These are processes that end with their descendants, bounded program output, and the contract of runners that have
+agents and tasks of their own.
 """
 
 from agl_run.agents.agent import AgentSource as AgentSource

@@ -1,4 +1,4 @@
-"""Shared parts of commands that take an experiment file: read it, override its keys, create the trainer."""
+"""Shared functions of commands that take an experiment file: read it, override its keys, create the trainer."""
 
 import tomllib
 from collections.abc import Callable
@@ -24,11 +24,11 @@ __all__ = ["experiment_argument", "make_trainer", "ray_option", "read_experiment
 F = TypeVar("F", bound=Callable[..., Any])
 
 _KEYS = {"algorithm": AlgorithmConfig.__struct_fields__, "reward": ComponentConfig.__struct_fields__}
-"""The sections that are lists of tables, with the keys that each table may have."""
+"""The file's sections that are arrays of tables, with the keys of each table."""
 
 
 def experiment_argument(function: F) -> F:
-    """Add the experiment file and ``--set`` to a command."""
+    """Add the argument for the experiment file and the option ``--set`` to a command."""
     function = click.option(
         "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key, such as experiment.seed=3."
     )(function)
@@ -41,7 +41,7 @@ ray_option = click.option(
     metavar="auto|ADDRESS",
     help="Run the agents on a Ray cluster: auto for this machine's or a new one here, or HOST:PORT.",
 )
-"""The option ``--ray``, which places an experiment's workers on a Ray cluster."""
+"""The command-line option ``--ray``, which places an experiment's workers on a Ray cluster."""
 
 
 def make_trainer(
@@ -99,14 +99,14 @@ def _override(data: dict[str, Any], setting: str) -> None:
 
 
 def _enter(table: Any, name: str, path: str) -> Any:
-    """Return the value under ``name`` in a table or a list of tables; a missing table or list is created."""
+    """Return the value under ``name`` in a table or an array of tables; a missing one is created."""
     if isinstance(table, list) and name not in _KEYS.get(path, ()):
         return _entry(_tables(cast("list[Any]", table), path), name)
     return _table_with(table, name, path).setdefault(name, [] if not path and name in _KEYS else {})
 
 
 def _table_with(table: Any, key: str, path: str) -> dict[str, Any]:
-    """Return the table in which to set ``key``: the given one, or the only one of a list."""
+    """Return the table in which to set ``key``: ``table`` itself, or the only table of an array."""
     if isinstance(table, dict):
         return cast("dict[str, Any]", table)
     if not isinstance(table, list):
@@ -134,7 +134,7 @@ def _tables(items: list[Any], path: str) -> list[dict[str, Any]]:
 
 
 def _entry(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the entry of a list by its name, by its ``use``, or by its position from 0."""
+    """Return the entry of an array that has this name, this ``use`` or this position from 0."""
     named = [item for item in items if (item.get("name") or item.get("use")) == name]
     found = named or [item for item in items if item.get("use") == name]
     if name.isdecimal() and int(name) < len(items):

@@ -22,7 +22,7 @@ METHODS: Mapping[str, Sequence[str]] = {
     "AlgorithmEntry": ("setup", "step", "state", "restore", "close"),
     "TracerEntry": ("install", "uninstall"),
 }
-"""The required methods of the contracts that plugins fulfil most often, by the entry's type."""
+"""The methods that a component must have, by the type of its entry; only the most common contracts are listed."""
 
 # Only values that may have come from a file are converted; an object that a Python program passes
 # is taken as it is.
@@ -60,7 +60,7 @@ def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
 
 
 def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any]) -> Any:
-    """Build the component; raises :class:`ConfigError`, naming the wrong parameter and those that are accepted."""
+    """Build the component; raises :class:`ConfigError`, which names the wrong parameter and the accepted ones."""
     factory = resolve(entry, component, source)
     made = factory(**checked_params(factory, component, params))
     check_contract(made, entry, component, source)
@@ -68,7 +68,7 @@ def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any
 
 
 def check_contract(made: Any, entry: Entry, component: str, source: Source) -> None:
-    """Refuse a component, or its class, that lacks a method of its contract."""
+    """Raise :class:`BrokenPluginError` if a component, or its class, lacks a method of its contract."""
     lacking = [name for name in METHODS.get(type(entry).__name__, ()) if not hasattr(made, name)]
     if lacking:
         raise BrokenPluginError(
@@ -78,7 +78,11 @@ def check_contract(made: Any, entry: Entry, component: str, source: Source) -> N
 
 
 def checked_params(factory: Callable[..., Any], component: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """``params`` with JSON values converted to the annotated types; :class:`ConfigError` if the factory rejects one."""
+    """Return ``params`` with JSON values converted to the annotated types of the factory's parameters.
+
+    Raises:
+        ConfigError: The factory does not accept a parameter or its value.
+    """
     try:
         parameters = inspect.signature(factory).parameters
     # Classes and functions written in C have no signature; they check their arguments themselves.
@@ -103,7 +107,7 @@ def checked_params(factory: Callable[..., Any], component: str, params: Mapping[
 
 
 def _record(component: str, path: str, table: dict[str, Any], kind: type[msgspec.Struct], default: Any) -> Any:
-    """A record of settings from a table; fields that the table lacks keep the values of the parameter's default."""
+    """Convert a table to a record of settings; fields that the table lacks are taken from ``default``."""
     for name in table:
         if name not in kind.__struct_fields__:
             fields = [f"{path}.{field}" for field in kind.__struct_fields__]
@@ -147,7 +151,10 @@ def _not_installed(error: ModuleNotFoundError, factory: str, component: str, sou
 
 
 def _install_line(module: str, source: Source) -> str:
-    """The command that installs a module, as a requirement or an extra of the plugin, or else by the module's name."""
+    """The command that installs a missing module.
+
+    It installs the plugin's requirement or extra that contains the module, or else the package of the module's name.
+    """
     for line in source.requires:
         project = re.split(r"[^\w.-]", line, maxsplit=1)[0]
         # PEP 503: names of projects are equal without regard to case and to -, _ and dots; modules

@@ -1,4 +1,4 @@
-"""The registered components by kind and name, with their plugins, and the errors for components that are missing."""
+"""The registered components by kind and name, with the plugin of each, and errors for missing components."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ RECORDS: dict[Kind, type[Entry]] = {kind: record for record, kind in KINDS.items
 
 @cache
 def known() -> dict[tuple[Kind, str], str]:
-    """The distribution of each well-known component, by kind and name; errors for missing components suggest it.
+    """The distribution of each well-known component, by kind and name, which errors about a missing one suggest.
 
     ``python -m tools.generate`` writes the table.
     """
@@ -38,19 +38,19 @@ def known() -> dict[tuple[Kind, str], str]:
 
 @dataclass(frozen=True, kw_only=True)
 class QuarantinedPlugin:
-    """A plugin that failed to load, with its error and the components that it had named before it failed."""
+    """A plugin that failed to load, with its error and the components that it had registered before."""
 
     source: Source
     error: PluginError
     keys: tuple[Key, ...] = ()
 
     def may_hold(self, key: Key) -> bool:
-        """True if the plugin named the component, or is likely to contain it."""
+        """True if the plugin registered the component before it failed, or is likely to contain it."""
         return key in self.keys or is_likely_home(key, self.source)
 
 
 def key_of(entry: Entry) -> Key:
-    """The kind and name of a component; the name of a subcommand is prefixed with that of its parent command."""
+    """The kind and the name of a component; the name of a subcommand starts with that of its parent command."""
     # A plugin may subclass our entries; the nearest known base class decides.
     kind: Kind = next(KINDS[record] for record in type(entry).__mro__ if record in KINDS)
     parent = entry.parent if isinstance(entry, CommandEntry) else ""
@@ -58,7 +58,7 @@ def key_of(entry: Entry) -> Key:
 
 
 def is_likely_home(key: Key, source: Source) -> bool:
-    """True if a plugin that was never imported is likely to contain a component."""
+    """True if a plugin, judged without importing it, is likely to contain the component."""
     # There are two signs: the plugin's name, which is often that of its only component, and the
     # table of well-known components.
     home = known().get(key, "").partition("[")[0]
@@ -66,7 +66,7 @@ def is_likely_home(key: Key, source: Source) -> bool:
 
 
 class Catalog:
-    """The registered components. If two plugins register one name, both the registration and later lookups raise."""
+    """The registered components. A name that two plugins register raises, at registration and at each lookup."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[Source, Entry]] = {}
@@ -99,7 +99,11 @@ class Catalog:
         self._entries.update(fresh)
 
     def get(self, record: type[E], name: str) -> E | None:
-        """The component of that name, ``None`` if there is none; :class:`DuplicateComponentError` if there are two."""
+        """The component with this name; ``None`` for an unknown name.
+
+        Raises:
+            DuplicateComponentError: Two plugins register the name.
+        """
         key = (KINDS[record], name)
         if key in self._contested:
             raise DuplicateComponentError(self._contested[key])
@@ -112,12 +116,12 @@ class Catalog:
         return sorted(found, key=lambda entry: entry.name)
 
     def source_of(self, entry: Entry) -> Source | None:
-        """The plugin that registered this entry object; ``None`` for any other entry, even of the same name."""
+        """The plugin that registered exactly this entry object; ``None`` for another entry of the same name."""
         source, registered = self._entries.get(key_of(entry), (None, None))
         return source if registered is entry else None
 
     def keys_of(self, source: Source) -> list[Key]:
-        """Keys of a plugin's components, in order of registration."""
+        """Keys of the components that a plugin registered, in order of registration."""
         return [key for key, (owner, _) in self._entries.items() if owner is source]
 
     def names(self, kind: Kind) -> list[str]:
@@ -128,7 +132,7 @@ class Catalog:
 def missing(
     key: Key, names: Sequence[str], broken: Sequence[QuarantinedPlugin], disabled: Sequence[Source]
 ) -> PluginError:
-    """The error for a component that is not registered; ``names`` are those that are registered for its kind."""
+    """The error for a component that is not registered; ``names`` are the registered components of its kind."""
     kind, name = key
     for plugin in broken:
         if plugin.may_hold(key):

@@ -1,4 +1,4 @@
-"""Reads one plugin: refuses hooks that would never be called, and collects the components it registers.
+"""Reads one plugin: refuses hooks that would never be called, and collects the plugin's components.
 
 pluggy accepts a misspelled hook, a function without the marker and a coroutine function, and then silently never runs
 them. Here each of them raises an error that names the remedy.
@@ -24,12 +24,12 @@ PROVIDERS: dict[str, type[Entry]] = {
     for name in HOOKS
     for record in get_args(get_type_hints(getattr(AglSpec, name))["return"])
 }
-"""The type of entry that each provider hook returns, by the hook's name."""
+"""Maps each provider hook to the type of entry that it returns."""
 
 OBSERVERS = tuple(name for name in HOOKS if name not in PROVIDERS)
 
 MOST = 1_000
-"""The most components of one hook; a hook that yields more would probably never end."""
+"""The most components that a hook may return; a hook that yields more would probably never end."""
 
 _NAME = re.compile(r"[a-z][a-z0-9+-]*")
 _FACTORY = re.compile(r"[\w.]+:[\w.]+")
@@ -44,7 +44,7 @@ def hookimpls(hooks: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
 
 
 def check_hooks(hooks: pluggy.PluginManager, plugin: object) -> None:
-    """Raise :class:`PluginError` if something in ``plugin`` looks like a hook but would never be called."""
+    """Raise :class:`PluginError` if a function in ``plugin`` looks like a hook but would never be called."""
     for name, function in _functions(plugin):
         if getattr(function, f"{PROJECT}_impl", None) is None:
             raise PluginError(f"{name} is not marked; write @agl.hookimpl above it, or give it another name")
@@ -55,7 +55,7 @@ def check_hooks(hooks: pluggy.PluginManager, plugin: object) -> None:
 
 
 def components(hooks: pluggy.PluginManager, plugin: object) -> list[Entry]:
-    """The entries that the provider hooks of ``plugin`` return; :class:`PluginError` if one of them is invalid."""
+    """The entries that the provider hooks of ``plugin`` return; raises :class:`PluginError` for an invalid one."""
     found: list[Entry] = []
     for hook, record in PROVIDERS.items():
         for impl in hookimpls(hooks, hook):

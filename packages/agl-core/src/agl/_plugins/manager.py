@@ -51,12 +51,12 @@ from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, 
 E = TypeVar("E", bound=Entry)
 
 EVERY = "*"
-"""In ``AGL_DISABLED_PLUGINS``: every plugin but the core's own components."""
+"""In ``AGL_DISABLED_PLUGINS``, stands for every plugin except the core's own components."""
 
 CORE_PLUGIN = "core"
 
 SLOW_S = 5.0
-"""Seconds after which a plugin that is still loading is named, because it may never end."""
+"""Seconds of loading after which a plugin is named in a warning, because its import may never end."""
 
 _log = logging.getLogger("agl.plugins")
 
@@ -140,11 +140,11 @@ class PluginManager:
             raise failure from _cause_of(failure, error)
 
     def tracer(self, name: str) -> TracerEntry:
-        """The tracer of that name; like all lookups by name, raises :class:`PluginError` if it is missing."""
+        """The tracer with this name; raises :class:`PluginError` if there is none, as do all lookups by name."""
         return self._get(TracerEntry, name)
 
     def reward(self, name: str) -> RewardEntry:
-        """The reward emitter of that name."""
+        """The reward emitter with this name."""
         return self._get(RewardEntry, name)
 
     def store_entry(self, scheme: str) -> StoreEntry:
@@ -152,35 +152,35 @@ class PluginManager:
         return self._get(StoreEntry, scheme)
 
     def algorithm(self, name: str) -> AlgorithmEntry:
-        """The algorithm of that name."""
+        """The algorithm with this name."""
         return self._get(AlgorithmEntry, name)
 
     def credit(self, name: str) -> CreditEntry:
-        """The credit assignment of that name."""
+        """The credit assignment with this name."""
         return self._get(CreditEntry, name)
 
     def runner(self, name: str) -> RunnerEntry:
-        """The runner of that name."""
+        """The runner with this name."""
         return self._get(RunnerEntry, name)
 
     def policy(self, name: str) -> PolicyEntry:
-        """The model server of that name."""
+        """The model server with this name."""
         return self._get(PolicyEntry, name)
 
     def gateway(self, name: str) -> GatewayEntry:
-        """The gateway of that name."""
+        """The gateway with this name."""
         return self._get(GatewayEntry, name)
 
     def exporter(self, name: str) -> ExporterEntry:
-        """The destination of finished rollouts of that name."""
+        """The exporter or sink with this name."""
         return self._get(ExporterEntry, name)
 
     def command(self, name: str) -> CommandEntry:
-        """The command of that name."""
+        """The command with this name."""
         return self._get(CommandEntry, name)
 
     def entry(self, kind: Kind, name: str) -> Entry:
-        """The component of that kind and name."""
+        """The component with this kind and name."""
         return self._get(RECORDS[kind], name)
 
     def entries(self, kind: Kind) -> Sequence[Entry]:
@@ -188,11 +188,11 @@ class PluginManager:
         return self._catalog.entries(RECORDS[kind])
 
     def resolve(self, entry: Entry, /) -> Any:
-        """The entry's factory, imported; see :meth:`build`."""
+        """Import and return the entry's factory; see :meth:`build`."""
         return resolve(entry, _shown_name(entry), self._source_of(entry))
 
     def check(self, entry: Entry, /) -> None:
-        """Import the entry's factory and, if it is a class, check that it has the methods of its contract."""
+        """Import the entry's factory; if it is a class, check that it has the methods of its contract."""
         factory = self.resolve(entry)
         if isinstance(factory, type):
             check_contract(factory, entry, _shown_name(entry), self._source_of(entry))
@@ -232,7 +232,7 @@ class PluginManager:
         return [loaded[0], *rest]
 
     def worker_env(self) -> dict[str, str]:
-        """The environment variables with which a child process loads the same plugins."""
+        """The environment variables that make a child process load the same plugins."""
         return {DISABLED_VARIABLE: ",".join(sorted(self._disabled)), STRICT_VARIABLE: "1" if self._strict else "0"}
 
     @property

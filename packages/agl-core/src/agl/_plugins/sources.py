@@ -15,7 +15,7 @@ STRICT_VARIABLE = "AGL_PLUGINS_STRICT"
 
 
 class Source(Record, frozen=True, kw_only=True):
-    """The origin of a plugin.
+    """The origin of a plugin: its entry point and its distribution.
 
     Attributes:
         name: The entry point's name, or the name that was passed to ``register``.
@@ -33,12 +33,12 @@ class Source(Record, frozen=True, kw_only=True):
 
     @property
     def shown_name(self) -> str:
-        """The plugin as messages name it: ``'toy' (agl-toy 1.0)``."""
+        """The plugin's name and distribution for messages, such as ``'toy' (agl-toy 1.0)``."""
         return f"{self.name!r} ({self.distribution} {self.version})" if self.distribution else repr(self.name)
 
     @property
     def remedy(self) -> str:
-        """The user's next step when the plugin fails."""
+        """Advice for the user if the plugin fails: reinstall, upgrade, correct or disable it."""
         # Nobody can run without the core, so leaving it out is no advice.
         if self.distribution == CORE:
             return f"reinstall it (pip install --force-reinstall {CORE})"
@@ -51,7 +51,7 @@ class Source(Record, frozen=True, kw_only=True):
 def installed(distribution_name: str = "") -> list[tuple[Source, EntryPoint]]:
     """The installed plugins, of one distribution or of all, sorted by name and then by distribution.
 
-    No plugin is imported; ``EntryPoint.load`` does that.
+    No plugin is imported; call ``load`` of its entry point to import it.
     """
     try:
         points = distribution(distribution_name).entry_points if distribution_name else entry_points()

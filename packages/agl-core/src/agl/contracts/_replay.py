@@ -12,17 +12,17 @@ from agl.schemas import Episode, Mode, Record, Rollout
 T = TypeVar("T")
 
 REPLAY = "replay"
-"""Key of a replay's plan in the rollout's metadata."""
+"""Key in a rollout's metadata of the :class:`ReplayPlan`."""
 
 FORK = "fork"
-"""Key of a fork's plan in the rollout's metadata."""
+"""Key in a rollout's metadata of the :class:`ForkPlan`."""
 
 
 REPLAY_VERSION = "replay:"
-"""Prefix of the model version that is recorded for a call that a replay answered."""
+"""Prefix of the recorded model version of a call that was answered from a recording."""
 
 DIVERGED = f"{REPLAY_VERSION}diverged"
-"""The model version that is recorded for a call that a fork refused, because the recorded rollout has no such call."""
+"""The recorded model version of a call that a fork refused, because the recorded rollout has no such call."""
 
 
 class ReplayPlan(Record, frozen=True, kw_only=True):
@@ -34,9 +34,9 @@ class ReplayPlan(Record, frozen=True, kw_only=True):
     Attributes:
         rollout_id: The recorded rollout.
         replaced: Names of the agents whose answers are replaced, as in :attr:`Transition.agent`; sorted.
-        how: The replaced answers. With ``silent`` the answer is ``text``, without tool calls. With ``sibling`` it is
-            that of the same agent at the same turn in the rollout ``sibling``, or ``text`` if that rollout lacks the
-            turn.
+        how: The source of the replacements. With ``silent`` the answer is ``text``, without tool calls. With
+            ``sibling`` it is the answer of the same agent at the same turn in the rollout ``sibling``, or ``text`` if
+            that rollout lacks the turn.
         text: The answer of silent agents.
         sibling: Id of another recorded rollout of the same task.
         sample: Number that distinguishes otherwise equal replays.
@@ -62,8 +62,8 @@ class ForkPlan(Record, frozen=True, kw_only=True):
     Attributes:
         rollout_id: The recorded rollout.
         span_id: The span of the recorded call to fork at.
-        answer_rollout: The rollout that has the answer for this call; ``""`` if a model answers it.
-        answer_span: The span of the call with that answer, in ``answer_rollout``.
+        answer_rollout: The rollout that has the new answer for the call to fork at; ``""`` if a model answers it.
+        answer_span: The span of that answer's call, in ``answer_rollout``.
         is_coupled: Whether a later call whose request equals the recorded one also gets the recorded answer; if not, a
             model answers all later calls. Both give a fair sample, because the recorded answer was drawn for the same
             request. A coupled fork differs from the recorded run only by the effects of the new answer.
@@ -86,21 +86,21 @@ AnyPlan = ReplayPlan | ForkPlan
 
 
 class DivergenceError(RunError):
-    """A fork diverged: before the call that it forks at, it made a call that differs from the recorded ones."""
+    """A fork made a call that differs from the recorded ones before it reached the call to fork at."""
 
 
 def replay_of(rollout: Rollout) -> ReplayPlan | None:
-    """Return the plan of a replay, ``None`` for any other rollout; raises :class:`AglError` for a malformed one."""
+    """Return the plan if the rollout is a replay, else ``None``; raises :class:`AglError` if it is malformed."""
     return _plan(rollout, REPLAY, ReplayPlan)
 
 
 def fork_of(rollout: Rollout) -> ForkPlan | None:
-    """Return the plan of a fork, ``None`` for any other rollout; raises :class:`AglError` for a malformed one."""
+    """Return the plan if the rollout is a fork, else ``None``; raises :class:`AglError` if it is malformed."""
     return _plan(rollout, FORK, ForkPlan)
 
 
 def sampling_mode(rollout: Rollout) -> Mode:
-    """Return the mode whose sampling rules apply to a rollout: for a replay or a fork, that of the recorded rollout."""
+    """Return the mode whose sampling rules apply to a rollout; a replay or fork follows the recorded rollout."""
     try:
         again = fork_of(rollout) or replay_of(rollout)
     except AglError:  # metadata of the user's own
@@ -109,7 +109,7 @@ def sampling_mode(rollout: Rollout) -> Mode:
 
 
 def is_diverged(episode: Episode) -> bool:
-    """Return true if an episode is a fork that diverged, so that it is no evidence about the call it forked at."""
+    """Return true if an episode is a fork that diverged, and so says nothing about the call to fork at."""
     error = episode.attempt.error if episode.attempt else None
     return error is not None and error.type == f"{DivergenceError.__module__}.{DivergenceError.__qualname__}"
 
@@ -128,10 +128,10 @@ def _plan(rollout: Rollout, key: str, kind: type[T]) -> T | None:
 
 
 class ReplayFn(Protocol):
-    """Runs recorded rollouts of one step again, one for each plan."""
+    """Runs recorded rollouts of one step again, once for each plan."""
 
     async def __call__(self, plans: Sequence[AnyPlan]) -> list[Episode]:
-        """Run the replays and forks and return them in the order of the plans, failed ones included.
+        """Run the replays and forks and return their episodes in the order of the plans, failed ones included.
 
         Equal plans run once. Replays and forks are ordinary rollouts of mode ``test`` with the recorded task and
         pinned resources, and are never trained on. Their ids follow from (experiment, algorithm, step, plan), so a
@@ -149,7 +149,7 @@ class CounterfactualCredit(Credit, Protocol):
     """A credit that measures an agent's contribution by replaying rollouts without it."""
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> Sequence[Episode]:
-        """Return the episodes in the same order, with further rewards attached that :meth:`assign` will need.
+        """Return the episodes in the same order, with the additional rewards that :meth:`assign` needs.
 
         Called with the training episodes of a step after they are collected and before the algorithm gets them. Not
         called for episodes that an algorithm collects with ``keeps_all`` or reads from another algorithm.

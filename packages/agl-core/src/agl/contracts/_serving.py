@@ -44,14 +44,14 @@ class ServedModel(Record, frozen=True, kw_only=True):
 
 
 class Policy(Protocol):
-    """A model server, or several with the same weights, that an experiment starts or attaches to."""
+    """One or several model servers with the same weights, which an experiment starts or connects to."""
 
     async def start(self) -> ServedModel:
         """Serve the initial weights; returns once the servers answer calls."""
         ...
 
     async def stop(self) -> None:
-        """Release everything; idempotent."""
+        """Stop the servers and release their resources; idempotent."""
 
     async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve the weights of ``version``; returns once all servers have loaded them.
@@ -62,7 +62,7 @@ class Policy(Protocol):
         ...
 
     def resource(self) -> Resource:
-        """The policy's resource in its first version: the initial weights, or the endpoint."""
+        """The first version of the policy's resource: the initial weights, or the endpoint."""
         ...
 
     @property
@@ -83,13 +83,13 @@ class Gateway(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Write the remaining records, then close; idempotent."""
+        """Write all pending records, then close; idempotent."""
 
     async def pause(self, policy: str, *, drain_s: float = 30.0) -> None:
-        """Hold new calls of ``policy`` and wait up to ``drain_s`` seconds for those in flight."""
+        """Hold new calls of ``policy``, and wait up to ``drain_s`` seconds for its calls in flight."""
 
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
-        """Let held calls through, and from now on record ``model_version`` and ask the backend for ``model``.
+        """Let held calls through; later calls are sent to ``model`` and recorded with ``model_version``.
 
         An empty value leaves the current setting unchanged.
         """

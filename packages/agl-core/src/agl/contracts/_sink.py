@@ -34,13 +34,14 @@ class Exporter(Protocol):
 
     @property
     def destination(self) -> str:
-        """The other system as messages name it, such as a URL without its keys."""
+        """A name of the other system for messages, such as its URL without keys."""
         ...
 
     async def export(self, recordings: Sequence[Recording]) -> None:
         """Send finished rollouts with all of their spans.
 
-        Raises :class:`~agl.errors.ExportError`; if its ``is_passing`` is true, the caller repeats the call later.
+        Raises :class:`~agl.errors.ExportError`; if the error's ``is_passing`` is true, the caller repeats the call
+        later.
         """
         ...
 
@@ -91,14 +92,14 @@ class SinkRow(Record, frozen=True, kw_only=True):
 
     @property
     def place(self) -> int:
-        """The row's position in the run's order, in which a validation follows the step that came before it."""
+        """The row's position in the run; a validation comes right after the step that it validates."""
         return 2 * self.experiment_step + (self.algorithm == "validate")
 
     def named(self) -> dict[str, float]:
         """Return the numbers by ``ALGORITHM/NAME``, including ``step`` and ``experiment_step``.
 
         Names have at most 200 characters, which are ASCII letters, digits, ``_``, ``.``, ``-``, spaces and slashes. A
-        name that had to be changed for this ends with a digest, so that two names never become equal.
+        name that had to be changed ends with a digest, so that two names never become equal.
         """
         numbers = {**self.metrics, "step": float(self.step), "experiment_step": float(self.experiment_step)}
         return {_plain(f"{self.algorithm}/{name}"): value for name, value in numbers.items()}
@@ -110,7 +111,8 @@ class SinkTable(Record, frozen=True, kw_only=True):
     Attributes:
         name: ``resources``, ``candidates``, ``rollouts`` or ``alerts``.
         columns: The names of the columns.
-        rows: The rows. Texts have no control characters other than line breaks and tabs; long texts are cut and marked.
+        rows: The rows. Texts have no control characters other than line breaks and tabs; a text that was shortened
+            says so at its end.
     """
 
     name: str
@@ -145,7 +147,7 @@ class Sink(Protocol):
 
     @property
     def destination(self) -> str:
-        """The other system as messages name it, such as a URL without its keys."""
+        """A name of the other system for messages, such as its URL without keys."""
         ...
 
     def begin(self, run: SinkRun) -> None:
@@ -185,12 +187,12 @@ def flat_config(config: dict[str, Json], prefix: str = "") -> dict[str, str]:
 
 
 def shortened(text: str, limit: int, *, rest: str = "") -> str:
-    """Cut a text to ``limit`` characters, with a mark at its end, and replace characters that some systems refuse.
+    """Shorten a text to ``limit`` characters, with a note at its end, and replace characters that some systems refuse.
 
     Args:
         text: Any text; control characters and lone surrogates become ``\\ufffd``.
         limit: Largest length of the result.
-        rest: How to read the whole text; the mark includes it.
+        rest: How to read the whole text; the note includes it.
     """
     clean = _CONTROL.sub("\ufffd", text)
     if len(clean) <= limit:
@@ -200,7 +202,7 @@ def shortened(text: str, limit: int, *, rest: str = "") -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a name that every system accepts; a name that is already acceptable stays unchanged."""
+    """Return the name in a form that every system accepts; a name that is acceptable stays unchanged."""
     plain = _UNUSUAL.sub("_", name)
     plain = "/".join(part.strip(" .") or "_" for part in plain.split("/"))
     if plain == name and len(name) <= LONGEST_NAME:

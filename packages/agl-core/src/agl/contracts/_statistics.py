@@ -1,4 +1,4 @@
-"""Statistics of rollouts. Stores update them as rollouts finish, so that showing them does not read the rollouts."""
+"""Statistics of rollouts, which stores update as rollouts finish, so that showing them reads no rollouts."""
 
 from msgspec.structs import replace
 
@@ -13,7 +13,7 @@ class Moments(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         count: Number of values.
-        mean: Their mean.
+        mean: Mean of the values.
         squares: Sum of the squared differences of the values from the mean.
     """
 
@@ -28,7 +28,7 @@ class Moments(Record, frozen=True, kw_only=True, omit_defaults=False):
         return self.squares / (self.count - 1) if self.count > 1 else None
 
     def plus(self, other: "Moments") -> "Moments":
-        """The moments of both sets together; a negative count in ``other`` removes its values from this set."""
+        """The moments of both sets together; if the count of ``other`` is negative, its values are removed instead."""
         count = self.count + other.count
         if not count:
             return Moments()
@@ -81,13 +81,13 @@ class Statistics(Record, frozen=True, kw_only=True, omit_defaults=False):
         return self.succeeded + self.failed + self.cancelled
 
     def plus(self, other: "Statistics") -> "Statistics":
-        """The sums of both, with the experiment, algorithm, step and mode of this one."""
+        """The sums of both statistics, with the experiment, algorithm, step and mode of this one."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
         return replace(self, reward=self.reward.plus(other.reward), **sums)
 
     @property
     def negative(self) -> "Statistics":
-        """The statistics that, added to others by :meth:`plus`, remove these rollouts from them."""
+        """The negative of these statistics; adding it with :meth:`plus` removes these rollouts from others."""
         # The mean keeps its sign: plus() weighs it by the negative count.
         reward = replace(self.reward, count=-self.reward.count, squares=-self.reward.squares)
         return replace(self, reward=reward, **{name: -getattr(self, name) for name in _SUMS})

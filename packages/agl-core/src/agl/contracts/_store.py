@@ -28,11 +28,11 @@ from agl.schemas import Attempt, Claim, Json, Mode, Outcome, Record, ResourceVer
 # Large enough that the cost of a request is small against that of its page; small enough that the
 # pages of a dozen readers fit into a small machine's memory.
 PAGE_BYTES = 32 << 20
-"""Default size at which a page of recordings ends, in bytes of spans."""
+"""Default limit for a page of recordings, in bytes of spans."""
 
 # 63 bits: SQLite's and PostgreSQL's integers are signed.
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""An integer that every store can hold; stores raise :class:`~agl.errors.StoreError` for any other."""
+"""An integer that every store can hold; stores raise :class:`~agl.errors.StoreError` for other integers."""
 
 
 class Change(Record, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class RolloutQuery(Record, frozen=True, kw_only=True):
             the other fields select.
         sort: The field to sort by. A rollout whose field is an unset time comes before all others.
         after: Id of the last rollout on the previous page; :meth:`next` sets it.
-        after_value: Value of the field ``sort`` in that rollout; :meth:`next` sets it.
+        after_value: The previous page's last value of the field ``sort``; :meth:`next` sets it.
     """
 
     experiment: str | None = None
@@ -107,7 +107,7 @@ class SpanQuery(Record, frozen=True, kw_only=True):
 
 
 SpanChoice: TypeAlias = Literal["none", "deciding", "all"] | SpanQuery
-"""The spans to include in a recording: none, all, those of the deciding or running attempt, or a page of a query."""
+"""The spans to include in a recording: none, all, those of the deciding or running attempt, or a query's page."""
 
 
 class Recording(Record, frozen=True, kw_only=True):
@@ -198,8 +198,9 @@ class Presence(Record, frozen=True, kw_only=True):
 
     Attributes:
         member: ``""`` for the trainer, which is the only owner of the experiment; a worker's name for a worker.
-        session: The trainer's name, which is different at every start of the experiment; a worker has its trainer's.
-        since: Unix seconds at which the member started, by its own clock.
+        session: The trainer's name, which is different at every start of the experiment; a worker has the session of
+            its trainer.
+        since: Unix seconds at which the member started, by the member's clock.
         seen_at: Unix seconds of the last renewal, by the store's clock; set by the store.
         lease_s: Seconds without a renewal after which the member counts as gone.
         details: The addresses and settings that others need to join; never a secret.
@@ -216,7 +217,7 @@ class Presence(Record, frozen=True, kw_only=True):
 
 
 class Metric(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One logged number. It replaces an earlier one of the same experiment, run, algorithm, step and name.
+    """One logged number; it replaces the earlier one of the same experiment, run, algorithm, step and name.
 
     Attributes:
         step: The algorithm's own step, from 1; for a validation, the number of steps of all algorithms before it.
@@ -243,7 +244,7 @@ class Store(Protocol):
     # Rollouts and their attempts
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Queue rollouts in order; returns the stored rollouts. A known id is returned in its current state."""
+        """Queue rollouts in order; return the stored rollouts, with a known id in its current state."""
         ...
 
     async def claim(
@@ -268,7 +269,10 @@ class Store(Protocol):
         ...
 
     async def renew(self, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
-        """Extend leases; returns the ids still held. The missing attempts were lost, cancelled or otherwise decided."""
+        """Extend the leases of attempts, and return the ids of the attempts that the caller still holds.
+
+        An attempt that is missing from the result was lost, cancelled or otherwise decided.
+        """
         ...
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[Rollout]:
@@ -276,7 +280,7 @@ class Store(Protocol):
         ...
 
     async def cancel(self, rollout_ids: Sequence[str]) -> list[Rollout]:
-        """Cancel rollouts that are not finished; finished ones stay as they are."""
+        """Cancel rollouts; finished rollouts stay as they are."""
         ...
 
     async def delete(self, rollout_ids: Sequence[str]) -> int:
@@ -338,7 +342,7 @@ class Store(Protocol):
         ...
 
     async def cursor(self) -> int:
-        """The cursor of the newest change; 0 in an empty store."""
+        """The cursor of the newest change; 0 if there is no change yet."""
         ...
 
     # Resources, their labels and scores
@@ -408,11 +412,11 @@ class Store(Protocol):
     async def trained(
         self, experiment: str, *, run: int, algorithm: str, rollout_ids: Sequence[str] | None = None
     ) -> dict[str, int]:
-        """The step that trained on each rollout, by rollout id; for ``rollout_ids``, or for the whole ledger."""
+        """The step that trained on each rollout, by rollout id; by default for all rollouts of the ledger."""
         ...
 
     async def announce(self, presence: Presence, *, replaces: str | None = None) -> None:
-        """Announce that a member of an experiment lives; replaces its earlier announcement.
+        """Announce that a member of an experiment lives; replaces the member's earlier announcement.
 
         With ``replaces``, the store must hold the member's presence with this session (``""``: no presence), or with
         the session of ``presence``. Of several concurrent calls that replace the same session, one succeeds.
@@ -422,10 +426,10 @@ class Store(Protocol):
         """
 
     async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
-        """Remove members; unknown ones are ignored."""
+        """Remove the presences of members; unknown members are ignored."""
 
     async def presences(self, experiment: str, *, member: str | None = None) -> list[Presence]:
-        """The members of an experiment, sorted by name, or only ``member``; includes members that were killed."""
+        """The presences of an experiment, sorted by member, or only that of ``member``; killed members are included."""
         ...
 
     async def log_metrics(self, metrics: Sequence[Metric]) -> None:
@@ -436,4 +440,7 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None:
-        """Finish open writes, release everything; idempotent. Waiting calls raise :class:`~agl.errors.StoreError`."""
+        """Finish open writes and release all resources; idempotent.
+
+        Waiting calls raise :class:`~agl.errors.StoreError`.
+        """

@@ -1,4 +1,4 @@
-"""Contracts of capture: tracers report actors, upstreams are targets of calls, responders answer calls themselves."""
+"""Contracts of recording: tracers report actors, upstreams are targets of calls, responders replace the model."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -18,15 +18,15 @@ class Tracer(Protocol):
     """
 
     def install(self) -> None:
-        """Start observing; idempotent. The agent's module may be imported before or after."""
+        """Start observing the framework; idempotent. The agent's module may be imported before or after."""
 
     def uninstall(self) -> None:
         """Restore everything that :meth:`install` changed; idempotent."""
 
     def current_span_id(self) -> str | None:
-        """Id of the span that is current in the framework's own context, ``None`` if there is none.
+        """Id of the span that is current in the framework's own context; ``None`` without such a span.
 
-        A model call belongs to the innermost span among those that the tracers name and those that were opened with
+        A model call belongs to the innermost of the spans that the tracers name and those that were opened with
         ``is_current``.
         """
         return None
@@ -40,7 +40,7 @@ class Tracer(Protocol):
 
 
 class CannedAnswer(Record, frozen=True, kw_only=True):
-    """A prepared HTTP response to a model call, in place of the model's.
+    """A prepared HTTP response that answers a model call in place of the model.
 
     Attributes:
         content_type: The content type of ``body``.
@@ -56,7 +56,7 @@ class CannedAnswer(Record, frozen=True, kw_only=True):
 
 
 class Responder(Protocol):
-    """Answers model calls of an attempt in place of the model, before they leave the agent's process."""
+    """Answers an attempt's model calls in place of the model, before the calls leave the agent's process."""
 
     def respond(self, request: "Request", *, agent: str) -> CannedAnswer | None:
         """Answer a request of ``agent``, or return ``None`` to let the model answer. Thread-safe."""

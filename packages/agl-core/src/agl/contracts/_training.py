@@ -1,4 +1,4 @@
-"""Contracts of training: rewards, credit, runners, algorithms and the context that an algorithm receives."""
+"""Contracts of training: rewards, credit, runners, algorithms and the context of an algorithm."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +51,10 @@ class Credit(Protocol):
     """Turns the rewards of a group of episodes into a number for every call that is not rejected."""
 
     def assign(self, group: Sequence[Episode]) -> Sequence[Sequence[CallCredit]]:
-        """Return one list of credits per episode, in order. The episodes share a task. Pure and deterministic."""
+        """Return one list of credits per episode, in order.
+
+        The episodes share a task. The function is pure and deterministic.
+        """
         ...
 
 
@@ -62,11 +65,11 @@ class Runner(Protocol):
         """Acquire the resources that attempts share, such as a pool of processes."""
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Run one attempt to its end; never raises for the agent's failures. Cancelling it stops the agent."""
+        """Run one attempt to its end; failures of the agent are in the outcome. Cancelling the call stops the agent."""
         ...
 
     async def stop(self) -> None:
-        """Stop running attempts and release everything; idempotent."""
+        """Stop all running attempts and release the shared resources; idempotent."""
 
 
 class CallUse(Record, frozen=True, kw_only=True):
@@ -135,7 +138,7 @@ class Collected(Record, frozen=True, kw_only=True):
     dropped: dict[str, int] = {}
 
     def groups(self) -> list[list[Episode]]:
-        """The episodes by group id, in order of first appearance."""
+        """The episodes as one list per group, in order of first appearance."""
         return _grouped(self.episodes, lambda of: of.group_id)
 
 
@@ -198,7 +201,7 @@ class Recorded(Record, frozen=True, kw_only=True):
     is_over: bool = False
 
     def groups(self) -> list[list[Episode]]:
-        """The episodes by collecting algorithm, step and group id, in order of first appearance."""
+        """The episodes as one list per collecting algorithm, step and group, in order of first appearance."""
         return _grouped(
             self.episodes, lambda of: (str(of.metadata.get("algorithm")), str(of.metadata.get("step")), of.group_id)
         )
@@ -342,25 +345,29 @@ class AlgorithmContext:
 
 
 class Algorithm(Protocol):
-    """Tunes resources in resumable steps. Its constructor takes only its parameters, which are typed and checked.
+    """Tunes resources in resumable steps. The constructor takes only the algorithm's typed, checked parameters.
 
     The driver calls ``setup``, then ``restore`` if there is a saved state, then ``step`` until the algorithm has
     finished, and saves ``state()`` after every step. If the process is killed, at most the step in flight is repeated.
     """
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Prepare, and check all that can be checked before a rollout; raises :class:`~agl.errors.ConfigError`."""
+        """Prepare for steps, and check everything that can be checked without a rollout.
+
+        Raises:
+            ConfigError: A check failed.
+        """
 
     async def step(self) -> StepReport:
-        """Do one step: collect, update, publish. Must be repeatable from the state before the step."""
+        """Take one step: collect, update, publish. It must be repeatable from the state before the step."""
         ...
 
     def state(self) -> Mapping[str, Json]:
-        """Return the state that ``restore`` needs, as JSON; checkpoint files that it names must be complete."""
+        """Return the JSON state that ``restore`` needs; checkpoint files that the state names must be complete."""
         ...
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Restore an earlier ``state()``, including weights and optimiser."""
+        """Restore a state that ``state()`` returned, including weights and optimiser."""
 
     async def close(self) -> None:
         """Release memory and threads; idempotent."""

@@ -1,4 +1,4 @@
-"""Turns an exchange into model calls: one per sampled choice, with its tokens or the reason why they are missing."""
+"""Turns an exchange into model calls: one per sampled choice, with tokens or the reason why they are missing."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -100,7 +100,7 @@ def _http_error(exchange: Exchange) -> str:
 
 
 def _base(exchange: Exchange, answer: Answer) -> ModelCall:
-    """The fields that the choices of one exchange share."""
+    """A call with the fields that all choices of an exchange share."""
     dialect, given = exchange.request.dialect, exchange.request.to_dict() or {}
     request, inputs = stored(exchange.request)
     # A bool, which is an int in Python, and any other value count as 1; backends refuse them.
@@ -125,7 +125,7 @@ def _base(exchange: Exchange, answer: Answer) -> ModelCall:
 
 
 def _is_whole(exchange: Exchange, choices: Sequence[Choice]) -> bool:
-    """True if every choice of a stream arrived completely, even if the connection broke afterwards.
+    """True if the end of every choice of a stream was seen, even if the connection broke afterwards.
 
     Clients hang up after they read the last event, which may be before the end of the body.
     """
@@ -133,7 +133,7 @@ def _is_whole(exchange: Exchange, choices: Sequence[Choice]) -> bool:
 
 
 def _plain_response(exchange: Exchange, dialect: Dialect) -> Json:
-    """The body to record for an answer without choices: the JSON of an error, or an embedding without its vectors."""
+    """The response to record if an answer has no choices: an error's JSON, or an embedding without its vectors."""
     if exchange.status < 400 and dialect != "embeddings":
         return None
     # Errors of providers repeat a part of the key that they refused.
@@ -185,7 +185,7 @@ def _pack_logprobs(values: Sequence[float | None]) -> tuple[bytes, str]:
 
 
 def _missing(dialect: Dialect, choice: Choice, *, want_ids: bool) -> str:
-    """The reason why the tokens of a choice cannot be trained on; ``""`` when they can."""
+    """The reason why the tokens of a choice cannot be trained on; ``""`` if they can."""
     if choice.response_ids is None and choice.prompt_ids is None:
         # Named before what is missing: without this reason a frozen model's calls would look like a
         # defect of its backend.

@@ -1,4 +1,4 @@
-"""Chat completions and completions: bodies and streams, with token ids in vLLM's fields, SGLang's, or none.
+"""Reads chat completions and completions, as bodies or streams, with token ids in vLLM's or SGLang's fields.
 
 vLLM has ``prompt_token_ids`` at the top of a chat completion (in a stream: on the first chunk) and in each choice of a
 completion; the answer's ids are in ``choices[i].token_ids`` (in a stream: the ids of the delta). SGLang has
@@ -79,7 +79,7 @@ _HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint", "servi
 
 
 def read_body(data: bytes, content_key: ContentKey = "message") -> Answer:
-    """The answer in a plain body; raises :class:`msgspec.DecodeError` if the body is not one."""
+    """Parse the answer in a plain body; raises :class:`msgspec.DecodeError` if the body has no such answer."""
     body = _BODY.decode(data)
     choices = tuple(_plain_choice(body, choice, content_key) for choice in body.choices)
     return Answer(choices=choices, model_version=_version(body), error=error_text(body.error))
@@ -113,7 +113,7 @@ def _response(
 
 
 def error_text(error: object) -> str:
-    """The message of an ``error`` field."""
+    """The text of a body's ``error`` field, which may be an object; ``""`` if the field is empty."""
     return str(as_dict(error).get("message") or error) if error else ""
 
 
@@ -132,7 +132,7 @@ class _ChoiceBuilder:
         self.stop_reason: Json = None
 
     def add(self, choice: _Choice) -> None:
-        """Add one delta with its tokens."""
+        """Add one delta of the choice, with its tokens."""
         self._add_delta(choice.delta or {"text": choice.text})
         if (ids := choice.ids()) is not None:
             self.ids = self.ids or []
@@ -154,7 +154,7 @@ class _ChoiceBuilder:
                 self.fields[key] = value
 
     def content(self, content_key: ContentKey) -> dict[str, Json]:
-        """The text, or the assistant's message, as a plain body would hold it."""
+        """The choice's text or assistant message, in the form of a plain body."""
         texts = {key: "".join(parts) for key, parts in self.texts.items()}
         if content_key == "text":
             return {"text": texts.get("text", "")}
@@ -168,7 +168,7 @@ class _ChoiceBuilder:
 
 
 def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
-    """The answer in a stream, as far as it arrived."""
+    """Parse the part of an answer that has arrived in a stream."""
     found, is_done = payloads(data)
     chunks = decode_events(found, _CHUNK, _CHUNKS)
     builders: dict[int, _ChoiceBuilder] = {}
@@ -190,7 +190,7 @@ def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
 
 
 def _head(found: list[bytes]) -> _Body:
-    """The first event that is a readable chunk; it names id and model."""
+    """The first event that is a readable chunk, which has the answer's id and model."""
     # The first event may be a comment or a ping of a proxy.
     for data in found:
         try:
@@ -201,7 +201,7 @@ def _head(found: list[bytes]) -> _Body:
 
 
 def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
-    """The first chunk's head, completed by other chunks: with the first prompt ids, and the last usage and versions."""
+    """Fill in ``body``, the stream's first chunk, from all chunks: the first prompt ids, the last usage and version."""
     for chunk in chunks:
         # On the first chunk of a vLLM stream only.
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids

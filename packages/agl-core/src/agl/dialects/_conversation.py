@@ -78,7 +78,7 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
 
 
 def _add_call(messages: list[Message], call: Json) -> None:
-    """Add a tool call to the last message if that is the assistant's, else to a new assistant message."""
+    """Add a tool call to the last message if it is an assistant message, else to a new assistant message."""
     # The Responses API has a call as an item of its own; chat has it within the assistant's
     # message.
     if not messages or messages[-1].get("role") != "assistant":
@@ -93,7 +93,7 @@ def _tool_call(call_id: Any, name: Any, arguments: Any) -> Json:
 
 
 def _content(content: Any) -> Json:
-    """The content as one text if all parts are text, else as a list of chat parts."""
+    """The content as one text if all of its parts are text, else as a list of chat parts."""
     if not is_list(content):
         return content
     parts = [_chat_part(part) for part in dicts_in(content)]

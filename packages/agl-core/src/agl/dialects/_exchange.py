@@ -13,11 +13,11 @@ ENDPOINTS: dict[Dialect, str] = {
     "messages": "/messages",
     "embeddings": "/embeddings",
 }
-"""The suffix of the URL path at which each API takes calls."""
+"""Maps each API to the suffix of its endpoint's URL path."""
 
 
 def dialect_of(path: str) -> Dialect | None:
-    """The wire format of the endpoint at ``path`` (a URL or its path), ``None`` for anything else."""
+    """The API whose endpoint is at ``path`` (a URL or its path); ``None`` for any other path."""
     # Azure and gateways add a query, such as ?api-version=, and prefixes of their own.
     plain = path.split("?", 1)[0].rstrip("/")
     return next((dialect for dialect, suffix in ENDPOINTS.items() if plain.endswith(suffix)), None)
@@ -32,9 +32,9 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         response: The decoded bytes of the body, as far as they arrived.
         is_streamed: Whether the body is a stream of server-sent events.
         is_complete: Whether the whole body arrived.
-        latency_s: From the request's last byte to the response's last byte.
-        first_token_s: From the request's last byte to the first byte of the response's body.
-        request_id: Shared by the retries of one request.
+        latency_s: Seconds from the request's last byte to the response's last byte.
+        first_token_s: Seconds from the request's last byte to the first byte of the response's body.
+        request_id: An id that is shared by the retries of one request.
         retry_count: The client's count of retries.
         error: The failure of the exchange as text, ``""`` if it did not fail.
     """
@@ -57,7 +57,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         response: The whole body as plain JSON with this choice only, without ids and log-probabilities.
-        is_finished: Whether the answer's end was seen.
+        is_finished: Whether the end of this answer arrived.
     """
 
     index: int
@@ -70,7 +70,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A body as a dialect's reader parsed it.
+    """All answers in one body, as parsed by a dialect's reader.
 
     Attributes:
         choices: The choices, sorted by index; may be empty.

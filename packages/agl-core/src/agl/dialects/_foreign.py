@@ -1,42 +1,42 @@
-"""Converts JSON of other programs to the types that a reader expects; other values become empty ones."""
+"""Converts JSON of other programs to the types that a reader expects; a value of another type becomes empty."""
 
 from collections.abc import Mapping
 from typing import Any, cast
 
 
 def is_list(value: object) -> bool:
-    """True if ``value`` is an array."""
+    """True if ``value`` is a JSON array."""
     return isinstance(value, list)
 
 
 def as_text(value: object) -> str:
-    """``value`` if it is text, else ``""``."""
+    """Return ``value`` if it is text, else ``""``."""
     return value if isinstance(value, str) else ""
 
 
 def as_index(value: object) -> int:
-    """``value`` if it is an index, else 0."""
+    """Return ``value`` if it is an integer, else 0."""
     return value if isinstance(value, int) else 0
 
 
 def as_dict(value: object) -> dict[str, Any]:
-    """``value`` if it is an object, else an empty one."""
+    """Return ``value`` if it is a JSON object, else an empty dict."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def as_list(value: object) -> list[Any]:
-    """``value`` if it is an array, else an empty one."""
+    """Return ``value`` if it is a JSON array, else an empty list."""
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def dicts_in(value: object) -> list[dict[str, Any]]:
-    """The objects in ``value`` if it is an array, else none."""
+    """Return the JSON objects in ``value`` if it is an array, else an empty list."""
     # One odd entry must not cost the others; no answer of a backend makes a reader raise.
     return [item for item in as_list(value) if isinstance(item, dict)]
 
 
 def version_in(body: Mapping[str, Any]) -> str:
-    """The version of the weights that a body names as having answered; ``""`` if it names none.
+    """The version of the weights that answered, as the body names it; ``""`` if the body names none.
 
     ``model_version`` is a text or a number. ``model_versions`` (of agl's policy server) and ``weight_versions`` (of
     vLLM) are lists of ``{"version": ..., "start": ..., "end": ...}``: an answer that crossed a weight update has

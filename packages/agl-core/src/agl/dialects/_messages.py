@@ -1,4 +1,4 @@
-"""Anthropic messages: blocks and named events.
+"""Reads Anthropic messages: blocks of a body, or named events of a stream.
 
 The format has no token ids. The readers also accept ``prompt_token_ids``, ``token_ids`` and ``logprobs`` (a list of
 numbers) that a server adds to the body, or in a stream to ``message_start`` and ``message_delta``.
@@ -18,7 +18,7 @@ _DROPPED = ("prompt_token_ids", "token_ids", "logprobs")
 
 
 def read_body(data: bytes) -> Answer:
-    """The answer in a plain body; raises :class:`msgspec.DecodeError` if the body is not one."""
+    """Parse the answer in a plain body; raises :class:`msgspec.DecodeError` if the body is not JSON."""
     return _answer(BODY.decode(data), is_finished=True)
 
 
@@ -43,7 +43,7 @@ def _list(value: Any) -> list[Any] | None:
 
 
 def read_stream(data: bytes) -> Answer:
-    """The answer in a stream, as far as it arrived."""
+    """Parse the part of an answer that has arrived in a stream."""
     events = objects(data)
     message: dict[str, Any] = {}
     # By index: with parallel tools a server may interleave the deltas of several blocks.
@@ -100,7 +100,7 @@ def _finish(message: dict[str, Any], event: dict[str, Any]) -> None:
 
 
 def _json(text: str) -> Any:
-    """A tool's input, parsed from JSON; the text itself if the JSON was cut."""
+    """Parse a tool's input from JSON; return the text itself if the JSON is incomplete."""
     try:
         return msgspec.json.decode(text) if text else {}
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""Requests: read once, changed on the way to the model, and stripped of credentials and media before they are stored.
+"""Requests of model calls: parsed once, changed on the way to the model, and recorded without secrets and media.
 
 Two changes are made on the way. First, if the policy is trained, the request is made to ask for token ids. Second, it
 may be kept from narrowing the policy's distribution. Training computes probabilities by the policy's softmax at the
@@ -38,8 +38,10 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
         "bad_words": ([],),
     },
 }
-"""By parameter, the values that do not change the distribution. The first one replaces others, because a server's
-default may differ from it."""
+"""The values of each sampling parameter that do not change the distribution.
+
+The first value replaces any other, because a server's default may differ from it.
+"""
 
 _TYPED = ("response_format", "text", "output_config", "tool_choice")
 _GUIDES = (
@@ -87,11 +89,11 @@ class Request:
 
     @property
     def model(self) -> str:
-        """The requested model, ``""`` if it is missing or not text."""
+        """The requested model; ``""`` if the field is missing or not text."""
         return as_text(self.get("model"))
 
     def get(self, key: str) -> Any:
-        """The value of a top-level field; ``None`` where it is missing or broken. Do not change it."""
+        """The value of a top-level field; ``None`` if the field is missing or broken. Do not change the value."""
         # A field that is read twice, such as the model, is decoded once.
         if key not in self._values and (raw := self._fields().get(key)) is not None:
             try:
@@ -123,7 +125,7 @@ class Request:
         return self.changed(changes).body
 
     def changed(self, fields: dict[str, Json]) -> "Request":
-        """A copy of the request with new values for ``fields``; the same object if ``fields`` is empty."""
+        """A copy of the request in which ``fields`` have new values; the same object if ``fields`` is empty."""
         return Request(self.dialect, msgspec.json.encode({**self._fields(), **fields})) if fields else self
 
     def _fields(self) -> dict[str, msgspec.Raw]:
@@ -241,13 +243,13 @@ def _clean(item: Json) -> Json:
 
 
 def _may_hold_media(body: bytes) -> bool:
-    """Quick test that returns true for every request with media, and for some without."""
+    """Test quickly whether a body may hold media; true for every request with media, and for some without."""
     # Walking a long conversation costs more than a search for five words, and most have no media.
     return b'"type"' in body and any(marker in body for marker in _MARKERS)
 
 
 def _reference_media(request: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The request with payloads replaced by references, and the references in order.
+    """Return the request with media payloads replaced by references, and the references in order.
 
     A reference is the URL, the provider's file id, or ``sha256:<hex>`` of the payload.
     """

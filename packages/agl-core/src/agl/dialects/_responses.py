@@ -1,8 +1,8 @@
-"""Responses: typed items and events. vLLM gives ids as raw messages when ``enable_response_messages`` is set.
+"""Reads the Responses API: typed items of a body, or events of a stream.
 
-vLLM's log-probabilities come with text parts only, so an answer with tool calls or with marker tokens has fewer of them
-than ids; the call's ``ids_missing`` reports it. Other servers may add ``prompt_token_ids``, ``token_ids`` and
-``logprobs`` (a list of numbers) for the whole answer.
+vLLM gives ids as raw messages when ``enable_response_messages`` is set. Its log-probabilities come with text parts
+only, so an answer with tool calls or with marker tokens has fewer of them than ids; the call's ``ids_missing`` reports
+it. Other servers may add ``prompt_token_ids``, ``token_ids`` and ``logprobs`` (a list of numbers) for the whole answer.
 """
 
 from typing import Any
@@ -20,12 +20,12 @@ _DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids"
 
 
 def read_body(data: bytes) -> Answer:
-    """The answer in a plain body; raises :class:`msgspec.DecodeError` if the body is not one."""
+    """Parse the answer in a plain body; raises :class:`msgspec.DecodeError` if the body is not JSON."""
     return _answer(BODY.decode(data), is_finished=True)
 
 
 def read_stream(data: bytes) -> Answer:
-    """The answer in a stream: the final event's response, or the items that came before a cut."""
+    """Parse the answer in a stream: the final event's response, or the items that arrived if the stream was cut."""
     events = objects(data)
     # The final event is the last one or nearly so.
     for event in reversed(events):

@@ -1,4 +1,4 @@
-"""Server-sent events: the JSON payloads of a stream that is whole, cut, or garbage in places."""
+"""Reads server-sent events: the JSON payloads of a stream that may be cut or partly unreadable."""
 
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ _DONE = b"[DONE]"
 
 
 def payloads(body: bytes) -> tuple[list[bytes], bool]:
-    """The ``data`` of every complete event but ``[DONE]``, and whether ``[DONE]`` was received.
+    """Return the ``data`` of every complete event except ``[DONE]``, and whether ``[DONE]`` was received.
 
     Several data lines of one event are joined. A last event without its closing blank line was cut and is left out,
     unless its data is ``[DONE]``.

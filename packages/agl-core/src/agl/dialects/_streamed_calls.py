@@ -26,7 +26,7 @@ class StreamedCalls:
             self._add(part)
 
     def whole(self) -> list[dict[str, Any]]:
-        """The calls so far, by their index, as a plain message has them."""
+        """The tool calls so far, sorted by index, in the form of a plain message."""
         return [call for _, call in sorted(self._calls, key=lambda one: one[0])]
 
     def _add(self, part: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class StreamedCalls:
 
 
 def _opens_another(call: dict[str, Any], call_id: object, name: object) -> bool:
-    """True if a part with this id and name does not belong to ``call``, to which its index points."""
+    """True if a part with this id and name begins another call, although its index is that of ``call``."""
     if call_id and call.get("id"):
         return call_id != call["id"]
     return bool(name and call["function"]["name"]) and _is_complete(call["function"]["arguments"])

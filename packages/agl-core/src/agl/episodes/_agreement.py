@@ -3,8 +3,8 @@
 If a framework's ``chat`` span has no recorded call, that call bypassed the gateway and the wire hook, because its
 client uses another protocol or library. If a recorded call lies outside every framework span, in an attempt where a
 framework has spans, some part of the agent is not observed. Both cases are found by the links between spans, never by
-names. A span with the attribute :data:`agl.semconv.UNRECORDED` is a call that a watch on clients saw; it is no evidence
-that a framework is observed.
+names. A span with the attribute :data:`agl.semconv.UNRECORDED` comes from the tracer ``unrecorded``, which noticed a
+call of an HTTP client; such a span is no evidence that a framework is observed.
 
 A program that reports over OTLP may not link its calls to its spans. So a ``chat`` span also counts as recorded if a
 call that names no span began while the ``chat`` span was open.
@@ -25,15 +25,15 @@ _OURS = (semconv.OP_EVALUATE,)
 _TOLERANCE_NS = 5_000_000
 
 Verdict = Literal["drop", "accept"]
-"""The treatment of rollouts with calls that only one side saw: leave them out, or train on the calls that are known."""
+"""What to do with rollouts whose calls were only reported or only recorded: leave them out, or train anyway."""
 
 
 class Agreement(Record, frozen=True, kw_only=True):
-    """The model calls that only one side saw, in order of time.
+    """The model calls that were only reported or only recorded, in order of time.
 
     Attributes:
-        unseen: Calls that a framework or a watch reported but that were not recorded. Failed calls are left out, as
-            they may never have left the agent.
+        unseen: Calls that a framework or a client's tracer reported but that were not recorded. Failed calls are left
+            out, as they may never have left the agent.
         unattributed: Recorded calls outside every framework span, if a framework reported other calls.
     """
 
@@ -42,7 +42,7 @@ class Agreement(Record, frozen=True, kw_only=True):
 
 
 def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agreement:
-    """Compare the reported with the recorded calls of the deciding attempt; late spans are left out."""
+    """Compare the reported calls of the deciding attempt with the recorded ones; late spans are left out."""
     own = [span for span in spans if span.attempt_id == attempt_id and not span.is_late]
     reported = [span for span in own if _is_reported(span)]
     if not reported:
@@ -66,7 +66,7 @@ def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agree
 
 
 def client_of(span: Span) -> str:
-    """The client that made a call and the server, as far as they are known: ``CLASS to HOST``."""
+    """The client that made a call, and the server if it is known: ``CLASS to HOST``."""
     attributes = span.attributes
     keys = (semconv.CLIENT, semconv.USER_AGENT, "otel.scope.name", semconv.PROVIDER)
     name = next((str(attributes[key]) for key in keys if attributes.get(key)), "an unknown client")
@@ -75,7 +75,7 @@ def client_of(span: Span) -> str:
 
 
 def _unseen(own: Sequence[Span], calls: Sequence[Span], by_id: Mapping[str, Span]) -> list[Span]:
-    """Successful chat spans without a recorded call inside; of nested chat spans only the outer one."""
+    """The successful chat spans in which no call was recorded; of nested chat spans, only the outer one."""
     seen: set[str] = set()
     for call in calls:
         # The spans around a span that was visited before were visited too, so each is visited once.
@@ -113,7 +113,7 @@ def _without_overlapping_call(chats: Sequence[Span], calls: Sequence[Span]) -> l
 
 
 def _enclosing_span(span: Span, by_id: Mapping[str, Span]) -> Span | None:
-    """The span around ``span``, ``None`` if that is the attempt's root."""
+    """The span around ``span``; ``None`` if only the attempt's root is around it."""
     framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
     found = by_id.get(framework) if isinstance(framework, str) else None
     # The link that travelled with the call comes first: the parent may be a span of the HTTP
@@ -123,12 +123,12 @@ def _enclosing_span(span: Span, by_id: Mapping[str, Span]) -> Span | None:
 
 
 def _is_watched(span: Span) -> bool:
-    """True if it is by a watch on clients that are not recorded."""
+    """True if the span reports a call of an HTTP client whose calls are not recorded."""
     return semconv.UNRECORDED in span.attributes
 
 
 def _is_reported(span: Span) -> bool:
-    """True if a framework's tracer, or its own OpenTelemetry, made the span."""
+    """True if the span comes from a framework's tracer, or from the framework's own OpenTelemetry."""
     operation = span.attributes.get(semconv.OPERATION)
     return span.call is None and span.reward is None and operation is not None and operation not in _OURS
 

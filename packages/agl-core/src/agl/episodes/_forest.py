@@ -21,10 +21,10 @@ from agl.errors import CaptureError
 from agl.schemas import ModelCall, Record, Span, unpack_ids
 
 Decode = Callable[[Sequence[int]], str]
-"""Turns token ids into text, such as a tokenizer's ``decode``."""
+"""A function that turns token ids into text, such as a tokenizer's ``decode``."""
 
 SHOWN = 8
-"""Number of recorded tokens, and of sent tokens, that a description of drift shows."""
+"""The most tokens of each side that a description of drift shows."""
 
 # A template that drops a generation prompt such as ``<think>`` differs up to 4 tokens before the answer begins. In a
 # short prompt 4 tokens would reach far into the question, so at most an eighth of the prompt's tokens are taken.
@@ -32,13 +32,13 @@ DRIFT_SLACK = 4
 
 
 class Forest(Record, frozen=True, kw_only=True):
-    """All branches of an attempt. Calls are given as indices into the list that :func:`build_forest` got.
+    """All branches of an attempt. Calls are indices into the list of spans that :func:`build_forest` got.
 
     Attributes:
         branch: For each call, the index of its branch; branches are numbered in order of their first calls.
         parent: For each call, the call that it extends; -1 if it extends none.
         branches: For each branch, its calls in order. The row of a branch is the prompt and response of its last call;
-            tokens in it that other branches sampled are only context.
+            tokens in the row that other branches sampled are only context.
         drift: Descriptions of drift, for the calls whose prompt nearly continues a branch.
     """
 
@@ -51,8 +51,8 @@ class Forest(Record, frozen=True, kw_only=True):
 def build_forest(spans: Sequence[Span], *, decode: Decode | None = None) -> Forest:
     """Arrange model calls in branches; near-linear in the number of calls.
 
-    A call extends the earlier call with the longest prompt + response with which its prompt starts; among equal calls,
-    the newest one that no other call extends. A copy of all prompts is in memory meanwhile.
+    A call extends the earlier call whose prompt + response is the longest prefix of the call's prompt; among equal
+    calls, the newest one that no other call extends. While this runs, memory holds a copy of all prompts.
 
     Args:
         spans: One attempt's model calls in order of time, each complete and with token ids.
@@ -73,7 +73,7 @@ def build_forest(spans: Sequence[Span], *, decode: Decode | None = None) -> Fore
 
 
 def _by_policy(calls: Sequence[ModelCall]) -> list[list[int]]:
-    """Indices of calls that share a vocabulary: those of one policy, else of one model name."""
+    """Group the indices of calls by vocabulary: by policy, or without a policy by the model's name."""
     found: dict[tuple[str, str], list[int]] = {}
     for index, call in enumerate(calls):
         # Equal ids of two vocabularies are other texts, so that a match between them would be a
@@ -151,12 +151,12 @@ class _ForestBuilder:
 
 @dataclass(kw_only=True, slots=True)
 class _Branch:
-    """A branch while it grows.
+    """A branch that may still grow.
 
     Attributes:
-        calls: Indices of its calls, in order.
+        calls: Indices of the branch's calls, in order.
         origin: The branch from which this one forked.
-        shared: Number of tokens that it has in common with ``origin``.
+        shared: Number of tokens that this branch has in common with ``origin``.
     """
 
     # Indices and not calls: the prompts of a long attempt add up to megabytes.
@@ -166,7 +166,7 @@ class _Branch:
 
 
 def _end_of(call: ModelCall) -> int:
-    """Number of tokens of the call's prompt and response: the end of its answer in its branch's row."""
+    """Number of tokens of the call's prompt and response, which is where the answer ends in the row of its branch."""
     return call.prompt_len + call.response_len
 
 
@@ -175,10 +175,10 @@ class _DriftFinder:
     """Finds and describes drift among the calls of one forest.
 
     Attributes:
-        calls: All calls; the other attributes hold indices into it.
-        branch_of: The branch of each call that was placed.
-        name_of: Names a call in descriptions.
-        decode: Shows tokens as text; ``None`` for ids alone.
+        calls: All calls; the other attributes refer to them by index.
+        branch_of: Maps each placed call to its branch.
+        name_of: Returns the name of a call for descriptions.
+        decode: Decodes tokens to text; ``None`` to show only ids.
     """
 
     calls: Sequence[ModelCall]
@@ -187,13 +187,13 @@ class _DriftFinder:
     decode: Decode | None
 
     def describe(self, prompt: bytes, neighbours: Sequence[tuple[int, bytes]], *, floor: int) -> str:
-        """Describe how ``prompt`` drifts from one of ``neighbours``; ``""`` if it does not.
+        """Describe how ``prompt`` drifts from one of ``neighbours``; ``""`` if there is no drift.
 
         Args:
             prompt: The packed prompt of a call that starts a branch.
             neighbours: Earlier calls, each with its packed prompt + response. One of them shares the longest prefix
                 with ``prompt`` among all earlier calls.
-            floor: Length in bytes of the earlier prompt + response with which ``prompt`` starts exactly.
+            floor: Length in bytes of the longest earlier prompt + response that is a prefix of ``prompt``.
         """
         shared, call, context = max(
             ((common_prefix(prompt, context), call, context) for call, context in neighbours),
@@ -216,7 +216,7 @@ class _DriftFinder:
         )
 
     def _answer_at(self, branch: _Branch | None, position: int) -> int:
-        """The call whose answer holds ``position``, or begins at most ``DRIFT_SLACK`` tokens after it."""
+        """The call whose answer contains ``position`` or begins up to ``DRIFT_SLACK`` tokens later; else ``NONE``."""
         # The tokens before a fork belong to the branch that it forked from.
         while branch is not None:
             # Calls of a branch grow, so their starts are sorted.

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NONE = -1
-"""Stands for "no string" in lists of indices."""
+"""In lists of indices, stands for "no string"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Relations between the strings, by index; :data:`NONE` where there is none.
+    """Relations between queries and entries, as indices; :data:`NONE` where there is no relation.
 
     Attributes:
         anchor: For each query, the longest earlier entry that is a prefix of it or equal to it, [n].
@@ -70,7 +70,7 @@ def common_prefix(a: bytes, b: bytes) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sweep:
-    """Results of the sorted sweep, by index: prefixes, neighbours and equal entries."""
+    """Results of the sorted sweep, as indices: prefixes, neighbours and equal entries."""
 
     enclosing: list[int]
     inside: list[int]
@@ -80,7 +80,7 @@ class _Sweep:
 
 
 def _sweep(queries: Sequence[bytes], entries: Sequence[bytes]) -> _Sweep:
-    """Visit entries and queries in lexicographic order; a stack has the entries that are prefixes of the current one.
+    """Visit entries and queries in lexicographic order; a stack holds the entries that are prefixes of the current one.
 
     Sorting is stable and entries come first, so an entry precedes the queries that equal it. A query precedes its own
     entry, and all strings between the two start with the query as well. So the neighbours of the entry also serve as

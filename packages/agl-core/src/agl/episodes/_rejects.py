@@ -1,4 +1,4 @@
-"""Finds the reject reasons of recorded calls, which are the reasons why they are in no row: one per rejected call."""
+"""Finds the reject reason of each recorded call that cannot be in a row."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from agl.schemas import ModelCall, Record, RejectReason, Span
 
 
 class Reject(Record, frozen=True, kw_only=True):
-    """A reject reason, and its details as text."""
+    """A reject reason, with details as text."""
 
     reason: RejectReason
     detail: str
@@ -79,7 +79,7 @@ def _outside(span: Span, attempt_id: str | None) -> Reject | None:
 
 
 def _superseded(spans: Sequence[Span]) -> dict[int, Reject]:
-    """Reject all exchanges of a request but the last complete one; none if no exchange of the request is complete.
+    """Reject all exchanges of a request except the last complete one; if none is complete, reject none.
 
     The choices of one exchange have the same request id and retry count, and differ in their index.
     """
@@ -123,7 +123,7 @@ def _replaced_by_retry(spans: Sequence[Span], members: Sequence[int]) -> dict[in
 
 
 def _is_cut_choice(call: ModelCall | None, retry: int, answered: Mapping[int, int]) -> bool:
-    """True for a choice of the winning exchange that failed by itself."""
+    """True if the call is a choice of the winning exchange, and its own answer was cut."""
     return call is not None and call.retry_count == retry and call.choice not in answered
 
 
@@ -167,7 +167,7 @@ def _unusable(call: ModelCall) -> Reject | None:
 
 
 def _badly_packed(call: ModelCall) -> Reject | None:
-    """The reject of a call whose ids are absent, torn, or of another number than the log-probabilities."""
+    """The reject of a call whose packed ids are missing, torn, or do not match the log-probabilities; else ``None``."""
     if not call.prompt_ids:
         return Reject(reason="missing_token_ids", detail="the record has no prompt ids")
     if not call.response_ids:

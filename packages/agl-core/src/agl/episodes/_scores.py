@@ -40,7 +40,7 @@ class ScoreOptions(Record, frozen=True, kw_only=True):
 
 
 class Score(Record, frozen=True, kw_only=True):
-    """An episode's scalar reward, with a text that says where it comes from or why it is missing."""
+    """An episode's scalar reward, and a text that gives its origin or the reason why it is missing."""
 
     value: float | None
     note: str
@@ -53,7 +53,7 @@ def episode_reward(
     weights: Mapping[str, float] | None = None,
     trust_agent: bool = False,
 ) -> float | None:
-    """The scalar reward of one attempt's spans, by the rule of :func:`score`; ``None`` if there is none."""
+    """The scalar reward of one attempt, by the rule of :func:`score`; ``None`` if no reward counts."""
     options = ScoreOptions(key=key, weights=dict(weights or {}), trust_agent=trust_agent)
     return score([span.reward for span in spans if span.reward and counts(span, options)], options=options).value
 
@@ -71,9 +71,9 @@ def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
     """Choose an episode's scalar from rewards in order of time; only rewards with scope ``rollout`` count.
 
     Among rewards of the same name, the one with the best source counts (evaluator, then environment, then all others),
-    and among those the last one. Of the rewards that remain, the scalar is the one called ``key``, or the weighted sum.
-    Without key and weights it is the unnamed reward of the best source, or the only reward of that source. If the best
-    source has several named rewards, the scalar is ``None``.
+    and among those of the same source the last one. Of the rewards that remain, the scalar is the one called ``key``,
+    or the weighted sum. Without key and weights it is the unnamed reward of the best source, or the only reward of that
+    source. If the best source has several named rewards, the scalar is ``None``.
     """
     named = by_name([reward for reward in rewards if reward.scope == "rollout"])
     if not named:
@@ -120,7 +120,7 @@ def call_rewards(
 
 
 class _CallFinder:
-    """Finds the call that a reward is about."""
+    """Finds the call to which a reward belongs."""
 
     def __init__(self, timeline: Timeline, calls: Sequence[Span], enclosing: Enclosing) -> None:
         self._timeline = timeline
@@ -146,7 +146,7 @@ class _CallFinder:
         return self._newest(self._timeline.end(about), self._enclosing.who(about).agent)
 
     def _newest(self, moment: Moment, agent: str) -> str | None:
-        """The newest call of ``agent`` that began at ``moment`` or before; if it made none, that of any agent."""
+        """The newest call of ``agent`` that began by ``moment``; without one, the newest call of any agent."""
         # Built on first use: most rewards are about the rollout or name their call.
         if self._agents is None:
             self._agents = {}
@@ -161,7 +161,7 @@ class _CallFinder:
 
 
 def by_name(rewards: Iterable[R]) -> dict[str, R]:
-    """The reward that counts under each name: the last one of the best source. ``rewards`` are in order of time."""
+    """Select one reward per name: the last one of the best source. ``rewards`` are in order of time."""
     named: dict[str, R] = {}
     for reward in rewards:
         held = named.get(reward.name)
@@ -201,7 +201,7 @@ def _weighted(named: Mapping[str, Reward], weights: Mapping[str, float]) -> Scor
 
 
 def _lookup(named: Mapping[str, Reward], key: str) -> tuple[Reward, float | None] | None:
-    """The reward called ``key``, or else the reward of the best source that has a dimension ``key``; with the value."""
+    """The reward called ``key``, or the best reward with a dimension ``key``; with the value of reward or dimension."""
     if key in named:
         return named[key], named[key].value
     holders = [reward for reward in named.values() if key in reward.dimensions]

@@ -1,4 +1,4 @@
-"""The order of an attempt's spans, and its final answer.
+"""Orders an attempt's spans, and finds its final answer.
 
 Several writers append spans, and their batches may overtake each other, so spans are sorted by their start.
 """
@@ -10,11 +10,11 @@ from agl.dialects._conversation import call_messages
 from agl.schemas import ModelCall, Span
 
 Moment = tuple[int, int]
-"""A point in an attempt; moments of the same :class:`Timeline` can be compared."""
+"""A position in an attempt's order of time; only moments of the same :class:`Timeline` can be compared."""
 
 
 class Timeline(NamedTuple):
-    """Spans in order of time, with the moments at which each begins and ends."""
+    """Spans in order of time, with functions that return the moments at which a span begins and ends."""
 
     spans: list[Span]
     start: Callable[[Span], Moment]
@@ -22,7 +22,7 @@ class Timeline(NamedTuple):
 
 
 def chronological(spans: Sequence[Span]) -> Timeline:
-    """Order by start time, then by the store's sequence; by sequence alone when a span has no start time."""
+    """Order spans by start time, then by the store's sequence; by sequence alone if any span has no start time."""
     # One span without a time cannot be placed among others with one, so then the store's numbers
     # order all of them.
     if all(span.start_ns > 0 for span in spans):
@@ -49,7 +49,7 @@ def is_answered(call: ModelCall) -> bool:
 
 
 def final_text(spans: Sequence[Span]) -> str:
-    """Text of the last complete model answer that has text; ``""`` if there is none. Late calls do not count."""
+    """Text of the last complete model answer that has text; ``""`` if there is none. Late calls are ignored."""
     for span in reversed(chronological(spans).spans):
         if span.call is None or span.is_late or not is_answered(span.call):
             continue

@@ -54,8 +54,8 @@ def build_episode(
 
     Args:
         rollout: The rollout, including its hidden keys.
-        attempt: The deciding attempt; ``None`` if none was started. Calls of other attempts are rejected, and their
-            rewards do not count.
+        attempt: The deciding attempt; ``None`` if no attempt was started. Calls of other attempts are rejected, and
+            their rewards do not count.
         spans: The spans of all attempts, in any order. Late calls are rejected; a late reward counts if its source is
             outside the attempt.
         agent_match: Regular expression that selects calls, by :func:`re.search` on the names of the agent and of the
@@ -102,7 +102,7 @@ def _transitions(
     rewards: Mapping[str, float],
     options: EpisodeOptions,
 ) -> tuple[Transition, ...]:
-    """Every model call as a transition, in order of time: with its branch, or with its reject reason."""
+    """Turn every model call into a transition with its branch or its reject reason, in order of time."""
     kept = [i for i in range(len(calls)) if i not in rejects]
     # Rejected calls are left out of the forest: a call that extends one starts a branch, as if that were no sample.
     forest = build_forest([calls[i] for i in kept], decode=options.decode)
@@ -124,7 +124,7 @@ def _transitions(
 
 
 def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
-    """The reject for all calls of an attempt that was recorded incompletely; ``None`` if its calls may train."""
+    """The reject that applies to all calls of an incompletely recorded attempt; ``None`` if its calls may train."""
     # A tool's own model is not a policy of the experiment: what it said is in the tool's result.
     missed = [call for call in found.unseen if not call.is_foreign]
     if missed and options.unseen == "drop":
@@ -143,7 +143,7 @@ def recorded_rewards(spans: Sequence[Span], attempt_id: str | None) -> list[Span
 
 
 def admitted_rewards(spans: Sequence[Span], attempt_id: str | None, options: ScoreOptions) -> list[Reward]:
-    """The deciding attempt's rewards that count, in order of time."""
+    """The rewards of the deciding attempt that count under ``options``, in order of time."""
     found = recorded_rewards(spans, attempt_id)
     return [span.reward for span in found if span.reward is not None and counts(span, options)]
 
@@ -207,11 +207,11 @@ def _transition(
 
 
 def make_rows(transitions: Sequence[Transition], *, group_id: str) -> tuple[Row, ...]:
-    """One row per branch of an attempt's transitions, in order of the branches.
+    """Make one row per branch of an attempt's transitions, in order of the branches.
 
     The row's tokens are the prompt and response of the branch's last call, which contain those of every earlier call as
-    a prefix. The mask is 1 for the branch's own responses. A prefix that comes from another branch trains there and has
-    mask 0 here, so that each sampled token trains in exactly one row.
+    a prefix. The mask is 1 for the branch's own responses. A prefix that comes from another branch trains in that
+    branch's row and has mask 0 in this one, so that each sampled token trains in exactly one row.
     """
     # Transitions are in order of time, and so are the calls of a branch.
     branches: dict[int, list[Transition]] = {}

@@ -1,11 +1,11 @@
-"""The base of all records: frozen, keyword-only, versioned, and able to read records with fields of a newer writer."""
+"""The base of all records: frozen, keyword-only, and able to read newer records by ignoring unknown fields."""
 
 from typing import Any, TypeAlias
 
 import msgspec
 
 SCHEMA_VERSION = 1
-"""Version of the record layout; a store refuses data of a newer one and migrates older ones."""
+"""Version of the record layout; a store refuses data of a newer version and migrates older data."""
 
 Json: TypeAlias = Any
 """A value that JSON can carry: ``None``, bool, int, float, str, list or dict with str keys."""
@@ -13,4 +13,4 @@ Json: TypeAlias = Any
 
 # omit_defaults keeps records small, and lets a field be added without touching what is stored.
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The base of every value: immutable, compared by content, encoded by :func:`agl.schemas.encode`."""
+    """The base of all records: immutable, compared by content, encoded by :func:`agl.schemas.encode`."""

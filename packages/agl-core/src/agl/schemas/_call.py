@@ -1,7 +1,7 @@
 """A model call: the request, the response, and the exact tokens of both.
 
-Token ids are packed little-endian int32, log-probabilities packed little-endian float32: ``bytes`` from the
-capture point to the trainer, because a list of Python numbers costs a hundred times more.
+Token ids are packed as little-endian int32, and log-probabilities as little-endian float32. They stay ``bytes`` from
+recording to training, because a list of Python numbers costs a hundred times more.
 """
 
 import struct
@@ -18,7 +18,7 @@ embeddings."""
 
 
 class Sampling(Record, frozen=True, kw_only=True):
-    """The sampling parameters of a request; ``None`` for those that the request does not set."""
+    """The sampling parameters of a request; ``None`` for a parameter that the request does not set."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -51,7 +51,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
         dialect: The wire format of ``request`` and ``response``.
         policy: Name of the policy resource that served the call; ``""`` if no configured policy did.
         model: The model name in the request.
-        model_version: Version of the weights that served it; ``""`` if unknown.
+        model_version: Version of the weights that served the call; ``""`` if unknown.
         request: The request body as JSON, without secrets.
         response: The response body as JSON with this choice only, without ids and log-probabilities.
         prompt_ids: Packed int32, [P].
@@ -64,11 +64,11 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
         retry_count: The client's own count of retries for this request.
         status_code: HTTP status; 0 when no response came.
         is_complete: False when the answer was cut: by the client, the backend or the network.
-        latency_s: From the request's last byte to the response's last byte.
-        first_token_s: From the request's last byte to the first byte of the response's body; equals ``latency_s`` for
-            an answer that is not streamed.
+        latency_s: Seconds from the request's last byte to the response's last byte.
+        first_token_s: Seconds from the request's last byte to the first byte of the response's body; equals
+            ``latency_s`` for an answer that is not streamed.
         inputs: References (URL or content digest) to inputs that are not tokens, such as images.
-        error: The failure as text, ``""`` if it did not fail.
+        error: The call's failure as text; ``""`` if it did not fail.
     """
 
     request_id: str
@@ -108,12 +108,12 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Pack token ids as little-endian int32; raises :class:`ValueError` for anything else."""
+    """Pack token ids as little-endian int32; raises :class:`ValueError` for other values."""
     return _packed(tuple(ids), "i")
 
 
 def pack_floats(values: Iterable[float]) -> bytes:
-    """Pack floats as little-endian float32; raises :class:`ValueError` for anything else."""
+    """Pack floats as little-endian float32; raises :class:`ValueError` for other values."""
     return _packed(tuple(values), "f")
 
 
@@ -127,10 +127,10 @@ def _packed(values: tuple[float, ...], code: str) -> bytes:
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """The token ids in ``data``; the inverse of :func:`pack_ids`."""
+    """Unpack token ids; the inverse of :func:`pack_ids`."""
     return list(struct.unpack(f"<{len(data) // 4}i", data))
 
 
 def unpack_floats(data: bytes) -> list[float]:
-    """The floats in ``data``; the inverse of :func:`pack_floats`."""
+    """Unpack floats; the inverse of :func:`pack_floats`."""
     return list(struct.unpack(f"<{len(data) // 4}f", data))

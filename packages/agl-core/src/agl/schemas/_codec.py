@@ -16,25 +16,25 @@ _JSON = msgspec.json.Encoder()
 
 
 def encode(value: Any) -> bytes:
-    """``value`` as msgpack."""
+    """Encode a value as msgpack."""
     return _ENCODER.encode(value)
 
 
 def decode(data: bytes | bytearray | memoryview, type: type[T]) -> T:
-    """The value of ``type`` in msgpack ``data``; raises :class:`msgspec.ValidationError` on a mismatch."""
+    """Decode msgpack to a value of ``type``; raises :class:`msgspec.ValidationError` if the data does not fit."""
     return msgspec.msgpack.decode(data, type=type)
 
 
 def to_json(value: Any) -> bytes:
-    """``value`` as compact JSON."""
+    """Encode a value as compact JSON."""
     return _JSON.encode(value)
 
 
 def from_json(data: bytes | str, type: type[T]) -> T:
-    """The value of ``type`` in JSON ``data``."""
+    """Decode JSON to a value of ``type``."""
     return msgspec.json.decode(data, type=type)
 
 
 def to_builtins(value: Any) -> Any:
-    """``value`` as dicts, lists and scalars, with bytes as base64 text."""
+    """Convert a value to dicts, lists and scalars, with bytes as base64 text."""
     return msgspec.to_builtins(value)

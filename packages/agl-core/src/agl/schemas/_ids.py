@@ -15,7 +15,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def new_rollout_id() -> str:
-    """A new id that sorts by creation time: ``ro-`` and 24 hex digits, 48 bits of milliseconds first."""
+    """A new id that sorts by creation time: ``ro-`` and 24 hex digits, of which the first 12 are milliseconds."""
     # 48 random bits: within one millisecond a store would need 16 million rollouts before two are
     # likely to meet.
     return f"ro-{time.time_ns() // 1_000_000:012x}{os.urandom(6).hex()}"
@@ -27,7 +27,7 @@ def attempt_id_of(rollout_id: str, number: int) -> str:
 
 
 def rollout_id_of(attempt_id: str) -> str:
-    """The rollout that an attempt belongs to."""
+    """The id of the rollout to which an attempt belongs."""
     # From the right: rollout ids are the caller's and may contain dots.
     return attempt_id.rpartition(".")[0]
 

@@ -30,7 +30,7 @@ class LLM(Record, frozen=True, kw_only=True, tag="llm"):
     api_key: str = ""
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
-        """The base URL with the attempt's identity and token in its path, for clients that cannot send a key.
+        """The base URL with the attempt's ids and token in its path, for clients that cannot send a key.
 
         Returns the endpoint unchanged if an id is ``None``, if no token is set (the endpoint is then not a gateway), or
         if the endpoint already has the attempt's path.
@@ -44,7 +44,7 @@ class LLM(Record, frozen=True, kw_only=True, tag="llm"):
 
     @property
     def base_url(self) -> str:
-        """The endpoint."""
+        """The endpoint, under the name that clients use."""
         return self.endpoint
 
 
@@ -61,7 +61,7 @@ class PromptTemplate(Record, frozen=True, kw_only=True, tag="prompt_template"):
     engine: Literal["f-string", "jinja", "plain"] = "f-string"
 
     def format(self, /, **values: object) -> str:
-        """Fill the placeholders; raises :class:`ConfigError` naming the ones without a value."""
+        """Fill the placeholders; raises :class:`ConfigError`, which names the placeholders without a value."""
         if self.engine == "plain":
             return self.template
         if self.engine == "jinja":
@@ -101,19 +101,19 @@ class Weights(Record, frozen=True, kw_only=True, tag="weights"):
 
 
 PROBE_FILE = "probe.json"
-"""Name of the file that holds the probe in a directory of weights."""
+"""Name of the file with the :class:`WeightsProbe` in a directory of weights."""
 
 
 class WeightsProbe(Record, frozen=True, kw_only=True):
     """The log-probabilities that weights give to a fixed text; they show whether a server has loaded these weights.
 
-    Whoever writes weights writes the probe into the same directory. After a server has loaded them, its own
+    Whoever writes weights writes the probe into the same directory. After a server has loaded the weights, its own
     log-probabilities are compared with the probe, because some servers report a successful reload and go on serving
     other weights.
 
     Attributes:
         token_ids: The text, [N], N at least 2.
-        logprobs: Natural log-probability of every token but the first, given those before it, [N - 1].
+        logprobs: Natural log-probability of every token but the first, given the tokens before it, [N - 1].
     """
 
     token_ids: tuple[int, ...]
@@ -130,7 +130,7 @@ Resource: TypeAlias = LLM | PromptTemplate | Weights | JsonResource
 """A value that algorithms change and agents read."""
 
 NamedResources: TypeAlias = dict[str, Any]
-"""Resources by name, as an agent's ``rollout`` gets them."""
+"""Resources by name, in the form in which an agent's ``rollout`` gets them."""
 
 
 class ResourceVersion(Record, frozen=True, kw_only=True):
@@ -141,7 +141,7 @@ class ResourceVersion(Record, frozen=True, kw_only=True):
         version: Unique within the name; chosen by the publisher, so that publishing twice is harmless.
         parent: The version from which this one was made; ``""`` for the first version.
         algorithm: Name of the algorithm that made the version; ``""`` if a person did.
-        step: The algorithm's step.
+        step: The step of that algorithm.
         metadata: Anything else, such as scores.
     """
 
@@ -157,12 +157,12 @@ class ResourceVersion(Record, frozen=True, kw_only=True):
 
 
 def write_probe(folder: Path, probe: WeightsProbe) -> None:
-    """Write the probe into the folder of its weights."""
+    """Write the probe of weights into their folder."""
     (folder / PROBE_FILE).write_bytes(msgspec.json.encode(probe))
 
 
 def read_probe(folder: Path) -> WeightsProbe | None:
-    """The probe in a folder of weights, ``None`` if there is none.
+    """Read the probe in a folder of weights; ``None`` if there is no probe.
 
     Raises:
         ConfigError: The file is not a probe.

@@ -14,7 +14,7 @@ RolloutStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 """The state of a rollout; the last three are final."""
 
 AttemptStatus = Literal["running", "succeeded", "failed", "timeout", "lost", "cancelled"]
-"""The state of one try: ``lost`` when its worker went away, ``timeout`` when it was stopped for taking too long."""
+"""The state of an attempt: ``lost`` if its worker went away, ``timeout`` if it was stopped for taking too long."""
 
 TERMINAL_ROLLOUT: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 """The statuses of a rollout that are final."""
@@ -95,7 +95,7 @@ class Rollout(Record, frozen=True, kw_only=True):
 
     @property
     def visible_task(self) -> Json:
-        """The task as an agent may see it, without its hidden keys."""
+        """The task without its hidden keys, for the agent."""
         # A task that is a text or a list has no keys to hide.
         if not self.hidden or not _is_object(self.task):
             return self.task
@@ -103,7 +103,7 @@ class Rollout(Record, frozen=True, kw_only=True):
 
     @property
     def for_agent(self) -> "Rollout":
-        """This rollout as an agent may see it: without the hidden keys and their names."""
+        """A copy of this rollout for the agent, without the hidden keys of the task and without their names."""
         return msgspec.structs.replace(self, task=self.visible_task, hidden=())
 
 
@@ -131,7 +131,7 @@ class Tally(Record, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         calls: Number of model calls, including retries and failed calls, but without calls that were recorded late.
-        prompt_tokens: Tokens of these calls' prompts: the number of token ids, or the backend's count without ids.
+        prompt_tokens: Tokens of these calls' prompts: the number of token ids, or without ids the backend's count.
         response_tokens: Tokens of these calls' responses, counted in the same way.
         graded: The reward that counts under each name, by the rule of :func:`agl.episodes.score`, in order of time.
     """
@@ -177,14 +177,14 @@ class Attempt(Record, frozen=True, kw_only=True):
 
 
 class Claim(Record, frozen=True, kw_only=True):
-    """A rollout to run and the attempt that was opened for it."""
+    """A rollout to run, and the attempt that was opened for it."""
 
     rollout: Rollout
     attempt: Attempt
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """The end of an attempt, with those of its spans that were not appended before; written in one transaction."""
+    """The end of an attempt, with its last spans, which were not appended before; written in one transaction."""
 
     attempt_id: str
     status: AttemptStatus

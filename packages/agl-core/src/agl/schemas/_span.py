@@ -1,4 +1,4 @@
-"""Spans: OpenTelemetry's fields, the rollout and attempt, and typed payloads for model calls and rewards."""
+"""Spans: OpenTelemetry's fields, ids of rollout and attempt, and typed payloads for model calls and rewards."""
 
 import math
 from typing import Any, Literal
@@ -55,7 +55,7 @@ class Reward(Record, frozen=True, kw_only=True):
 
 
 class SpanEvent(Record, frozen=True, kw_only=True):
-    """Something that happened within a span; ``time_ns`` is Unix nanoseconds."""
+    """An event within a span; ``time_ns`` is in Unix nanoseconds."""
 
     name: str
     time_ns: int

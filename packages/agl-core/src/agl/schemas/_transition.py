@@ -1,4 +1,4 @@
-"""Transitions and rows, which algorithms train on, and the reasons that leave a call out."""
+"""Transitions and rows, on which algorithms train, and the reasons for which a call is left out."""
 
 from typing import Literal
 
@@ -34,20 +34,20 @@ _LIMITS = frozenset({"length", "max_tokens", "max_output_tokens", "model_context
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """``(input_t, output_t, reward_t)`` of one model call.
+    """One model call as ``(input_t, output_t, reward_t)``.
 
     Attributes:
         span_id: The model call's span.
         agent: The agent, node or role that made the call; ``""`` if unknown.
         path: Names of the enclosing agents, nodes and tools, outermost first.
         turn: Position among this agent's calls in the attempt, from 0.
-        branch: Index of the branch of the call forest that the call is on.
-        start: Index in that branch's row at which ``response_ids`` begins; -1 for a rejected call.
+        branch: Index of the call's branch in the call forest.
+        start: Index in the branch's row at which ``response_ids`` begins; -1 for a rejected call.
         prompt_ids: Packed int32, [P].
         response_ids: Packed int32, [R].
         logprobs: Packed float32, [R].
-        reward: The call's own reward (turn or span scope), ``None`` if none.
-        reject: The reason why the call reaches no row; ``""`` if it does.
+        reward: The call's own reward (turn or span scope); ``None`` if it has none.
+        reject: The reason why the call is in no row; ``""`` if it is in a row.
         detail: Explanation of the reject reason, or description of the drift that started a new branch.
         finish_reason: The backend's word for the end of the answer, such as ``stop``; ``""`` if it gave none.
     """
@@ -80,7 +80,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Segment(Record, frozen=True, kw_only=True):
-    """The part ``[start, stop)`` of a row that one call sampled."""
+    """The tokens ``[start, stop)`` of a row, which one call sampled."""
 
     start: int
     stop: int
@@ -112,10 +112,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
 
 
 class LooseCall(Record, frozen=True, kw_only=True):
-    """A model call that only one side saw: the framework's tracer, or the recorder of calls.
+    """A model call that was only reported by a framework, or only recorded.
 
     Attributes:
-        span_id: The framework's ``chat`` span, or the recorded call's.
+        span_id: The framework's ``chat`` span, or the recorded call's span.
         client: The class or library that called, and the host, as far as they are known.
         is_foreign: True for a call to a server that serves no policy, such as the model behind a tool. Such a call is
             reported, but does not exclude the rollout from training.
@@ -133,12 +133,13 @@ class Episode(Record, frozen=True, kw_only=True):
 
     Attributes:
         rollout: The rollout with its whole task, including hidden keys.
-        attempt: The deciding attempt; ``None`` if none was ever started.
+        attempt: The deciding attempt; ``None`` if no attempt was ever started.
         reward: The scalar that trains; ``None`` if there is none.
         rewards: Every recorded reward of the deciding attempt, in order, except the attempt's own late ones.
         transitions: Every recorded call, in order of time. Rejected calls have their reject reason.
         rows: One row per branch.
-        unseen: Calls that a framework or a watch reported but that were not recorded, so the record is incomplete.
+        unseen: Calls that a framework or a client's tracer reported but that were not recorded, so the record is
+            incomplete.
         unattributed: Recorded calls outside every span of a framework, in an attempt where a framework has spans.
     """
 
@@ -153,7 +154,7 @@ class Episode(Record, frozen=True, kw_only=True):
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
-    """The credit that an assignment gives to one call.
+    """The credit that a credit assignment gives to one call.
 
     Attributes:
         span_id: The model call's span.

@@ -1,4 +1,4 @@
-"""Token counts of a model call, read from every provider's form."""
+"""Token counts of a model call, read from the fields of every provider."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -18,7 +18,7 @@ _THOUGHTS = (
     *("thoughtsTokenCount", "output_token_details.reasoning"),
 )
 _WITHOUT_CACHE = ("input_tokens", "inputTokens")
-"""Prompt counts of Anthropic and Bedrock. They exclude cached tokens, which stand in fields of the same level."""
+"""Fields with prompt counts that exclude cached tokens (Anthropic, Bedrock); those are in fields next to these."""
 
 
 class Usage(Record, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class Usage(Record, frozen=True, kw_only=True):
 
 
 def _first(given: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int]:
-    """The first name that has a count, and the count; ``""`` and 0 if none has. A dot stands for a nested object."""
+    """The first of ``names`` that has a count, and the count; ``""`` and 0 without one. A dot enters an object."""
     for name in names:
         value: Any = given
         for key in name.split("."):

@@ -16,14 +16,14 @@ from agl.schemas._ids import attempt_id_of
 from agl.schemas._rollout import TERMINAL_ATTEMPT
 
 MAX_ATTEMPTS = (1 << 14) - 1
-"""Largest number of attempts per rollout; stores have no room for more in their keys."""
+"""Largest number of attempts per rollout; the keys of stores have no room for larger attempt numbers."""
 
 _FINAL: dict[AttemptStatus, RolloutStatus] = {"succeeded": "succeeded", "cancelled": "cancelled"}
-"""The final status of a rollout by that of its last attempt; every other status leads to ``failed``."""
+"""Maps the last attempt's status to the rollout's final status; every other status leads to ``failed``."""
 
 
 def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float, now: float) -> Claim:
-    """Open the next attempt of a queued rollout; returns the attempt with the running rollout."""
+    """Open the next attempt of a queued rollout; returns the attempt with the rollout, which is now running."""
     number = rollout.attempts + 1
     attempt = Attempt(
         # Derived, so that a claim that is repeated after a crash of the store names the same
@@ -51,7 +51,7 @@ def release(claim: Claim) -> Rollout:
 
 
 def timeout_at(claim: Claim) -> float:
-    """The time at which the attempt outlives ``retry.timeout_s`` and its grace; infinity without a limit."""
+    """The time at which the attempt outlives ``retry.timeout_s`` plus ``retry.grace_s``; infinity without a limit."""
     retry = claim.rollout.retry
     # The worker stops its agent at timeout_s, for which it has grace_s. This later limit is for
     # workers that fail to do so.
@@ -59,14 +59,14 @@ def timeout_at(claim: Claim) -> float:
 
 
 def deadline(claim: Claim) -> float:
-    """The time at which the running attempt lapses or times out."""
+    """The time at which the running attempt loses its lease or times out, whichever is earlier."""
     # Whichever comes first: a worker that renews its lease for ever must not keep an attempt for
     # ever.
     return min(claim.attempt.lease_until, timeout_at(claim))
 
 
 def end_overdue(claim: Claim, *, now: float) -> Claim | None:
-    """The claim with its overdue attempt decided as ``lost`` or ``timeout``; ``None`` while it is in time.
+    """Decide an overdue attempt as ``lost`` or ``timeout``, and return its claim; ``None`` if it is not overdue.
 
     ``lost`` means that the worker did not renew its lease: it died, hangs or cannot reach the store.
     """
@@ -82,7 +82,7 @@ def end_overdue(claim: Claim, *, now: float) -> Claim | None:
 
 
 def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now: float) -> Claim:
-    """End the running attempt with ``status``; the rollout becomes final or is queued again, by its retry policy.
+    """End the running attempt with ``status``; the retry policy decides whether the rollout is queued again.
 
     Only failures and timeouts count towards ``max_attempts``, and lost workers towards ``max_losses``. An attempt that
     was given back, which is ``lost`` without an error, counts towards neither.
@@ -103,7 +103,7 @@ def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now:
 
 
 def _is_repeated(rollout: Rollout, status: AttemptStatus) -> bool:
-    """True if a rollout gets another attempt; its counts already include the ended one."""
+    """True if a rollout gets another attempt; the rollout's counts already include the attempt that ended."""
     if status == "lost":
         return _may_lose_more(rollout)
     may_fail_more = rollout.failures < rollout.retry.max_attempts and rollout.attempts < MAX_ATTEMPTS
@@ -129,10 +129,10 @@ def _quarantined(rollout: Rollout, last: ErrorInfo | None) -> ErrorInfo:
 
 
 def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
-    """Apply an outcome to a claim; returns ``None`` if the outcome repeats the recorded one.
+    """Apply an outcome to a claim; returns ``None`` if the same outcome was applied before.
 
     Raises:
-        FencedError: The attempt was decided otherwise.
+        FencedError: The attempt has another outcome already.
         ConflictError: The outcome's status does not end an attempt.
     """
     attempt = claim.attempt

@@ -1,4 +1,4 @@
-"""``memory://``: the store for tests, notebooks and dry runs; everything is gone when the process ends.
+"""``memory://``: the store for tests, notebooks and dry runs; its contents are gone when the process ends.
 
 It follows the same rules as the durable stores. Spans are compressed: a call of 1,200 tokens takes less than 8 KB.
 Unlike the durable stores, this one keeps every prompt whole instead of sharing a conversation's common prefix, so use a
@@ -49,7 +49,7 @@ class _Lists(Generic[N]):
         self._places: dict[str, tuple[N, Any]] = {}
 
     def put(self, of: str, entry: Any, name: N | None) -> None:
-        """Move the id to the list of that name, as ``entry``; ``None`` removes it from all lists."""
+        """Move the id ``of`` to the list called ``name``, sorted as ``entry``; ``None`` removes it from all lists."""
         before = self._places.pop(of, None)
         if before is not None:
             entries = self.lists[before[0]]
@@ -62,7 +62,7 @@ class _Lists(Generic[N]):
 
 
 class _Spans:
-    """The spans of one attempt, by sequence; each packed by :func:`_pack`."""
+    """The spans of one attempt, by sequence, each packed by :func:`_pack`."""
 
     def __init__(self) -> None:
         self.sequences: list[int] = []
@@ -129,7 +129,7 @@ class MemoryTables:
         return [need_held(self, attempt_id) for *_, attempt_id in due]
 
     def next_deadline(self) -> float:
-        """The time at which the next attempt lapses, in Unix seconds; infinity when none runs."""
+        """The time at which the next attempt becomes overdue, in Unix seconds; infinity if no attempt runs."""
         due = self._due.lists.get("")
         return due[0][0] if due else math.inf
 
@@ -316,14 +316,17 @@ def _matches(key: tuple[str, str, str], query: RolloutQuery) -> bool:
 
 
 def _from(ids: list[str], query: RolloutQuery) -> Iterator[str]:
-    """The ids behind ``query.after`` in the query's direction."""
+    """Yield the ids that come after ``query.after`` in the query's direction."""
     first = bisect_right(ids, query.after)
     end = bisect_left(ids, query.after) if query.after else len(ids)
     return (ids[at] for at in (range(end - 1, -1, -1) if query.is_newest_first else range(first, len(ids))))
 
 
 def _pack(span: Span) -> bytes:
-    """Pack a span: its length, the span, and deflated a call's request, response and the two high bytes of its ids."""
+    """Pack a span as its length, its fields, and a deflated part.
+
+    The deflated part holds a call's request and response, and the two high bytes of each token id.
+    """
     call = span.call
     if call is None:
         return _joined(values.encoded(span), b"")
@@ -341,7 +344,7 @@ def _joined(data: bytes, deflated: bytes) -> bytes:
 
 
 def _unpack(packed: bytes) -> Span:
-    """The inverse of :func:`_pack`."""
+    """Unpack a span; the inverse of :func:`_pack`."""
     end = 4 + int.from_bytes(packed[:4], "little")
     span = codec.decode(memoryview(packed)[4:end], Span)
     if span.call is None:
@@ -357,7 +360,7 @@ def _unpack(packed: bytes) -> Span:
 
 
 class _Memory:
-    """The backend; see :class:`agl.stores.Backend`."""
+    """The backend of the memory store; see :class:`agl.stores.Backend`."""
 
     shown_url = "memory://"
 
@@ -382,7 +385,7 @@ class _Memory:
         self.changed.ring()
 
     def _transact(self, act: Callable[[MemoryTables], T]) -> T:
-        """Decide overdue attempts, run ``act`` and ring for the changes of both; returns the result of ``act``."""
+        """Decide overdue attempts, run ``act`` and return its result; wakes waiters for the changes of both."""
         with self._lock:
             if self._is_closed:
                 raise closed(self.shown_url)

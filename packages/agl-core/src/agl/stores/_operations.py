@@ -40,11 +40,11 @@ SPAN_PAGE = 10_000
 """Largest number of spans of one attempt in a recording."""
 
 SCANNED = 16
-"""Number of spans that are read at once to find those that a query selects."""
+"""How many spans are read at once in search of the spans that a query selects."""
 
 
 def closed(shown_url: str) -> StoreError:
-    """The error for a store that was closed."""
+    """The error for an operation on a store that was closed."""
     return StoreError(f"the store {shown_url} was closed; open it again, or close it after its last caller")
 
 
@@ -60,7 +60,7 @@ def unknown_attempt(rollout_id: str, attempt_id: str) -> NotFoundError:
 
 
 def need_rollout(tables: Tables, rollout_id: str) -> Rollout:
-    """The rollout, or :class:`NotFoundError`."""
+    """Return the rollout; raises :class:`NotFoundError` for an unknown id."""
     found = tables.rollout(rollout_id)
     if found is None:
         raise NotFoundError("rollout", rollout_id)
@@ -68,7 +68,7 @@ def need_rollout(tables: Tables, rollout_id: str) -> Rollout:
 
 
 def need_held(tables: Tables, attempt_id: str) -> Claim:
-    """The attempt with its rollout, or :class:`NotFoundError`."""
+    """Return the attempt with its rollout; raises :class:`NotFoundError` for an unknown id."""
     found = tables.held(attempt_id)
     if found is None:
         raise NotFoundError("attempt", attempt_id)
@@ -106,7 +106,7 @@ def claim(
 
 
 def unclaim(tables: Tables, claims: Iterable[Claim]) -> None:
-    """Undo claims whose caller left before it received them; renewed and decided attempts stay."""
+    """Undo claims that their cancelled caller never received; renewed and decided attempts stay."""
     for claim in claims:
         current = tables.held(claim.attempt.attempt_id)
         # Meanwhile it may have lapsed, or another call of the same worker may have renewed it.
@@ -164,7 +164,7 @@ def cancel(tables: Tables, rollout_ids: Sequence[str]) -> list[Rollout]:
 
 
 def expire(tables: Tables) -> None:
-    """Decide every overdue attempt; every transaction does this first."""
+    """Decide every overdue attempt as ``lost`` or ``timeout``; every transaction calls this first."""
     # Where a lost worker is noticed: tables.overdue() reads the index of deadlines, so that looking
     # costs nothing while all workers are alive.
     lapsed = (leases.end_overdue(claim, now=tables.now) for claim in tables.overdue())
@@ -172,13 +172,13 @@ def expire(tables: Tables) -> None:
 
 
 def _save_decided(tables: Tables, claims: Sequence[Claim]) -> None:
-    """Save attempts that were just decided, and add the rollouts that finish to the statistics."""
+    """Save attempts that were just decided, and add the statistics of rollouts that finish with them."""
     tables.save(claims)
     tables.add_statistics([share_of(each.rollout, each.attempt) for each in claims if each.rollout.is_finished])
 
 
 def _count(tables: Tables, spans: Mapping[str, Sequence[Span]]) -> None:
-    """Add new stored spans, given by attempt id, to tallies and to the statistics of finished rollouts."""
+    """Count newly stored spans, given by attempt id, in tallies and in the statistics of finished rollouts."""
     for attempt_id, own in spans.items():
         if not attempt_id or all(span.call is None and span.reward is None for span in own):
             continue
@@ -261,7 +261,7 @@ def recordings(
 
 
 def _chosen(reads: Reads, rollout_id: str, query: SpanQuery) -> list[Span]:
-    """A page of the spans that a query selects. Reads the attempt in small parts; twice if the query has an agent."""
+    """Read one page of the spans that a query selects, in small parts; twice if the query names an agent."""
     around = Enclosing([queries.bare(span) for span in _scan(reads, rollout_id, query, 0)] if query.agent else [])
     spans = _scan(reads, rollout_id, query, query.after)
     return list(islice((span for span in spans if queries.is_chosen(span, query, around)), query.limit))
@@ -451,7 +451,7 @@ def log_metrics(tables: Tables, metrics: Sequence[Metric]) -> None:
 def documents_of(
     kept: LabelMove | VersionScore | ExperimentRecord | Trained | Presence | Mapping[str, bytes],
 ) -> dict[bytes, bytes]:
-    """The documents, by key, that store a record, or states by their keys; a move becomes the label's newest."""
+    """Encode a record, or states by key, as documents by key; a label's move is stored as newest and as history."""
     match kept:
         case LabelMove(name=name, label=label):
             history = document("moves", name, label, last=f"{kept.moved_at:024.9f}")  # as fine as a float
@@ -472,7 +472,7 @@ def documents_of(
 
 
 def key_of(prefix: bytes, text: str) -> bytes:
-    """The key ``prefix`` + ``text``; keys with one prefix sort like their texts."""
+    """Return the key ``prefix`` + ``text``; keys with the same prefix sort like their texts."""
     try:
         return prefix + text.encode()
     except UnicodeEncodeError as error:
@@ -480,17 +480,20 @@ def key_of(prefix: bytes, text: str) -> bytes:
 
 
 def document(*kind: str, last: str = "") -> bytes:
-    """The key of a document: its kind, then ``last``, by which the documents of one kind are sorted."""
+    """The key of a document: its kind, then ``last``, by which documents of the same kind are sorted."""
     return key_of(b"x" + codec.encode(kind), last)
 
 
 def documents(reads: Reads, *kind: str, last: str = "") -> dict[str, bytes]:
-    """All documents of a kind whose last part starts with ``last``, by their last part and sorted by it."""
+    """Return the documents of a kind, sorted by the last part of their keys, which must start with ``last``.
+
+    The result is keyed by that last part.
+    """
     start, whole = len(document(*kind)), document(*kind, last=last)
     return {key[start:].decode(): value for key, value in reads.scan(whole, whole + b"\xff")}  # no text has that byte
 
 
 def records(reads: Reads, type: type[R], *kind: str, last: str | None = None) -> list[R]:
-    """All documents of a kind as records, or only the one whose last part is ``last``."""
+    """All documents of a kind, decoded to records; with ``last``, only the document with that last key part."""
     data = documents(reads, *kind).values() if last is None else [reads.get(document(*kind, last=last))]
     return values.readable(data, type)

@@ -1,4 +1,4 @@
-"""Selects rollouts and spans by queries, in the same way for all stores, and reads all pages of paged answers."""
+"""Selects rollouts and spans by queries, in the same way for all stores, and reads all pages of a query."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from operator import attrgetter
@@ -14,10 +14,10 @@ from agl.schemas import Rollout, Span
 from agl.schemas import _codec as codec
 
 MAX_COUNT = (1 << 63) - 1
-"""The largest number that every store can count to."""
+"""The largest integer that every store can hold."""
 
 PAGE = 10_000
-"""Spans that :func:`all_spans` requests at once."""
+"""The number of spans that :func:`all_spans` requests at once."""
 
 
 def check_page(given: Mapping[str, object], *queries: object) -> None:
@@ -25,7 +25,7 @@ def check_page(given: Mapping[str, object], *queries: object) -> None:
 
     Args:
         given: Keyword arguments of a store's method; some may be queries.
-        queries: Positional arguments; those that are no queries are ignored.
+        queries: Positional arguments; arguments other than queries are ignored.
     """
     # Checked in one place for all methods, because every database answers differently to a number
     # that is too large.
@@ -40,7 +40,7 @@ def check_page(given: Mapping[str, object], *queries: object) -> None:
 
 
 def _check_start(query: RolloutQuery) -> None:
-    """Raise :class:`InvalidQueryError` if the type of ``after_value`` does not fit the field to sort by."""
+    """Raise :class:`InvalidQueryError` if ``after_value`` has another type than the field to sort by."""
     is_text = isinstance(query.after_value, str)
     if query.after and query.sort != "rollout_id" and is_text != (query.sort == "status"):
         raise InvalidQueryError(
@@ -50,25 +50,25 @@ def _check_start(query: RolloutQuery) -> None:
 
 
 def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
-    """The page of a query from ``rollouts``: those that match, in the query's order, up to its limit."""
+    """Return one page of a query: the matching rollouts in the query's order, up to its limit."""
     wanted = [rollout for rollout in rollouts if is_wanted(rollout, query)]
     wanted.sort(key=sort_key(query), reverse=query.is_newest_first)
     return wanted[: query.limit]
 
 
 def sort_key(query: RolloutQuery) -> Callable[[Rollout], tuple[Any, str]]:
-    """The key by which the rollouts of a query are sorted."""
+    """Return the function that computes a rollout's sort key for a query."""
     # The id decides between equal values, so that every order is total and pages do not overlap.
     return attrgetter(query.sort, "rollout_id")
 
 
 def start_of(query: RolloutQuery) -> tuple[Any, str]:
-    """The sort key of the last rollout on the previous page."""
+    """The sort key of the previous page's last rollout, after which the query's page starts."""
     return query.after if query.sort == "rollout_id" else query.after_value, query.after
 
 
 def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
-    """True if the rollout matches the query, apart from its limit and ids."""
+    """True if the rollout matches the query, whose limit and ids are ignored."""
     key, start = sort_key(query)(rollout), start_of(query)
     is_behind = not query.after or (key < start if query.is_newest_first else key > start)
     return (
@@ -83,7 +83,7 @@ def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
 
 
 def bare(span: Span) -> Span:
-    """The span without its contents; enough to find the actors around other spans."""
+    """Return a copy of the span without contents, which suffices to find the actors around other spans."""
     names = {key: value for key, value in span.attributes.items() if key in NAMING or key == semconv.FRAMEWORK_SPAN_ID}
     if span.call is not None or span.reward is not None:  # else its name would be that of an operation around others
         names.setdefault(semconv.OPERATION, "")
@@ -91,7 +91,7 @@ def bare(span: Span) -> Span:
 
 
 def is_chosen(span: Span, query: SpanQuery, around: Enclosing) -> bool:
-    """True if a query selects the span, apart from its attempt and sequence."""
+    """True if the query selects the span; the query's attempt and sequence are ignored."""
     # invoke_agent is an agent, execute_tool a tool.
     operation = str(span.attributes.get(semconv.OPERATION, "")).rpartition("_")[2]
     kind = "call" if span.call is not None else "reward" if span.reward is not None else operation
@@ -100,7 +100,7 @@ def is_chosen(span: Span, query: SpanQuery, around: Enclosing) -> bool:
 
 
 async def all_spans(store: Store, rollout_id: str, attempt_id: str | None = None) -> list[Span]:
-    """All spans of one attempt in order of ``sequence``, by default of the deciding or running one.
+    """Read all spans of one attempt in order of ``sequence``; by default of the deciding or running attempt.
 
     Raises :class:`agl.errors.NotFoundError` for an unknown rollout.
     """
@@ -117,7 +117,7 @@ async def all_spans(store: Store, rollout_id: str, attempt_id: str | None = None
 async def read_recordings(
     store: Store, query: RolloutQuery, *, spans: SpanChoice = "deciding"
 ) -> AsyncIterator[Recording]:
-    """Yield all rollouts that match a query, on all its pages, with their attempts and all spans that are selected.
+    """Yield all rollouts that match a query, from all of its pages, with their attempts and the selected spans.
 
     With a :class:`~agl.contracts.SpanQuery`, each rollout has only the first page of the selected spans.
 

@@ -24,11 +24,13 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Work(Generic[T_co]):
-    """One writing operation with its arguments; a store may choose by the operation's name which rows to load for it.
+    """One writing operation with its arguments.
+
+    A store may choose by the operation's name which rows to load.
 
     Attributes:
-        undo: Given the answer, makes the work that undoes the operation if its caller was cancelled; ``None`` if it
-            need not be undone.
+        undo: Takes the operation's answer and returns the work that undoes the operation if its caller was cancelled;
+            ``None`` if it need not be undone.
     """
 
     act: Callable[..., T_co]
@@ -48,8 +50,8 @@ class Backend(Protocol):
 
     Attributes:
         shown_url: The store's address for people, without passwords.
-        queued: Rings after a transaction that queued rollouts, in this process or elsewhere.
-        changed: Rings after a transaction that put something on the change feed.
+        queued: Wakes waiters after a transaction that queued rollouts, in this process or elsewhere.
+        changed: Wakes waiters after a transaction that put something on the change feed.
     """
 
     shown_url: str
@@ -65,13 +67,16 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None:
-        """Finish open transactions, release everything and ring; later calls raise :class:`~agl.errors.StoreError`."""
+        """Finish open transactions, release everything and wake all waiters.
+
+        Later calls raise :class:`~agl.errors.StoreError`.
+        """
 
 
 def _writes(
     act: Callable[Concatenate[Tables, P], T],
 ) -> "Callable[Concatenate[TableStore, P], CoroutineType[Any, Any, T]]":
-    """Make a method of the contract that runs an operation in a writing transaction."""
+    """Make a store's method that runs the operation ``act`` in a writing transaction."""
 
     @wraps(act)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -89,7 +94,7 @@ def _writes(
 def _reads(
     look: Callable[Concatenate[Reads, P], T],
 ) -> "Callable[Concatenate[TableStore, P], CoroutineType[Any, Any, T]]":
-    """Make a method of the contract that reads: by the tables' own method of that name if any, else by ``look``."""
+    """Make a store's method that reads, with the tables' own method of the same name if there is one, else ``look``."""
 
     @wraps(look)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -183,7 +188,7 @@ def _unclaim(claims: Sequence[Claim]) -> Work[None]:
 
 
 async def _until_found(look: Callable[[], Awaitable[list[T]]], wake_up: WakeUp, wait_s: float) -> list[T]:
-    """Call ``look`` after every ring until it finds something or ``wait_s`` seconds are over."""
+    """Call ``look`` now and after every wake-up until it finds something or ``wait_s`` seconds are over."""
     end = time.monotonic() + wait_s
     while True:
         # Read before looking: a ring between looking and waiting then ends the wait at once.

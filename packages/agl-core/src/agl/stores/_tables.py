@@ -23,11 +23,11 @@ class Tables(Protocol):
     now: float
 
     def rollout(self, rollout_id: str) -> Rollout | None:
-        """One rollout."""
+        """The rollout with this id; ``None`` for an unknown id."""
         ...
 
     def held(self, attempt_id: str) -> Claim | None:
-        """An attempt, decided or not, with its rollout."""
+        """The attempt with this id, decided or not, with its rollout; ``None`` for an unknown id."""
         ...
 
     def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
@@ -35,7 +35,7 @@ class Tables(Protocol):
         ...
 
     def claimed(self, claim_id: str) -> list[Claim]:
-        """Attempts that still run under a claim id, in order of their rollouts' first enqueueing."""
+        """Attempts that were opened under a claim id and still run, in order of their rollouts' first enqueueing."""
         ...
 
     def overdue(self) -> list[Claim]:
@@ -43,27 +43,27 @@ class Tables(Protocol):
         ...
 
     def version(self, name: str, version: str) -> ResourceVersion | None:
-        """One version of a resource."""
+        """This version of a resource; ``None`` if it was never published."""
         ...
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Put new rollouts at the end of the queue."""
 
     def save(self, claims: Sequence[Claim], *, is_logged: bool = True) -> None:
-        """Save new and known attempts; with ``is_logged``, also their rollouts, which are put on the change feed."""
+        """Save new and known attempts; with ``is_logged``, also save their rollouts and log them on the change feed."""
 
     def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Save rollouts; remove attempts numbered above ``Rollout.attempts``, which their claimer never received."""
+        """Save rollouts; remove their attempts with numbers above ``Rollout.attempts``, which no claimer received."""
 
     def insert_spans(self, spans: Sequence[Span]) -> list[Span]:
         """Append spans of known attempts, except those that are stored already; returns the new spans as stored."""
         ...
 
     def add_statistics(self, shares: Sequence[Statistics]) -> None:
-        """Add shares of rollouts to the statistics of their steps; negative shares remove rollouts from them."""
+        """Add shares of rollouts to the statistics of their steps; a negative share removes its rollout."""
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
-        """Remove rollouts with everything that belongs to them, entries of the change feed included."""
+        """Remove rollouts with their attempts, their spans and their entries on the change feed."""
 
     def add_version(self, version: ResourceVersion) -> None:
         """Add a resource version as the newest of its name."""
@@ -72,7 +72,7 @@ class Tables(Protocol):
         """Save numbers; each replaces an earlier one of the same experiment, run, algorithm, step and name."""
 
     def get(self, key: bytes) -> bytes | None:
-        """The document with that key, ``None`` if there is none."""
+        """The document with this key; ``None`` for an unknown key."""
         ...
 
     def put(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
@@ -128,9 +128,9 @@ class Reads(Protocol):
         ...
 
     def get(self, key: bytes) -> bytes | None:
-        """The document of a key, ``None`` if there is none."""
+        """The document with this key; ``None`` for an unknown key."""
         ...
 
     def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:
-        """Documents from ``start`` to before ``stop``, in order of their keys."""
+        """Return the documents with keys from ``start`` up to but excluding ``stop``, in order of their keys."""
         ...

@@ -1,4 +1,4 @@
-"""Updates the tallies of attempts as spans arrive, and computes a rollout's share in the statistics of its step.
+"""Updates the tallies of attempts as spans arrive, and computes the statistics of single rollouts.
 
 Tallies are not kept per agent: the agent of a call is known only after the spans around the call have ended, and then a
 store would have to read all spans of the attempt again.
@@ -19,14 +19,14 @@ from agl.stores._values import is_name
 _BY_RULE = ScoreOptions()
 
 _LARGEST = 1e100
-"""Larger rewards are left out, because sums of their squares may overflow a float."""
+"""Rewards with a larger magnitude are left out, because sums of their squares may overflow a float."""
 
 _MOST_TOKENS = 1 << 32
-"""Counts from here on are ignored: no call has as many tokens, and their sums might overflow a store's integers."""
+"""Token counts of at least this size are ignored: they are implausible, and their sums might overflow a store."""
 
 
 def counted(attempt: Attempt, spans: Iterable[Span]) -> Attempt:
-    """Add newly stored spans of an attempt to its tally; returns the same object if they change nothing."""
+    """Add newly stored spans of an attempt to its tally; returns the same object if the tally does not change."""
     calls, prompts, responses = 0, 0, 0
     graded: list[Graded] = []
     for span in spans:
@@ -54,7 +54,7 @@ def counted(attempt: Attempt, spans: Iterable[Span]) -> Attempt:
 
 
 def reward_of(attempt: Attempt | None) -> float | None:
-    """The scalar reward by an attempt's tally and the rule of :func:`agl.episodes.score`; ``None`` if there is none."""
+    """The scalar reward in an attempt's tally, by the rule of :func:`agl.episodes.score`; ``None`` without one."""
     graded = attempt.tally.graded if attempt else ()
     if len(graded) < 2:
         return graded[0].value if graded else None
@@ -63,7 +63,7 @@ def reward_of(attempt: Attempt | None) -> float | None:
 
 
 def share_of(rollout: Rollout, attempt: Attempt | None) -> Statistics:
-    """The share of a finished rollout in the statistics of its step, by its deciding attempt if it has one."""
+    """The statistics of one finished rollout, to be added to its step's; ``attempt`` is the deciding attempt."""
     tally, reward = attempt.tally if attempt else Tally(), reward_of(attempt)
     algorithm, step = rollout.metadata.get("algorithm"), rollout.metadata.get("step")
     # One value: its mean is the value, its squared difference from it 0.
@@ -87,12 +87,12 @@ def share_of(rollout: Rollout, attempt: Attempt | None) -> Statistics:
 
 
 def place_of(of: Statistics) -> tuple[str, str, int, str]:
-    """The key of statistics: experiment, algorithm, step, with -1 for none, and mode."""
+    """The key of statistics: experiment, algorithm, step (-1 for ``None``) and mode."""
     return of.experiment, of.algorithm, -1 if of.step is None else of.step, of.mode
 
 
 def _standing(graded: Sequence[Graded]) -> tuple[Graded, ...]:
-    """The rewards that count, in order of time: under each name, the last one of the best source."""
+    """Select the rewards that count, in order of time: under each name, the last one of the best source."""
     # Programs that report over OTLP may leave out times; then the order in which the store numbered them has to do.
     is_timed = all(each.start_ns > 0 for each in graded)
     ordered = sorted(graded, key=lambda each: (each.start_ns if is_timed else 0, each.sequence))
@@ -100,6 +100,6 @@ def _standing(graded: Sequence[Graded]) -> tuple[Graded, ...]:
 
 
 def _reported(span: Span, name: str) -> int:
-    """The backend's count of tokens; 0 if it is missing or implausible, because an agent may report any number."""
+    """The backend's token count under an attribute; 0 if it is missing or implausible."""
     found = span.attributes.get(name)
     return found if type(found) is int and 0 <= found < _MOST_TOKENS else 0

@@ -1,14 +1,14 @@
-"""Reads URLs that people wrote, and removes credentials before they are shown, logged or sent to other machines."""
+"""Parses URLs that people wrote, and removes credentials before URLs are shown, logged or sent elsewhere."""
 
 import re
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 _WRITTEN = re.compile(r"[!-~]+")
-"""Printable ASCII text without spaces, as every URL is."""
+"""A regular expression for printable ASCII text without spaces, which every URL is."""
 
 
 def web_parts(url: str) -> SplitResult | None:
-    """Return the parts of an ``http`` or ``https`` URL that has a host and no port 0; ``None`` for any other text."""
+    """Return the parts of an ``http`` or ``https`` URL with a host and a valid port; ``None`` for any other text."""
     try:
         parts = urlsplit(url)
         # Port 0 means "any free one" to a server, and nothing to a client.
@@ -19,14 +19,14 @@ def web_parts(url: str) -> SplitResult | None:
 
 
 def without_credentials(url: str) -> str:
-    """A URL without user and password; it still names the server to connect to."""
+    """Return a URL without user and password; it still names the server to connect to."""
     parts = urlsplit(url)
     # From the right: a password may contain an @ that should have been quoted.
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def shown_url(url: str) -> str:
-    """The URL of any store, for messages: without user and password, and with ``***`` for passwords in its options.
+    """Return any store's URL for messages: without user and password, and with ``***`` for passwords in its options.
 
     The option ``shards`` is hidden as well. In a URL with characters that should have been quoted, too much is hidden
     rather than a part of the password shown.

@@ -20,7 +20,7 @@ _R = TypeVar("_R")
 _LOG = logging.getLogger(__name__)
 
 MAX_SEQUENCE = (1 << 24) - 1
-"""The highest sequence of a span of an attempt."""
+"""The highest sequence that a span can have within its attempt."""
 
 # Halves of characters (surrogates) cannot be encoded as UTF-8, and a slash would end a part of a path in a URL.
 _ID = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff/]{1,256}")
@@ -29,7 +29,7 @@ _IDS: dict[type, Sequence[str]] = {
     **{Rollout: ("rollout_id", "experiment"), ResourceVersion: ("name", "version"), LabelMove: ("label",)},
     **{ExperimentRecord: ("name",), Presence: ("experiment", "member"), Metric: ("experiment",)},
 }
-"""The fields that hold new ids and names, by the record's type."""
+"""Maps each record type to its fields that hold new ids and names."""
 
 _MAY_BE_EMPTY = ("experiment", "member")
 
@@ -87,6 +87,10 @@ def copied(value: Any) -> Any:
         return [copied(each) for each in cast("Sequence[object]", value)]
     if not isinstance(value, Struct):
         return value
+    if isinstance(value, Span) and value.call is not None and (value.call.request or value.call.response):
+        # The long texts of a call may be any JSON, so their types need no check; they are encoded once, when stored.
+        copied(replace(value, call=replace(value.call, request=None, response=None)))
+        return value
     large = [name for name in value.__struct_fields__ if _is_large(getattr(value, name))]
     if large:
         raise _unfit(value, OverflowError(f"{large[0]} is an integer of more than 64 bits"))
@@ -103,7 +107,7 @@ def _is_large(value: object) -> bool:
 
 
 def readable(found: Iterable[bytes | None], type: type[_R]) -> list[_R]:
-    """Decode records of a page; logs and leaves out those that cannot be read, so that they do not hide the others."""
+    """Decode records; a record that cannot be read is logged and left out, so that it does not hide the others."""
     records: list[_R] = []
     for data in found:
         try:
@@ -115,7 +119,7 @@ def readable(found: Iterable[bytes | None], type: type[_R]) -> list[_R]:
 
 
 def encoded(value: object) -> bytes:
-    """The value as bytes; raises :class:`InvalidRecordError` if it cannot be stored."""
+    """Encode the value; raises :class:`InvalidRecordError` if it cannot be stored."""
     try:
         return codec.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -123,7 +127,7 @@ def encoded(value: object) -> bytes:
 
 
 def is_same(one: Struct, other: Struct) -> bool:
-    """True for two storable records with equal content; NaN equals itself here."""
+    """True if two storable records have equal content, where NaN equals NaN."""
     # Encoded, because NaN in a task differs from itself, and a resumed run would find its own rollouts in conflict.
     return one == other or codec.encode(one) == codec.encode(other)
 
@@ -143,9 +147,9 @@ def _unfit(value: object, error: Exception) -> InvalidRecordError:
 
 
 def definition(rollout: Rollout) -> Rollout:
-    """The rollout without progress, seed and retry policy: two rollouts are the same if these definitions are equal.
+    """The part of a rollout that defines it: everything except progress, seed and retry policy.
 
-    A resumed run may have changed the retry policy.
+    A rollout that is enqueued again must have an equal definition. A resumed run may have changed the retry policy.
     """
     # A rollout that is queued again may lack its seed or have another one; it is the same rollout.
     metadata = {key: value for key, value in rollout.metadata.items() if key != "seed"}
@@ -153,13 +157,13 @@ def definition(rollout: Rollout) -> Rollout:
 
 
 def unbegun(rollout: Rollout) -> Rollout:
-    """The rollout as it was queued."""
+    """The rollout as it was when it was queued, without progress."""
     progress = {"attempts": 0, "failures": 0, "losses": 0, "started_at": 0.0, "finished_at": 0.0}
     return replace(rollout, status="queued", attempt_id=None, **progress)
 
 
 def conflict(kind: str, key: str) -> ConflictError:
-    """The error for a repeated id with other content."""
+    """The error for an id that is written again with other content."""
     return ConflictError(
         f"{kind} {key!r} is already stored with other content; ids name one immutable value: "
         "repeat the same content, or choose a new id"
@@ -169,8 +173,7 @@ def conflict(kind: str, key: str) -> ConflictError:
 def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None:
     """Raise :class:`ConflictError` for a span that stores refuse.
 
-    These are spans whose ids contradict each other or the outcome with which they come, and spans with a reward that is
-    NaN or infinite.
+    These are spans whose ids contradict each other or their outcome, and spans with a reward that is NaN or infinite.
     """
     for span in spans:
         # The last check: one stored NaN would make every average over it NaN.
@@ -213,7 +216,10 @@ def check_recording(recording: Recording) -> None:
 
 
 def placed(span: Span, *, last: int, is_late: bool) -> Span:
-    """The span as stored: with a sequence above ``last``, the highest of its attempt, and with ``is_late``."""
+    """Return the span as it will be stored, with ``is_late`` and with a sequence above ``last``.
+
+    ``last`` is the highest sequence in the attempt so far.
+    """
     # A higher number that the writer chose is kept, so that a copied attempt keeps its numbers.
     sequence = max(span.sequence, last + 1)
     if sequence > MAX_SEQUENCE:
@@ -222,7 +228,7 @@ def placed(span: Span, *, last: int, is_late: bool) -> Span:
 
 
 def check_secrets(version: ResourceVersion) -> None:
-    """Raise :class:`ConflictError` for an LLM that carries its key."""
+    """Raise :class:`ConflictError` if the version is an LLM with an API key."""
     if isinstance(version.resource, LLM) and version.resource.api_key:
         raise ConflictError(
             f"resource {version.name!r} version {version.version!r} holds an api_key, and a store keeps no secrets; "

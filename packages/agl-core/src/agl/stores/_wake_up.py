@@ -10,7 +10,7 @@ from collections.abc import Callable
 class WakeUp:
     """Wakes all waiting callers. Read :attr:`count` before looking for work, and pass it to :meth:`wait`.
 
-    If it rings between the two, ``wait`` returns at once, so that no ring is missed.
+    If :meth:`ring` is called between the two, ``wait`` returns at once, so that no ring is missed.
 
     Args:
         on_wait: Called when a caller begins to wait; returns the seconds after which the caller is woken even without
@@ -26,11 +26,14 @@ class WakeUp:
 
     @property
     def is_awaited(self) -> bool:
-        """True while a caller waits."""
+        """True while at least one caller waits."""
         return bool(self._waiting)
 
     async def wait(self, seen: int, timeout_s: float) -> None:
-        """Wait for a ring after ``seen`` was read, at most for ``timeout_s`` and for the seconds from ``on_wait``."""
+        """Wait until :meth:`ring` is called, or return at once if it was called since :attr:`count` was ``seen``.
+
+        The wait lasts at most ``timeout_s`` seconds, and at most the seconds that ``on_wait`` returns.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Makes an attempt current, so that code and new threads belong to its rollout.
+"""Makes an attempt current, so that running code and the threads it starts belong to the attempt's rollout.
 
 While at least one rollout is active in the process, threads and executors are patched to carry context variables, and
 HTTP clients are watched; after the last rollout the originals are restored. ``asyncio`` tasks and ``asyncio.to_thread``

@@ -1,6 +1,6 @@
-"""Finds the caller of a model: the agents, nodes and roles that are open around the running code.
+"""Finds the caller of a model: the agents, nodes and roles whose spans are open around the running code.
 
-Here the enclosing spans are still open; after a run, :class:`agl.episodes.Enclosing` finds callers in recorded spans.
+After a run, :class:`agl.episodes.Enclosing` finds callers in recorded spans.
 """
 
 import logging
@@ -12,7 +12,7 @@ from agl.tracing._open_span import OpenSpan
 _log = logging.getLogger(__name__)
 
 _LATE_S = 2.0
-"""Seconds to wait until tracers have recorded events that their framework delivers late, as CrewAI does."""
+"""Seconds to wait for tracers whose framework delivers events late, as CrewAI does."""
 
 # A limit for spans whose parents form a cycle, which foreign ids can make.
 _MAX_DEPTH = 10_000
@@ -21,8 +21,8 @@ _MAX_DEPTH = 10_000
 def who(attempt: ActiveAttempt | None = None) -> Who:
     """The actors of a model call that the running code would make now; all names are empty outside a rollout.
 
-    Only open spans are considered. Work that outlives the operation that started it gets an actor only later, when the
-    recorded spans are read.
+    Only open spans are considered. If an operation ends before the work that it started, the actor of that work is
+    found only later, in the recorded spans.
 
     Args:
         attempt: The attempt; by default the current one.
@@ -32,7 +32,7 @@ def who(attempt: ActiveAttempt | None = None) -> Who:
 
 
 def who_within(attempt: ActiveAttempt, span_id: str) -> Who:
-    """The actors of a model call inside the open span with that id."""
+    """The actors of a model call inside the open span with the id ``span_id``."""
     # Nobody is named at the root, so there is nothing to wait for.
     if span_id == attempt.root_span_id:
         return Who()
@@ -50,7 +50,7 @@ def who_within(attempt: ActiveAttempt, span_id: str) -> Who:
 
 
 def _enclosing(attempt: ActiveAttempt, span_id: str) -> tuple[list[OpenSpan], bool]:
-    """The open spans from ``span_id`` outwards, and whether they reach the attempt's root without a gap."""
+    """Return the open spans from ``span_id`` outwards, and whether they reach the attempt's root without a gap."""
     chain: list[OpenSpan] = []
     span = attempt.spans.get(span_id)
     while isinstance(span, OpenSpan) and len(chain) < _MAX_DEPTH:

@@ -1,4 +1,4 @@
-"""The current attempt, in a context variable, with its open spans, and a buffer for finished spans.
+"""Holds the current attempt with its open spans in a context variable, and buffers finished spans.
 
 Only :func:`agl.tracing.activate` makes an attempt current.
 """
@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class OpenItem(Protocol):
-    """A span, or a model call, that has begun and not ended.
+    """A span or a model call that has begun and not ended.
 
     Attributes:
-        since: The time at which it began, by ``time.perf_counter_ns``.
+        since: The time at which the item began, by ``time.perf_counter_ns``.
     """
 
     since: int
@@ -54,21 +54,21 @@ class OpenSpans:
         self._open[span_id] = opened
 
     def get(self, span_id: str) -> OpenItem | None:
-        """The open span or call with that id; ``None`` if there is none."""
+        """The open span or call with this id; ``None`` for an unknown id."""
         return self._open.get(span_id)
 
     def take(self, span_id: str) -> OpenItem | None:
-        """Remove and return the open item with that id, which the caller must end; ``None`` if it is taken already."""
+        """Remove and return the open item with this id, for the caller to end; ``None`` if it was taken before."""
         return self._open.pop(span_id, None)
 
     def since(self, span_id: str) -> int:
-        """The time at which a span began; before its tracer has opened it, the time at which it was first named."""
+        """The time at which a span began; if its tracer has not opened it yet, the time at which it was first named."""
         # A dict's methods are atomic in CPython, so no lock is needed for one step.
         opened = self._open.get(span_id)
         return opened.since if opened is not None else self._named.setdefault(span_id, time.perf_counter_ns())
 
     def abandon_all(self) -> None:
-        """Abandon all open spans and calls, the newest first."""
+        """Record all open spans and calls in their present state, newest first, because the attempt ends."""
         # The newest first, so that children end before their parents.
         for span_id in reversed(tuple(self._open)):
             if (opened := self.take(span_id)) is not None:
@@ -83,9 +83,10 @@ class ActiveAttempt:
         rollout_id: The rollout's id, which every recorded span has.
         attempt_id: The attempt's id, which every recorded span has.
         trace_id: Trace id of all spans that are made in this attempt, 32 hex digits.
-        root_span_id: Id of the span around the whole attempt, 16 hex digits; the parent of spans that have no other.
-        record: Takes a finished span; must be thread-safe and never block. Call :meth:`add` instead, which handles its
-            errors.
+        root_span_id: Id of the span around the whole attempt, 16 hex digits; the parent of spans without another
+            parent.
+        record: Takes a finished span; must be thread-safe and never block. Call :meth:`add` instead, which handles
+            errors of ``record``.
         token: The attempt's signed token; clients send it to the gateway as their API key.
         gateway_url: Base URL of the gateway without ``/v1``; ``""`` if calls are recorded in this process.
         upstreams: The configured policies; calls to their models are redirected to the gateway.
@@ -132,7 +133,7 @@ class SpanRecorder:
         self._spans: list[Span] = []
 
     def __len__(self) -> int:
-        """The number of waiting spans."""
+        """The number of buffered spans."""
         return len(self._spans)
 
     def record(self, span: Span) -> None:
@@ -141,14 +142,14 @@ class SpanRecorder:
             self._spans.append(span)
 
     def drain(self) -> list[Span]:
-        """Remove and return all waiting spans, oldest first."""
+        """Remove and return all buffered spans, oldest first."""
         with self._lock:
             taken, self._spans = self._spans, []
         return taken
 
 
 EnteredSpans: TypeAlias = "tuple[OpenSpan, Any] | None"
-"""The spans that a context has entered, as a linked list that starts with the last one; ``None`` for no span."""
+"""The spans that a context has entered, as a linked list from the last entered one; ``None`` for no span."""
 
 # A context variable and no global: many rollouts run in one process, in tasks and threads.
 CURRENT: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
@@ -156,12 +157,12 @@ ENTERED: ContextVar[EnteredSpans] = ContextVar("agl_entered_spans", default=None
 
 
 def current() -> ActiveAttempt | None:
-    """The attempt to which the running code belongs, ``None`` outside a rollout."""
+    """The attempt to which the running code belongs; ``None`` outside a rollout."""
     return CURRENT.get()
 
 
 def entered_spans() -> EnteredSpans:
-    """The spans that this context has entered, starting at the innermost open one; drops ended spans before it."""
+    """The spans that this context has entered, from the innermost open one; spans that ended inside it are dropped."""
     found = ENTERED.get()
     # The usual case needs no write.
     if found is None or found[0].is_open:
@@ -178,7 +179,7 @@ def enter(span: "OpenSpan") -> None:
 
 
 def leave(span: "OpenSpan") -> None:
-    """Make the span around ``span`` the innermost one again, if ``span`` is the innermost one here."""
+    """If ``span`` is the innermost span of this context, make the span around it the innermost one."""
     found = ENTERED.get()
     # Closed in another context, or out of order: entered_spans drops it there.
     if found is not None and found[0] is span:
@@ -186,7 +187,7 @@ def leave(span: "OpenSpan") -> None:
 
 
 def current_span_id() -> str | None:
-    """Id of the span that encloses the running code, see :func:`innermost`; ``None`` outside a rollout."""
+    """Id of the innermost span around the running code, see :func:`innermost`; ``None`` outside a rollout."""
     attempt = CURRENT.get()
     return None if attempt is None else innermost(attempt)
 

@@ -1,4 +1,4 @@
-"""Functions with which an agent reports rewards, observations, messages, objects, exceptions and its own operations.
+"""Functions with which an agent reports rewards, observations, messages, objects, exceptions and operations.
 
 Outside a rollout every emitter returns at once, whatever its arguments, so instrumented code runs unchanged in
 production. Inside a rollout, each call records one span as a child of the innermost span. Credentials are removed from
@@ -154,11 +154,11 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
 
     @property
     def span_id(self) -> str | None:
-        """Id of the open span, for ``emit_reward(..., scope="span", span_id=...)``; ``None`` outside a rollout."""
+        """Id of the open span, to pass to ``emit_reward`` with ``scope="span"``; ``None`` outside a rollout."""
         return (self._span.span_id or None) if self._span else None
 
     def set(self, **attributes: Any) -> None:
-        """Add attributes while the block runs."""
+        """Add attributes to the span while the block runs."""
         self._attributes.update(attributes)
 
     def __enter__(self) -> Self:
@@ -179,7 +179,10 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
         self.__exit__(kind, error, trace)
 
     def __call__(self, function: F) -> F:
-        """Decorate a function or coroutine function; refuses generators, in which a ``with`` block must be used."""
+        """Decorate a function or coroutine function; raises :class:`CaptureError` for generators.
+
+        Inside a generator, use a ``with`` block instead.
+        """
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise CaptureError(
                 f"operation({self.name!r}) cannot decorate the generator {function.__qualname__}: "

@@ -1,4 +1,4 @@
-"""Runs a function once a module has been imported, without importing it."""
+"""Calls a function once a module has been imported, without importing the module."""
 
 import importlib
 import sys
@@ -12,7 +12,7 @@ OnImport = Callable[[ModuleType], None]
 
 
 class ImportWatch(MetaPathFinder):
-    """Calls ``on_import`` with each of ``names``: at once for those imported already, else right after their import.
+    """Calls ``on_import`` with each module of ``names``: at once if it is imported already, else after its import.
 
     If a module is not imported yet, :meth:`start` puts the watch first on ``sys.meta_path``; :meth:`stop` removes it.
     """
@@ -38,7 +38,7 @@ class ImportWatch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The other finders' spec of a watched name, with a loader that reports the module."""
+        """Return the other finders' spec of a watched module, with a loader that also reports the import."""
         if fullname not in self._waiting:
             return None
         # The real finders are asked in their order; this one only watches.

@@ -1,4 +1,4 @@
-"""Spans of the work of agents, nodes, tools and model clients, opened when it begins and closed when it ends.
+"""Spans of the work of agents, nodes, tools and model clients, opened when work begins and closed when it ends.
 
 Tracers, :class:`agl.operation` and OpenTelemetry's spans are all recorded through this module. It applies the semantic
 conventions, maintains the tree of spans, finds the actors, and ends spans that are never closed. No function raises
@@ -61,7 +61,7 @@ _OPERATIONS = {
     semconv.NODE: semconv.OP_INVOKE_NODE,
     semconv.HANDOFF_TARGET: semconv.OP_HANDOFF,
 }
-"""The operation that each attribute implies; the first one present counts, and names the span."""
+"""Maps attributes to the operation that each implies; of a span's attributes, the first in this order counts."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
@@ -100,7 +100,10 @@ class OpenSpan:
         return self.attempt is not None and self.attempt.spans.get(self.span_id) is self
 
     def set(self, attributes: Mapping[str, Json] | None = None, /, **about: Unpack[About]) -> None:
-        """Add attributes, and keys of the subject (see :func:`open_span`); ``None`` as a value removes the key."""
+        """Set attributes, and keys that describe the span's subject; ``None`` as a value removes a key.
+
+        :func:`open_span` explains the keys.
+        """
         if self.attempt is None:
             return
         try:
@@ -161,7 +164,7 @@ class OpenSpan:
 
     @contextmanager
     def entered(self) -> Generator[Self]:
-        """Make the span the enclosing one in a ``with`` block, wherever it was opened; it stays open afterwards."""
+        """Make this span the innermost one of the context in a ``with`` block; it stays open afterwards."""
         if self.attempt is not None:
             enter(self)
         try:
@@ -176,7 +179,7 @@ class OpenSpan:
         self.close(error)
 
     def actor_attributes(self) -> tuple[Mapping[str, Any], str]:
-        """The attributes that name the span's actors, and the span's name if no semantic convention describes it."""
+        """Return the attributes that name actors, and the span's name if no semantic convention describes the span."""
         said, given = self._said, self._given()
         if given:
             # Only the names: attributes of foreign spans may be large.
@@ -193,14 +196,14 @@ class OpenSpan:
             return None
 
     def _operation(self, attributes: Mapping[str, Any]) -> str:
-        """The operation, as set or as implied by another attribute; ``""`` if unknown."""
+        """The span's operation, as set or as implied by another attribute; ``""`` if unknown."""
         if said := attributes.get(semconv.OPERATION, ""):
             return said
         subject = self._subject()
         return _OPERATIONS[subject] if subject else ""
 
     def _subject(self) -> str:
-        """The attribute that identifies the span's subject; ``""`` if there is none."""
+        """The key of the attribute that names the span's subject; ``""`` if the span has no such attribute."""
         said = self._said
         if said:
             for key in _OPERATIONS:
@@ -245,7 +248,7 @@ class OpenSpan:
             attempt.add(span)
 
     def _is_only_record(self) -> bool:
-        """True if no model call was seen within the span, so that the span is the only record of its client's call."""
+        """True if no model call was recorded inside the span, which is then the only record of its client's call."""
         if self.model_calls:
             return False
         note_model_call()
@@ -253,7 +256,7 @@ class OpenSpan:
 
 
 _OUTSIDE = OpenSpan()
-"""The span that code outside rollouts gets; its methods do nothing."""
+"""The span that code outside a rollout gets; its methods do nothing."""
 
 
 def open_span(
@@ -337,7 +340,7 @@ def open_span(
 def current_span() -> OpenSpan:
     """The innermost open span around the running code, to add attributes to.
 
-    If there is none but the attempt's root, returns a span whose methods do nothing.
+    If only the attempt's root is open, returns a span whose methods do nothing.
     """
     attempt = current()
     found = None if attempt is None else attempt.spans.get(innermost(attempt))
@@ -351,7 +354,7 @@ async def stepped(open_: Callable[[], OpenSpan], items: AsyncIterator[Any]) -> A
 
     Args:
         open_: Opens the span, with ``is_current=False``; called when the first item is requested.
-        items: The items; closed at the end if it has ``aclose``.
+        items: The items; an iterator with ``aclose`` is closed at the end.
     """
     closed: Any = items
     async with aclosing(closed) if hasattr(items, "aclose") else nullcontext():
@@ -370,8 +373,8 @@ async def stepped(open_: Callable[[], OpenSpan], items: AsyncIterator[Any]) -> A
 def note_model_call() -> None:
     """Count a model call for every span that this context has entered.
 
-    The wire hook calls this when a call leaves. A tracer calls it if its framework reports a model call by a span of
-    its own, so that no span opened with ``unless_called`` reports the same call again.
+    The wire hook calls this when a call leaves. A tracer calls it if its framework reports a model call in a span of
+    the framework, so that no span opened with ``unless_called`` reports the same call again.
     """
     found = entered_spans()
     while found is not None:

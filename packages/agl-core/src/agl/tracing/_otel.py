@@ -1,4 +1,4 @@
-"""Records spans of other OpenTelemetry instrumentation in the rollout in which they start.
+"""Records the spans of other OpenTelemetry instrumentation, each in the rollout in which it starts.
 
 It covers every library that reports through the global tracer provider, without code for any of them. If the user has
 set a provider, it is used and never replaced; its sampler decides which spans exist. Processors cannot be removed from
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class OtelProcessor(sdk.SpanProcessor):
-    """Records the spans that start inside a rollout, when they end or when the rollout does."""
+    """Records the spans that start inside a rollout, when the span or the rollout ends."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenSpan] = {}
@@ -42,7 +42,7 @@ class OtelProcessor(sdk.SpanProcessor):
         return span_id in self._open
 
     def on_start(self, span: sdk.Span, parent_context: context.Context | None = None) -> None:
-        """Remember the current rollout, as the span may end in another context."""
+        """Remember the current rollout for the span, which may end in another context."""
         attempt = current()
         # Only attempts that began while the tracer was installed.
         if attempt is None or attempt not in self._attempts:
@@ -53,7 +53,7 @@ class OtelProcessor(sdk.SpanProcessor):
             _log.exception("The start of the OpenTelemetry span %r could not be observed.", span.name)
 
     def on_end(self, span: sdk.ReadableSpan) -> None:
-        """Record the span."""
+        """Record the span in the rollout in which it started."""
         try:
             opened = self._open.pop(_id_of(span), None)
             if opened is not None:
@@ -63,7 +63,7 @@ class OtelProcessor(sdk.SpanProcessor):
 
     @contextmanager
     def watch(self, attempt: ActiveAttempt) -> Generator[None]:
-        """Record the attempt's spans in a ``with`` block.
+        """Record the attempt's spans during a ``with`` block.
 
         OpenTelemetry's current span in the block is the attempt's root, so that new spans join the attempt's trace.
         """
@@ -101,13 +101,13 @@ class OtelTracer(Tracer):
             self._undo = around_attempts(self._processor.watch)
 
     def uninstall(self) -> None:
-        """Record no spans of attempts that start from now on; OpenTelemetry cannot remove the processor."""
+        """Stop recording the spans of attempts that start from now on; the processor stays, as it cannot be removed."""
         if self._undo is not None:
             self._undo()
             self._undo = None
 
     def current_span_id(self) -> str | None:
-        """Id of OpenTelemetry's current span if it belongs to a rollout."""
+        """Id of OpenTelemetry's current span; ``None`` if that span does not belong to a rollout."""
         found = trace.get_current_span().get_span_context()
         span_id = trace.format_span_id(found.span_id)
         return span_id if self._processor is not None and self._processor.is_open(span_id) else None
@@ -157,7 +157,7 @@ def _opened(span: sdk.Span, attempt: ActiveAttempt) -> OpenSpan:
 
 
 def _actor(span: sdk.Span) -> dict[str, str]:
-    """The standard attributes that name the actor of a span of OpenInference, which has its own; else none."""
+    """Translate OpenInference's actor of a span to standard attributes; empty for a span without such an actor."""
     about = span.attributes or {}
     match about.get("openinference.span.kind"):
         case "AGENT":
@@ -172,7 +172,7 @@ def _actor(span: sdk.Span) -> dict[str, str]:
 
 
 def _parent_of(span: sdk.ReadableSpan, attempt: ActiveAttempt) -> str:
-    """The parent to record: the innermost span of this context, unless OpenTelemetry names a nearer or other parent."""
+    """The id of the parent to record: the innermost span, unless OpenTelemetry's own parent is nearer or different."""
     parent_id = trace.format_span_id(span.parent.span_id) if span.parent else attempt.root_span_id
     here = trace.format_span_id(trace.get_current_span().get_span_context().span_id)
     # The program chose another parent than its current span; it knows why.

@@ -19,8 +19,7 @@ Undo: TypeAlias = Callable[[], None]
 """Reverts the changes of the function that returned it; call it once."""
 
 ScopeMaker: TypeAlias = Callable[[Any], AbstractContextManager[None]]
-"""Makes a context manager that a tracer wants around an attempt; called with its
-:class:`~agl.tracing.ActiveAttempt`."""
+"""A function that takes an :class:`~agl.tracing.ActiveAttempt` and returns a context manager to enter around it."""
 
 
 @dataclass
@@ -37,7 +36,7 @@ _STATE = _State()
 
 
 def hold(user: object, apply: Callable[[], Iterable[Undo]]) -> None:
-    """Register a user of the patches until :func:`release`; the first user applies them by calling ``apply``."""
+    """Keep the patches applied for ``user`` until :func:`release`; for the first user, ``apply`` makes them."""
     with _STATE.lock:
         # Counted and not nested: rollouts overlap, and the last one to end need not be the first
         # that began.
@@ -47,7 +46,7 @@ def hold(user: object, apply: Callable[[], Iterable[Undo]]) -> None:
 
 
 def release(user: object) -> None:
-    """End :func:`hold`; the last user restores the originals."""
+    """Let go of the patches for ``user``, which ends :func:`hold`; after the last user the originals are restored."""
     with _STATE.lock:
         _STATE.users.remove(user)
         while _STATE.undo and not _STATE.users:
@@ -67,7 +66,7 @@ def around_attempts(make: ScopeMaker) -> Undo:
 
 
 def enter_scopes(stack: ExitStack, attempt: object) -> None:
-    """Enter the registered scopes on ``stack``."""
+    """Enter the context managers of :func:`around_attempts` for an attempt on ``stack``."""
     # A copy: a tracer may be installed or removed by another thread meanwhile.
     for make in tuple(_STATE.scopes):
         stack.enter_context(make(attempt))
@@ -76,7 +75,7 @@ def enter_scopes(stack: ExitStack, attempt: object) -> None:
 def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
     """Replace ``owner.name`` by ``make(original)``; the returned function restores the original object.
 
-    If somebody else has patched the attribute since, that patch and ours stay in place; ours is idle outside rollouts.
+    If other code has patched the attribute since, both patches stay in place; ours is idle outside rollouts.
     """
     # From vars and not by getattr, which would return a bound or inherited method.
     original = cast("Any", vars(owner)[name])
@@ -97,7 +96,7 @@ def patch_subclasses(base: type[Any], wrappers: Mapping[str, Callable[[Any], Any
 
     Args:
         base: The class; its own methods stay as they are.
-        wrappers: :func:`patch`'s ``make`` by the method's name; each class is patched where it defines the method.
+        wrappers: Maps a method's name to ``make`` of :func:`patch`; each class is patched where it defines the method.
         besides: The top-level package whose classes are left alone, such as the framework's own.
     """
     undo: list[Undo] = []
@@ -145,7 +144,7 @@ def around(enter: Callable[[Any], AbstractContextManager[Any]]) -> Callable[[Any
 
 
 def around_async(enter: Callable[[Any], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """The same as :func:`around` for coroutine methods."""
+    """Return a ``make`` for :func:`patch` like :func:`around`, for coroutine methods."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -159,9 +158,10 @@ def around_async(enter: Callable[[Any], AbstractContextManager[Any]]) -> Callabl
 
 
 class SharedTracer(Tracer):
-    """A tracer whose changes to its framework are shared: the first one installed makes them, the last one undoes them.
+    """A tracer whose changes to its framework are shared by all of its instances.
 
-    Derive from it and write :meth:`observe`.
+    The first instance that is installed makes the changes, the last one that is uninstalled undoes them. Derive from
+    this class and write :meth:`observe`.
     """
 
     _installed: ClassVar[set["SharedTracer"]]
@@ -173,7 +173,7 @@ class SharedTracer(Tracer):
         cls._installed, cls._undo = set(), []
 
     def observe(self) -> Iterable[Undo]:
-        """Import the framework and patch it; yields a function that reverts the change, after each change."""
+        """Import the framework and patch it; after each change, yield a function that reverts the change."""
         raise NotImplementedError(f"{type(self).__name__} must override observe()")
 
     def install(self) -> None:
@@ -198,7 +198,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _replacement(owner: Any, name: str, original: Any, make: Callable[[Any], Any]) -> Any:
-    """``make(original)``, cached for the same original."""
+    """Return ``make(original)``, cached per attribute while the original stays the same."""
     wrapped, replacement = _STATE.made.get((owner, name), (None, None))
     if wrapped is not original:
         # By its type: a wrapper of wrapt says that it is an instance of what it wraps.

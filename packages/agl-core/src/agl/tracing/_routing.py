@@ -3,7 +3,7 @@
 The candidates are, in this order: the policy whose ``agents`` match the caller, the policy with the requested name, the
 policy whose model has that name, the policy with the most specific alias for that name, and the only policy if there is
 just one. The order in which policies are configured never matters. The hook sends the caller's names to the gateway in
-a header, so that both choose the same policy.
+a header, so that hook and gateway choose the same policy.
 """
 
 import re
@@ -29,15 +29,16 @@ def upstreams_for(
     names: Sequence[str] = (),
     url: str | None = None,
 ) -> tuple[Upstream, ...]:
-    """The policies that a model call is for.
+    """Return the policies to which a model call belongs.
 
     Args:
         upstreams: The configured policies, in any order.
         dialect: The API of the call. Embeddings are routed by their model alone, whatever the caller.
         model: The model that the request names.
         names: The caller's names, innermost first, as in ``Who.names``.
-        url: The URL that the client calls. If there is only one policy, it then gets the call only if its server is at
-            that host. ``None`` for a call that has reached the gateway; an only policy gets all such calls.
+        url: The URL that the client calls. If only one policy is configured, it gets calls without other evidence only
+            if its server is at the host of this URL. ``None`` for a call that has reached the gateway, which always
+            goes to an only policy.
 
     Returns:
         One policy; an empty tuple if no policy serves the call; several, sorted by name, if the configuration is
@@ -55,7 +56,7 @@ def upstreams_for(
 
 
 def _by_evidence(upstreams: Sequence[Upstream], model: str, names: Sequence[str]) -> Iterator[list[Upstream]]:
-    """The policies that each kind of evidence selects, the strongest kind first."""
+    """Yield the policies that each kind of evidence selects, strongest evidence first."""
     patterned = [upstream for upstream in upstreams if upstream.agents] if names else []
     for name in names if patterned else ():
         yield [upstream for upstream in patterned if re.fullmatch(upstream.agents, name)]
@@ -74,7 +75,7 @@ def _literal_length(aliases: Sequence[str], model: str) -> int:
 
 
 def encode_names(names: Sequence[str]) -> str:
-    """The value of :data:`WHO_HEADER`; outermost names are dropped if the header would be too long for servers."""
+    """Encode a caller's names for :data:`WHO_HEADER`; outermost names are dropped if the header would be too long."""
     text = ""
     for name in names:
         longer = f"{text},{quote(name, safe='')}" if text else quote(name, safe="")
@@ -85,12 +86,12 @@ def encode_names(names: Sequence[str]) -> str:
 
 
 def decode_names(text: str) -> tuple[str, ...]:
-    """The names in a value of :data:`WHO_HEADER`, innermost first."""
+    """Decode the names in a value of :data:`WHO_HEADER`, innermost first."""
     # Cut, because the header comes from outside.
     return tuple(unquote(part) for part in text[: 2 * _MAX_HEADER].split(",") if part)
 
 
 def is_same_host(url: str, other: str) -> bool:
-    """True if both URLs name the same server: scheme, host and port."""
+    """True if both URLs have the same scheme, host and port."""
     first, second = urlsplit(url), urlsplit(other)
     return (first.scheme, first.netloc) == (second.scheme, second.netloc)

@@ -11,11 +11,11 @@ from agl.schemas import SpanEvent
 # By exact type: subclasses, such as NumPy's float64, are not what msgpack carries.
 _PLAIN = frozenset({float, bool, type(None)})
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
-"""The integers that msgpack carries."""
+"""The smallest and the largest integer that msgpack can hold."""
 
 
 def error_fields(error: BaseException) -> dict[str, Any]:
-    """The fields of a span that ended with ``error``: status, message, and an ``exception`` event."""
+    """The fields of a span whose operation raised ``error``: status, message, and an ``exception`` event."""
     text, trace = redact(_text(error)), redact(whole("".join(traceback.format_exception(error))))
     detail = {"exception.type": type(error).__qualname__, "exception.message": text, "exception.stacktrace": trace}
     event = SpanEvent(name="exception", time_ns=time.time_ns(), attributes=detail)
@@ -30,13 +30,13 @@ def _text(value: object) -> str:
 
 
 def whole(text: str) -> str:
-    """``text`` with lone surrogates, which stores cannot hold, replaced by escapes such as ``\\udcff``."""
+    """Replace lone surrogates, which stores cannot hold, by escapes such as ``\\udcff``."""
     # The test is nearly free, and most text is ASCII.
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def plain(value: Any) -> Any:
-    """A copy of ``value`` that stores can hold, without credentials.
+    """Return a copy of ``value`` that stores can hold, without credentials.
 
     Values of other types, and integers beyond 64 bits, become text. Lone surrogates become escapes.
     """

@@ -1,4 +1,4 @@
-"""Model calls and rewards as spans, by the GenAI conventions."""
+"""Makes spans of model calls and rewards, by the GenAI conventions."""
 
 import math
 import time
@@ -29,7 +29,7 @@ def chat_spans(
     end_ns: int,
     about: Mapping[str, Json] | None = None,
 ) -> list[Span]:
-    """One span per call, all with the parent ``parent_id`` and the attributes ``about``.
+    """Make one span per call, with the parent ``parent_id`` and the attributes ``about``.
 
     Args:
         calls: The model calls.
@@ -65,9 +65,9 @@ def chat_spans(
 def make_reward_span(
     rollout_id: str, attempt_id: str, reward: Reward, *, trace_id: str = "", parent_id: str | None = None
 ) -> Span:
-    """A reward as a span, by the GenAI conventions for evaluations.
+    """Make the span of a reward, by the GenAI conventions for evaluations.
 
-    Numbers of other types become floats, and halves of characters become escapes.
+    Numbers of other types become floats, and lone surrogates become escapes.
 
     Raises:
         CaptureError: A value of the reward is NaN, infinite, or not a number.
@@ -104,7 +104,7 @@ def make_reward_span(
 
 
 def _finite(value: Any, about: str) -> float | None:
-    """The number as a float; accepts the number types of NumPy and torch too."""
+    """Convert a number, also of NumPy or torch, to a float; raises :class:`CaptureError` if it is not finite."""
     if value is None:
         return None
     if type(value) is not float and (isinstance(value, str | bytes) or not hasattr(value, "__float__")):
@@ -121,7 +121,7 @@ def _finite(value: Any, about: str) -> float | None:
 
 
 def check_reward(reward: Reward | None, rollout_id: str) -> None:
-    """Raise :class:`CaptureError` for a reward that is NaN or infinite."""
+    """Raise :class:`CaptureError` if the reward is NaN or infinite."""
     if reward is not None and reward.fault:
         raise CaptureError(
             f"the reward {reward.name!r} of rollout {rollout_id!r} is {reward.fault}; give a finite number, or None "
@@ -154,7 +154,7 @@ def _error_type(call: ModelCall) -> str:
 
 
 def _usage(usage: Usage, call: ModelCall) -> dict[str, int]:
-    """Token counts: those of the ids where there are some, else the backend's."""
+    """Token counts as attributes: the number of token ids, or without ids the backend's counts."""
     counts = {
         semconv.INPUT_TOKENS: call.prompt_len or usage.prompt,
         semconv.OUTPUT_TOKENS: call.response_len or usage.answer,

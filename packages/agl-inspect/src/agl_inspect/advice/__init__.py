@@ -1,1 +1,1 @@
-"""Advice on a run from its numbers: suggestions, alerts, differences between runs, and a ranking of parameters."""
+"""Gives advice on a run from its numbers: suggestions, alerts, differences between runs, a ranking of parameters."""

@@ -16,13 +16,13 @@ from agl_inspect.records.validations import Validation, read_validations
 from agl_inspect.statistics import interval
 
 _OF_SCORE = ("reward", "experiment.reward_weights", "experiment.trust_agent_rewards")
-"""Settings that decide which reward a rollout gets; scores of runs that differ in these settings are incomparable."""
+"""Settings that decide which reward a rollout gets; runs that differ in them have incomparable scores."""
 
 _NO_PARAMETERS = ("use", "policy", "experiment.seed")
-"""Settings that do not count as parameters: an algorithm's kind, the name of its policy, and the seed."""
+"""Settings that are not ranked as parameters: an algorithm's kind, the name of its policy, and the seed."""
 
 _OWN = ("tunes", "agents", "source")
-"""Keys that an experiment file has directly in an algorithm's table; all other settings are below ``params``."""
+"""Settings that an experiment file has directly in an algorithm's table; all others are below ``params``."""
 
 
 class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -31,8 +31,8 @@ class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         turn: Number of steps that all algorithms together had taken before the best validation.
         mean: Mean reward of the best validation.
-        low: Lower end of the 95 % interval of ``mean`` over tasks, ``None`` for a single task.
-        high: Upper end of the same interval, ``None`` for a single task.
+        low: Lower end of the 95 % interval of ``mean`` over tasks; ``None`` for a single task.
+        high: Upper end of the 95 % interval of ``mean`` over tasks; ``None`` for a single task.
         tasks: Number of validation tasks.
         values: The run's parameters as JSON, by the key that ``--set`` takes.
     """
@@ -53,7 +53,7 @@ class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Kind(Record, frozen=True, kw_only=True):
-    """The properties that comparable runs share.
+    """The properties that must be equal in runs that are compared.
 
     Attributes:
         agent: The agent's name.
@@ -71,7 +71,7 @@ class Kind(Record, frozen=True, kw_only=True):
 
 
 class History(Record, frozen=True, kw_only=True):
-    """Runs that may be compared.
+    """The runs that can be compared with each other.
 
     Attributes:
         kind: The properties that the runs share.
@@ -85,7 +85,7 @@ class History(Record, frozen=True, kw_only=True):
 
 
 async def history_of(store: Store, experiment: str) -> History | None:
-    """Read the runs that compare with the newest run of an experiment; ``None`` if that run has no validation."""
+    """Read the runs that are comparable with an experiment's newest run; ``None`` if it has no validation."""
     records = sorted(await store.experiments(), key=lambda record: record.name)
     own = next((record for record in records if record.name == experiment), None)
     found = None if own is None else await _read(store, own, own.run)
@@ -93,7 +93,7 @@ async def history_of(store: Store, experiment: str) -> History | None:
 
 
 async def runs_of_kind(store: Store, kind: Kind, records: Sequence[ExperimentRecord] | None = None) -> History:
-    """Read all runs of a kind; ``records`` limits them to the runs of these experiments."""
+    """Read all runs of a kind; ``records`` limits the search to these experiments."""
     runs: list[PastRun] = []
     unfinished = 0
     for record in sorted(await store.experiments(), key=lambda each: each.name) if records is None else records:
@@ -109,7 +109,7 @@ async def runs_of_kind(store: Store, kind: Kind, records: Sequence[ExperimentRec
 
 
 def parameters_of(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the parameters of algorithms, by the key that ``--set`` takes.
+    """Return the parameters of a run's algorithms, by the key that ``--set`` takes.
 
     ``settings`` are the values as JSON, by algorithm and then by the name of the setting.
     """
@@ -137,7 +137,10 @@ def _key(algorithm: str, name: str) -> str:
 
 
 async def _read(store: Store, record: ExperimentRecord, run: int) -> tuple[Kind, PastRun | None] | None:
-    """Return the kind of a run, and its result if it has ended; ``None`` if the run has no step or no validation."""
+    """Return the kind of a run, and the run with its result, or ``None`` in its place if it has not ended.
+
+    Returns ``None`` alone if the run has no step or no validation.
+    """
     states = await states_of_run(record.name, run).read(store)
     settings = {name: state.settings for name, state in sorted(states.items()) if state.settings}
     validations = await read_validations(store, record.name, run) if settings else []
@@ -161,7 +164,7 @@ def _past(name: str, run: int, validations: Sequence[Validation], settings: Mapp
 
 
 def kind_of(settings: Mapping[str, Mapping[str, str]], *, agent: str, train: str, val: str) -> Kind:
-    """Return the kind of a run from its algorithms' settings (by algorithm and name) and its digests of tasks."""
+    """Return the kind of a run from its settings, by algorithm and name, and the digests of its tasks."""
     every: dict[str, Any] = {name: text for values in settings.values() for name, text in values.items()}
     rewards = {name: text for name, text in every.items() if _decides_scores(name)}
     algorithms = {algorithm: values.get("use", "").strip('"') for algorithm, values in settings.items()}

@@ -32,19 +32,19 @@ FEWEST = 8
 """Smallest number of runs to which a model is fitted."""
 
 SIGNIFICANT = 0.05
-"""Largest corrected p-value of a parameter that counts as significant."""
+"""A parameter counts as significant if its corrected p-value is at most this."""
 
 _SEEDS = 4
 _RESAMPLES = 20
 _TREES = 16
 _PERMUTATIONS = 4000
 _ASKED = 50
-"""Largest number of proposals that are requested to find one that no run has tried."""
+"""The most proposals that are requested in search of one that no run has tried."""
 
 _MISSING = "not set"
 _NULL = "null"
 _LOG_RANGE = 10.0
-"""Smallest ratio of the largest to the smallest value for which a parameter is modelled on a logarithmic scale."""
+"""A parameter is modelled on a logarithmic scale if its largest value is at least this many times the smallest."""
 
 
 class Parameter(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -55,7 +55,7 @@ class Parameter(Record, frozen=True, kw_only=True, omit_defaults=False):
         tried: A description of the values that runs had.
         importance: Share of the variance of the forest's predictions that the parameter causes by itself, 0 to 1.
         low: Lower end of the importance's 90 % interval over resampled runs.
-        high: Upper end of the same interval.
+        high: Upper end of the importance's 90 % interval over resampled runs.
         chance: Probability that chance gives as good a fit, corrected for the number of parameters.
         is_clear: True if the parameter is significant: ``chance`` is at most ``SIGNIFICANT``.
     """
@@ -95,7 +95,7 @@ class Fit(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @dataclass(frozen=True, kw_only=True)
 class _Dimension:
-    """A parameter as the model sees it; ``texts`` and ``numbers`` have one item per run.
+    """A parameter in the form that the model uses; ``texts`` and ``numbers`` have one item per run.
 
     ``kind`` is ``int`` or ``float`` if all values are numbers, else ``choice``. ``texts`` are the values as JSON,
     ``None`` for a run that did not set the parameter. ``numbers`` are the values as numbers, and empty for a choice.
@@ -120,12 +120,12 @@ class _Dimension:
 
     @property
     def is_known(self) -> bool:
-        """True if every value is stored as JSON; of some settings only digests are stored."""
+        """True if every value of the parameter is stored as JSON; long or secret values are stored as digests."""
         return all(text is None or _is_json(text) for text in self.texts)
 
     @property
     def flag(self) -> str:
-        """Name of the additional parameter of the model that says whether this parameter is set."""
+        """Name of an additional parameter of the model, which is true in runs that set this parameter."""
         return f"{self.name} is set"
 
     @property
@@ -178,7 +178,7 @@ def fit(history: History) -> Fit:
 
 
 def shown_value(text: str | None) -> str:
-    """Format a parameter's value; a digest is shortened to its first characters."""
+    """Format a parameter's value for people; a digest is cut to its first characters."""
     if text is None:
         return _MISSING
     return text.strip('"') if _is_json(text) else f"{text[:14]}…"
@@ -208,7 +208,7 @@ def _quiet(optuna: Any) -> Generator[None]:
 
 
 def _dimensions(runs: Sequence[PastRun]) -> Iterator[_Dimension]:
-    """Yield the parameters in which runs differ."""
+    """Yield a dimension for each parameter in which the runs differ."""
     for name in sorted({name for run in runs for name in run.values}):
         found = [run.values.get(name) for run in runs]
         texts = [None if text == _NULL else text for text in found]
@@ -224,7 +224,7 @@ def _dimensions(runs: Sequence[PastRun]) -> Iterator[_Dimension]:
 
 
 def _number(text: str) -> float | None:
-    """Return the number in a JSON text; ``None`` for any other value, and for a number of at least 2**53."""
+    """Return the number in a JSON text; ``None`` for other values, and for numbers of at least 2**53."""
     try:
         value = msgspec.json.decode(text, type=int | float)
     except msgspec.DecodeError:
@@ -241,7 +241,7 @@ def _is_json(text: str) -> bool:
 
 
 def _ranked(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[float]) -> list[Parameter]:
-    """Return the parameters, the significant ones first, then by importance."""
+    """Return the parameters with their importances, significant ones first, then by importance."""
     numpy: Any = import_module("numpy")
     random = numpy.random.default_rng(len(scores))
     every = range(len(scores))
@@ -272,7 +272,7 @@ def _ranked(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[floa
 def _shares(
     optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[float], places: Sequence[int], *, seed: int = 0
 ) -> dict[str, float]:
-    """Return each parameter's importance over the runs with the indices ``places``; empty if no tree can be split."""
+    """Return each parameter's importance over the runs with the indices ``places``; empty if no forest can be grown."""
     if len({scores[place] for place in places}) == 1:
         return {}
     study = optuna.create_study(direction="maximize")
@@ -289,7 +289,7 @@ def _shares(
 
 
 def _space(optuna: Any, dimensions: Sequence[_Dimension]) -> dict[str, Any]:
-    """Return Optuna's distributions of parameters, within the values that were tried."""
+    """Return Optuna's search space: one distribution per parameter, within the values that runs have tried."""
     kinds = optuna.distributions
     space: dict[str, Any] = {}
     for each in dimensions:
@@ -304,7 +304,7 @@ def _space(optuna: Any, dimensions: Sequence[_Dimension]) -> dict[str, Any]:
 
 
 def _values(dimension: _Dimension, place: int, *, fills: bool = False) -> dict[str, Any]:
-    """Return the values for Optuna of one run's parameter; ``fills`` puts the median in place of a missing number."""
+    """Return one run's value of a parameter for Optuna; with ``fills``, a missing number becomes the median."""
     text = dimension.texts[place]
     if dimension.kind == "choice":
         return {dimension.name: text or _MISSING}
@@ -317,7 +317,7 @@ def _values(dimension: _Dimension, place: int, *, fills: bool = False) -> dict[s
 
 
 def _chance(numpy: Any, dimension: _Dimension, scores: Sequence[float]) -> float:
-    """Return a parameter's p-value: how often rewards in random order fit the parameter at least as well."""
+    """Return the p-value of a parameter: how often shuffled rewards fit the parameter at least as well."""
     columns = numpy.array(_columns(numpy, dimension), dtype=float).T
     columns = columns - columns.mean(axis=0)
     basis, sizes, _ = numpy.linalg.svd(columns, full_matrices=False)
@@ -331,7 +331,10 @@ def _chance(numpy: Any, dimension: _Dimension, scores: Sequence[float]) -> float
 
 
 def _columns(numpy: Any, dimension: _Dimension) -> list[list[float]]:
-    """Return a parameter as regression columns: one for each choice, or ranks, their squares, and whether it is set."""
+    """Return the columns of a parameter for a regression.
+
+    A choice has one column per value. A number has its rank, the square of the rank, and whether it is set.
+    """
     if dimension.kind == "choice":
         texts = [text or _MISSING for text in dimension.texts]
         return [[float(text == choice) for text in texts] for choice in dimension.choices]
@@ -342,7 +345,7 @@ def _columns(numpy: Any, dimension: _Dimension) -> list[list[float]]:
 
 
 def _corrected(chances: Sequence[float]) -> list[float]:
-    """Return p-values, corrected for their number after Holm, in the same order."""
+    """Return p-values corrected after Holm for the number of tests, in the same order."""
     corrected = [0.0] * len(chances)
     highest = 0.0
     for rank, place in enumerate(sorted(range(len(chances)), key=lambda place: chances[place])):
@@ -352,7 +355,7 @@ def _corrected(chances: Sequence[float]) -> list[float]:
 
 
 def _proposed(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[float]) -> dict[str, str | None]:
-    """Return values that no run has tried; empty if no such combination was found, or only digests are stored."""
+    """Propose values that no run has tried; empty if none are found, or if only digests of values are stored."""
     chosen = [each for each in dimensions if each.is_known]
     if not chosen:
         return {}
@@ -373,7 +376,7 @@ def _proposed(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[fl
 
 
 def _text(dimension: _Dimension, asked: Mapping[str, Any]) -> str | None:
-    """Return a proposed value as JSON, a float with three digits; ``None`` if the parameter is to be left out."""
+    """Return the proposed value of a parameter as JSON, floats with three digits; ``None`` to leave it out."""
     value = asked[dimension.name]
     if dimension.kind == "choice":
         return None if value == _MISSING and None in dimension.texts else value
@@ -399,7 +402,7 @@ def _judged(
     proposed: Mapping[str, str | None],
     best: int,
 ) -> list[str]:
-    """Return remarks on the ranking; ``best`` is the index of the best run."""
+    """Return remarks about how far the ranking can be trusted; ``best`` is the index of the best run."""
     notes: list[str] = []
     if not any(each.is_clear for each in parameters):
         notes.append(
@@ -433,12 +436,12 @@ class DatedFit(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def add_fit(store: Store, record: ExperimentRecord, found: Fit) -> None:
-    """Save a fit with the run for which it was requested; an earlier fit of that run is replaced."""
+    """Save a fit under the run for which it was requested; an earlier fit of that run is replaced."""
     await _shelf(record).add(store, {"": DatedFit(time=time.time(), fit=found)})
 
 
 async def read_fits(store: Store, records: Sequence[ExperimentRecord]) -> list[DatedFit]:
-    """Return the fits saved with the runs ``records``, newest first; of fits that share a run, only the newest."""
+    """Return the fits that are saved under ``records``, newest first; of fits with a run in common, only the newest."""
     found = [kept for record in records if (kept := await _shelf(record).get(store))]
     shown: list[DatedFit] = []
     for kept in sorted(found, key=lambda each: -each.time):

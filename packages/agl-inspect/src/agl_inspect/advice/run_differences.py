@@ -1,4 +1,4 @@
-"""Compares the newest validations of runs: how much better one is than another, with an interval of the difference.
+"""Compares the newest validations of runs: the difference of their rewards, with an interval.
 
 Runs that were validated on the same tasks are compared task by task, others by Welch's interval of the difference of
 their means over tasks. The newest validation is compared and not the best one, which is the luckiest of several. The
@@ -20,14 +20,14 @@ Verdict = Literal["better", "worse", "unclear"]
 
 
 class RunDifference(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The newest validation of a run against that of another one.
+    """The comparison of one run's newest validation with another's.
 
     Attributes:
         run: The name of the experiment that is compared.
         baseline: The name of the experiment that ``run`` is compared with.
         difference: Mean reward of ``run`` minus that of ``baseline``; ``None`` if there are too few rewards.
-        low: Lower end of the 95 % interval of ``difference``, ``None`` if there are too few rewards.
-        high: Upper end of the same interval, ``None`` if there are too few rewards.
+        low: Lower end of the 95 % interval of ``difference``; ``None`` if there are too few rewards.
+        high: Upper end of the 95 % interval of ``difference``; ``None`` if there are too few rewards.
         tasks: Number of validation tasks of ``run``.
         baseline_tasks: Number of validation tasks of ``baseline``.
         is_paired: Whether both have the same tasks, so that the rewards were paired by task.
@@ -48,7 +48,7 @@ class RunDifference(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def compare_runs(store: Store, records: Sequence[ExperimentRecord]) -> list[RunDifference]:
-    """Compare the newest run of each further experiment with the newest run of the first experiment."""
+    """Compare the newest run of the first experiment with the newest run of each other one."""
     newest = [(record.name, await _newest(store, record)) for record in records]
     return [_difference(first, other) for first in newest[:1] for other in newest[1:]]
 

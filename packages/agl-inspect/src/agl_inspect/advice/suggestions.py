@@ -1,4 +1,4 @@
-"""Finds reasons in a run's metrics why the run does not learn, proposes changes, and records both as alerts.
+"""Finds reasons in a run's metrics why the run does not learn, proposes changes, and stores findings as alerts.
 
 Each rule looks at the steps of one algorithm; most rules compare the means of the last steps with those of the first.
 A rule makes a finding only if the metrics that it reads were logged and are clear, and the finding gives their numbers.
@@ -17,31 +17,33 @@ from agl.schemas import Record
 from agl_inspect.records.shelf import Shelf, run_key
 
 VALIDATE = "validate"
-"""Algorithm name under which the metrics of validations are logged."""
+"""The algorithm name under which a validation's metrics are logged."""
 
 _WINDOW = 5
-"""Number of steps at the start, and of steps at the end, whose means are compared."""
+"""The number of first steps, and of last steps, over which rules take means."""
 
 _LEAST = 3
-"""Smallest number of steps with which a rule makes a finding."""
+"""The least number of steps with which a rule makes a finding."""
 
 _IDLE = 0.5
-"""Smallest share of the runner's slots without a rollout that makes a finding."""
+"""A finding is made if at least this share of the runner's slots has no rollout."""
 
 _REJECTED = 0.5
-"""Smallest share of tokens left out of the loss by a correction that explains why a step trained nothing."""
+"""If a correction leaves out at least this share of the tokens, it explains why a step trained nothing."""
 
 _FALLEN = 0.1
-"""Smallest fall of the last validation rewards below the best one that makes a finding, as a share of the largest
-absolute validation reward."""
+"""A finding is made if the last validation rewards are this far below the best one.
+
+The fall is a share of the largest absolute validation reward.
+"""
 
 _LONG = 20
-"""Smallest number of steps after which a reward that does not change makes a finding."""
+"""A finding is made if the reward has not changed after this many steps."""
 
 LONGER_ANSWERS = "raise the agent's max_tokens, or leave such answers out of the loss: mask_truncated = true"
 FULL_SAMPLING = 'sampling = "override" in [policy.NAME], or remove those parameters from the agent'
 REWRITTEN = "agl why latest names the call where the conversation no longer continues: the agent rewrites its history"
-"""The text of a change. Forecasts propose this change and the two above as well, from recorded rollouts."""
+"""Advice for agents that rewrite their history; forecasts give it too, from recorded rollouts."""
 
 
 class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -64,33 +66,33 @@ class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @dataclass(frozen=True)
 class _Steps:
-    """The steps of one algorithm in order: their numbers, and their metrics by name."""
+    """The steps of one algorithm, in order: step numbers, and metrics by name."""
 
     numbers: Sequence[int]
     metrics: Sequence[Mapping[str, float]]
 
     def all(self, name: str) -> list[float]:
-        """Return the values of the steps that logged ``name``."""
+        """Return the metric's values at the steps that logged it."""
         return [step[name] for step in self.metrics if name in step]
 
     def end(self, name: str) -> float | None:
-        """Return the mean of ``name`` over the last steps; ``None`` if too few of them logged it."""
+        """Return the metric's mean over the last steps; ``None`` if too few of them logged it."""
         found = [step[name] for step in self.metrics[-_WINDOW:] if name in step]
         return fmean(found) if len(found) >= _LEAST else None
 
     def change(self, name: str) -> tuple[float, float] | None:
-        """Return the means of ``name`` over the first and over the last steps; ``None`` if the two would overlap."""
+        """Return the metric's mean over the first steps and over the last ones; ``None`` if the two would overlap."""
         found = self.all(name)
         return (fmean(found[:_WINDOW]), fmean(found[-_WINDOW:])) if len(found) >= 2 * _WINDOW else None
 
     @property
     def untrained(self) -> int:
-        """How many of the last steps skipped updates for lack of a gradient, and made no other update."""
+        """The number of last steps that skipped updates for lack of a gradient and made no other update."""
         return sum(bool(step.get("updates_skipped")) and not step.get("grad_norm") for step in self.metrics[-_WINDOW:])
 
     @property
     def is_better(self) -> bool:
-        """True if the reward has risen over the steps by more than its noise."""
+        """True if the reward has risen over all steps by more than noise explains."""
         rewards = self.all("reward")
         return len(rewards) >= 2 * _WINDOW and _slope(rewards)[0] > 2 * _slope(rewards)[1]
 
@@ -100,11 +102,11 @@ _Rule = Callable[[_Steps], _Finding | None]
 
 
 Table = Mapping[int, Mapping[str, float]]
-"""The metrics of one algorithm by step and name."""
+"""The metrics of one algorithm, by step and then by name."""
 
 
 def suggestions_of(metrics: Sequence[Metric]) -> list[Suggestion]:
-    """Return the suggestions that the metrics of one run give, in the order of its algorithms and of the rules."""
+    """Return the suggestions from the metrics of one run, by algorithm and then in the order of the rules."""
     tables: dict[str, dict[int, dict[str, float]]] = {}
     for metric in metrics:
         tables.setdefault(metric.algorithm, {}).setdefault(metric.step, {})[metric.name] = metric.value
@@ -113,7 +115,7 @@ def suggestions_of(metrics: Sequence[Metric]) -> list[Suggestion]:
 
 
 def suggestions_for(algorithm: str, table: Table, *, validations: Table) -> list[Suggestion]:
-    """Return the suggestions that the metrics of one algorithm and the validations of its run give."""
+    """Return the suggestions from the metrics of one algorithm and of its run's validations."""
     steps, validated = _steps(table), _steps(validations)
     if len(steps.numbers) < _LEAST:
         return []
@@ -134,7 +136,7 @@ def _steps(table: Table) -> _Steps:
 
 
 def _where(name: str, is_wrong: Callable[[float], bool], evidence: str, change: str, *, fewest: int = _LEAST) -> _Rule:
-    """Return a rule about the mean of one metric over the last steps; ``evidence`` is a format string for it."""
+    """Return a rule about the mean of one metric over the last steps; ``evidence`` is a format string for the mean."""
 
     def look(steps: _Steps) -> _Finding | None:
         value = steps.end(name)
@@ -338,7 +340,7 @@ def _overfitting(steps: _Steps, validations: _Steps) -> _Finding | None:
 
 
 def _slope(values: Sequence[float]) -> tuple[float, float]:
-    """Return the slope per step of a line through the values, and its standard error."""
+    """Fit a line through the values; return its slope per step, and the standard error of the slope."""
     count = len(values)
     middle, level = (count - 1) / 2, fmean(values)
     across = sum((place - middle) ** 2 for place in range(count))
@@ -416,11 +418,11 @@ AlertKind = Literal["suggestion", "collapse"]
 
 
 class Alert(Record, frozen=True, kw_only=True):
-    """A finding of a rule in a run, recorded once.
+    """A finding of a rule about a run, stored once.
 
     Attributes:
         kind: ``collapse`` if the run acted upon the finding, else ``suggestion``.
-        time: Time of the first finding in Unix seconds.
+        time: Unix seconds at which the finding was first made.
         found: The finding.
     """
 
@@ -430,7 +432,7 @@ class Alert(Record, frozen=True, kw_only=True):
 
 
 async def add_alert(store: Store, name: str, run: int, kind: AlertKind, found: Suggestion, *, key: str) -> bool:
-    """Record an alert, unless the run already has one of the same rule and ``key``; returns true if it is new."""
+    """Store an alert; return false if the run already has an alert with the same rule and ``key``."""
     shelf, key = _alerts(name, run), f"{found.rule}/{key}"
     if await shelf.get(store, key):
         return False
@@ -439,7 +441,7 @@ async def add_alert(store: Store, name: str, run: int, kind: AlertKind, found: S
 
 
 async def read_alerts(store: Store, name: str, run: int) -> list[Alert]:
-    """Return the alerts of a run, first to last."""
+    """Return the alerts of a run, in order of time."""
     return sorted((await _alerts(name, run).read(store)).values(), key=lambda alert: alert.time)
 
 

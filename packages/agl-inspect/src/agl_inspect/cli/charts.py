@@ -15,13 +15,13 @@ from agl_inspect.records.metrics import LoggedRun, experiment_step
 from agl_inspect.text import visible
 
 STEP = "step"
-"""The default horizontal axis: the experiment's steps, which count the steps of all its algorithms together."""
+"""The default horizontal axis: the number of steps that all algorithms of the experiment have taken together."""
 
 HEIGHT = 14
 """Number of lines of a chart in the terminal."""
 
 LABELLED = 8
-"""Largest number of a curve's published versions that a picture labels; all of them are marked."""
+"""The most published versions of a curve that a picture labels; every published version gets a mark."""
 
 _MARKS = "●○△■□◆◇"
 _COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -30,7 +30,7 @@ _INTERVAL, _SEVERAL, _PUBLISHED = "░", "+", "▲"
 
 
 class Point(NamedTuple):
-    """A value at a position on the horizontal axis, with its interval; without an interval, both ends are the value."""
+    """A value at a position on the horizontal axis, with its interval, both of whose ends are the value if unknown."""
 
     x: float
     value: float
@@ -91,7 +91,7 @@ def curves_of(runs: Sequence[LoggedRun], versions: Sequence[ResourceVersion], *,
 
 
 def _points(of: LoggedRun, *, over: str) -> dict[tuple[str, str], list[Point]]:
-    """Return the points of each algorithm and metric."""
+    """Return the points of a run's curves, by algorithm and metric."""
     known = {(m.algorithm, m.step, m.name): m.value for m in of.every if math.isfinite(m.value)}
     points: dict[tuple[str, str], list[Point]] = {}
     for metric in of.found:
@@ -104,7 +104,7 @@ def _points(of: LoggedRun, *, over: str) -> dict[tuple[str, str], list[Point]]:
 
 
 def _run_words(of: LoggedRun, runs: Sequence[LoggedRun]) -> list[str]:
-    """Return the words that distinguish a run: its experiment, its number, or nothing if it is the only one."""
+    """Return the words that distinguish a run in a legend: its experiment and its number, if they differ."""
     is_named = any(other.experiment != of.experiment for other in runs)
     is_numbered = sum(other.experiment == of.experiment for other in runs) > 1
     return [of.experiment] * is_named + [f"run {of.run}"] * is_numbered
@@ -113,7 +113,7 @@ def _run_words(of: LoggedRun, runs: Sequence[LoggedRun]) -> list[str]:
 def _published(
     algorithm: str, of: LoggedRun, versions: Sequence[ResourceVersion], *, over: str
 ) -> Iterator[tuple[float, str]]:
-    """Yield the position on the axis, and the name, of each version that an algorithm published in a run."""
+    """Yield the axis position and the name of each version that the algorithm published in the run."""
     own = [m for m in of.every if m.algorithm == algorithm and over in (STEP, m.name)]
     places = {m.step: experiment_step(m) if over == STEP else m.value for m in own}
     for version in versions:
@@ -174,7 +174,7 @@ def text_chart(curves: Sequence[Curve], *, width: int) -> str:
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Return the position of a value between ``low`` and ``high``, from 0 to 1; 0 if these two are equal."""
+    """Return the position of a value between ``low`` and ``high``, from 0 to 1; 0 if ``low`` equals ``high``."""
     return (value - low) / ((high - low) or 1.0)
 
 
@@ -213,9 +213,10 @@ def save_picture(curves: Sequence[Curve], output: Path) -> None:
 
 
 def _plot(axis: Any, curve: Curve, *, has_runs: bool) -> None:
-    """Draw one curve with its interval, a mark for each published version, and labels for the newest and some others.
+    """Draw one curve with its interval and a mark for each published version, some of which are labelled.
 
-    With several runs, each run has a colour and each algorithm a line style; with one run, each algorithm has a colour.
+    With several runs, each run has a colour and each algorithm a line style; with one run, each algorithm has a
+    colour.
     """
     x, value, low, high = zip(*curve.points, strict=True)
     index, style = (curve.color, _STYLES[curve.style % len(_STYLES)]) if has_runs else (curve.style, "-")

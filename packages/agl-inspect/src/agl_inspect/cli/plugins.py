@@ -15,7 +15,7 @@ from agl_inspect.terminal.output import json_option, print_json, print_table
 
 
 class PluginProblem(Record, frozen=True, kw_only=True):
-    """A plugin or component that does not work; ``error`` says why, and what to do next."""
+    """A plugin or component that does not work; ``error`` gives the reason and the next step."""
 
     plugin: str
     component: str

@@ -382,7 +382,7 @@ def _search(search: Search, name: str) -> Iterator[str]:
 
 
 def _scores(first: Candidate, winner: Candidate) -> Iterator[str]:
-    """Yield a table of the mean rewards of the first text and the winner, with 95 % intervals, by dataset."""
+    """Yield a Markdown table of the mean rewards of the first text and of the winner, by dataset."""
     origins = list(dict.fromkeys([*first.scores, *winner.scores]))
     owners = {"first text": first, "winner": winner} if winner.id != first.id else {"first text": first}
     cells = [

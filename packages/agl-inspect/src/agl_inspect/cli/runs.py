@@ -52,7 +52,7 @@ _SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] 
 }
 
 _REWARD = "reward"
-"""Order in which the command itself sorts, because no store does; rollouts without a reward come last."""
+"""The sort option that the command itself implements, as no store sorts by reward; unrewarded rollouts come last."""
 
 
 def _bytes_of(text: str) -> int:
@@ -260,7 +260,7 @@ async def _vacuum(store: Store) -> Compaction:
 async def _listed(
     store: Store, query: RolloutQuery, *, counts: bool, by_reward: bool
 ) -> tuple[list[ListedRollout], int]:
-    """Return one page of rollouts, or an empty one if ``counts``, and the total number of matching rollouts."""
+    """Return one page of rollouts, and the number of all matching rollouts; with ``counts``, the page is empty."""
     found: list[ListedRollout] = []
     await check_experiment(store, query.experiment)
     total = await store.count_rollouts(query)
@@ -276,7 +276,7 @@ async def _listed(
 
 
 async def _best(store: Store, query: RolloutQuery) -> list[ListedRollout]:
-    """Return the first rollouts by reward, the highest first by default; holds at most twice the limit in memory."""
+    """Return the rollouts with the highest rewards, or lowest if ascending; memory holds at most twice the limit."""
     found: list[ListedRollout] = []
     every = msgspec.structs.replace(query, limit=_PAGE)
     async for recording in read_recordings(store, every, spans="none"):

@@ -38,17 +38,17 @@ from agl_inspect.text import short
 from agl_inspect.versions import ListedVersion, diff_versions, list_versions
 
 CUT = 200
-"""Number of characters that are shown of a text without ``--full``."""
+"""The most characters of a text that are shown without ``--full``."""
 
 TRACEBACK_LINES = 8
-"""Number of lines that are shown of a traceback without ``--full``: its end, where the error is."""
+"""The most lines of a traceback that are shown without ``--full``; they are its last ones, with the error."""
 
 _ON_THE_LINE = ("says", "returned")
-"""Labels of texts whose first characters are already in the span's own line."""
+"""Labels of texts whose beginning is already in the line of their span."""
 
 
 class Contents:
-    """Formats spans one after the other; messages that an earlier call has shown are not repeated.
+    """Formats the contents of spans, one span after the other; messages that were shown before are not repeated.
 
     Args:
         is_full: True to show every text whole.
@@ -64,7 +64,7 @@ class Contents:
         self.is_cut = False
 
     def of(self, span: Span) -> list[str]:
-        """Return the lines that follow the span's own line."""
+        """Return the lines with the span's contents, which follow the line of the span."""
         repeated, texts = contents_of(span, self._shown)
         lines = [f"({repeated} messages as above)"] if repeated else []
         for role, label, value in texts:
@@ -75,12 +75,12 @@ class Contents:
         return lines
 
     def of_error(self, error: ErrorInfo) -> list[str]:
-        """Return the lines below a failed attempt's own line: the traceback and, if ``is_full``, a long message."""
+        """Return the lines about an attempt's error: the traceback and, if ``is_full``, a long message."""
         message = self.text("message", error.message) if self.is_full and len(error.message) > CUT else []
         return [*self.traceback(error.traceback), *message]
 
     def text(self, label: str, value: Any) -> list[str]:
-        """Return a labelled text: all its lines if ``is_full``, else its first characters on one line."""
+        """Return a text with its label: all lines if ``is_full``, else its beginning on one line."""
         text = value if isinstance(value, str) else to_json(value).decode()
         if self.is_full:
             first, *rest = text.splitlines() or [""]
@@ -103,7 +103,7 @@ class Contents:
 
 
 async def read_steps(store: Store, experiment: str | None, run: int | None) -> list[dict[str, Json]]:
-    """Read the steps of an experiment in the order in which they ended, as mappings for a program to read.
+    """Read the steps of an experiment in the order in which they ended, as JSON objects.
 
     Args:
         store: The store.
@@ -147,9 +147,9 @@ class ShownRollout:
     """A rollout to show.
 
     Attributes:
-        readers: The reader of the chosen attempt's spans, and that of the spans without an attempt.
-        is_filtered: Whether the command line selects spans.
-        origin: The call from which a fork continues; ``""`` for any other rollout.
+        readers: The readers of the chosen attempt's spans, and of the spans without an attempt.
+        is_filtered: Whether options of the command select spans.
+        origin: The call from which a fork continues; ``""`` for a rollout that is not a fork.
     """
 
     rollout: Rollout
@@ -160,10 +160,10 @@ class ShownRollout:
 
 
 class ShownSpan(Record, frozen=True, kw_only=True):
-    """A span reduced to its place in the tree and its line.
+    """A span reduced to its position in the tree and the text of its line.
 
     Attributes:
-        reader: Index of the reader that reads the whole span.
+        reader: Index of the reader that can read the whole span.
     """
 
     span_id: str
@@ -175,7 +175,7 @@ class ShownSpan(Record, frozen=True, kw_only=True):
 
 
 class ShownTraining(Record, frozen=True, kw_only=True):
-    """A record of training, and whether its step was saved."""
+    """A training record of a rollout, and whether the step that made it was saved."""
 
     record: TrainingRecord
     is_saved: bool
@@ -220,7 +220,7 @@ def why(store: Reading, rollout_id: str, agents: str | None, policy: str | None)
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the names of experiments after ``--steps``, else the ids of rollouts."""
+    """Complete the names of experiments if ``--steps`` is given, else the ids of rollouts."""
     complete = complete_experiment if ctx.params.get("has_steps") else complete_rollout
     return complete(ctx, param, incomplete)
 
@@ -326,7 +326,7 @@ async def _load(store: Store, rollout_id: str, number: int | None, chosen_spans:
 
 
 async def _print_json(found: ShownRollout) -> None:
-    """Print one line of JSON, piece by piece."""
+    """Print the rollout as one line of JSON, reading the spans in small pages."""
     click.echo(f'{{"rollout":{json_line(found.rollout)},"attempts":{json_line(found.attempts)},"spans":[', nl=False)
     comma = ""
     for reader in found.readers:
@@ -363,7 +363,7 @@ async def _print(found: ShownRollout, contents: Contents) -> None:
 
 
 def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
-    """Describe the rollout and its attempts."""
+    """Yield the lines about the rollout and its attempts, without the spans."""
     rollout = found.rollout
     yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}"
     yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"
@@ -377,7 +377,7 @@ def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
 
 
 def shown(span: Span, reader: int = 0) -> ShownSpan:
-    """Return the parts of a span that the tree shows."""
+    """Reduce a span to what the tree shows."""
     return ShownSpan(
         span_id=span.span_id,
         parent_id=span.parent_id,
@@ -417,8 +417,10 @@ _SHOWN = {
 }
 
 _SAMPLING = {"sampled without": semconv.SAMPLING_OVERRIDDEN, "sampled with": semconv.SAMPLING_KEPT}
-"""Attributes that list sampling parameters of a request: those that were overridden, because a policy in training must
-sample from its full distribution, and those that could not be overridden."""
+"""Span attributes that list sampling parameters of a request, with the words for them.
+
+Some parameters were overridden, because a policy in training must sample from its full distribution; others were kept.
+"""
 
 
 def _reward(reward: Reward) -> str:

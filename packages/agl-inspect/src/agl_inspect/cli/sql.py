@@ -33,7 +33,7 @@ _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION,
 _TOLD_EVERY = 1000
 
 _Found = tuple[list[str], list[tuple[Any, ...]]]
-"""Names of columns, and rows."""
+"""The names of a query's columns, and the rows."""
 
 
 @click.command()
@@ -258,7 +258,7 @@ def _time(unix_s: float) -> float | None:
 
 
 def _cell(value: Json) -> str | int | float | None:
-    """Convert a value of metadata for SQLite; a value of a type that SQLite lacks becomes JSON."""
+    """Convert a value of metadata for SQLite; a value whose type SQLite lacks becomes JSON text."""
     is_kept = value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
     return value if is_kept else _json(value)
 

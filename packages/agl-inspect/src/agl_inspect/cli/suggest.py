@@ -14,11 +14,11 @@ from agl_inspect.terminal.opening import Reading, complete_experiment, reads_sto
 from agl_inspect.terminal.output import print_json
 
 _VALIDATION_FAILED = ("validate", "failed")
-"""Algorithm and name of the metric that counts a validation's failed rollouts."""
+"""The algorithm and the name of the metric that counts a validation's failed rollouts."""
 
 
 class _RunSuggestions(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The suggestions for one run, its number of steps, and the number of failed rollouts in its newest validation."""
+    """The suggestions for one run, the number of its steps, and the failed rollouts of its newest validation."""
 
     experiment: str
     run: int

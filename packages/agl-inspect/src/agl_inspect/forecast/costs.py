@@ -82,7 +82,7 @@ DEVICES = (
         source="AMD, data sheet of the Instinct MI300X",
     ),
 )
-"""The known devices, the most likely ones first. :func:`device_of` also accepts ``cpu``, which is this machine."""
+"""The known devices, most likely ones first. :func:`device_of` also accepts ``cpu``, which is this machine."""
 
 _CORE_FLOPS = 3e10
 _CORE_BANDWIDTH = 5e9
@@ -122,7 +122,7 @@ def _cpu() -> Device:
 
 
 class StepShape(Record, frozen=True, kw_only=True):
-    """The size of a step.
+    """The number of tasks and rollouts in a step, and limits of the algorithm.
 
     Attributes:
         tasks: Tasks per step.
@@ -170,15 +170,15 @@ class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def models(self) -> int:
-        """Number of models that train."""
+        """Number of models that train: 2 with a critic, else 1."""
         return 2 if self.has_critic else 1
 
 
 CHUNK_LOGITS = 2**22
-"""Largest number of logits in a chunk, as in the trainer of ``agl-algo-torch``."""
+"""The most logits in a chunk, as in the trainer of ``agl-algo-torch``."""
 
 FEWEST_POSITIONS = 128
-"""Smallest number of positions in a chunk, even if its logits then exceed ``CHUNK_LOGITS``."""
+"""The least number of positions in a chunk, even if the chunk's logits then exceed ``CHUNK_LOGITS``."""
 
 _FLOAT32 = 16
 """Factor by which a GPU is slower in float32 than in bfloat16."""
@@ -249,7 +249,7 @@ class DeviceForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
         prefill_s: Seconds of a step in which the server reads prompts.
         decode_s: Seconds of a step in which the server writes answers.
         update_s: Seconds of a step's passes and updates.
-        token_s: Seconds from one token of an answer to the next.
+        token_s: Seconds between two tokens of an answer.
     """
 
     model: ModelShape
@@ -317,7 +317,7 @@ class Recorded:
         rollouts: The facts of the recorded rollouts.
         shape: The size of the step.
         step: The forecast of the step's tokens.
-        concurrency: Largest number of rollouts that run at once.
+        concurrency: The most rollouts that run at once.
         gradient_share: Share of the groups that have a gradient.
     """
 
@@ -364,9 +364,9 @@ def forecast_on(
 
 
 def _played(one: Observed, pace: "_Pace", token_s: float) -> Observed:
-    """Return a rollout with the time that it would take on the device; tools and the agent take as long as before.
+    """Return a rollout with the times that it would have on the device; times of tools and of the agent stay.
 
-    Earlier attempts, whose calls are not known, are taken to change by the same factor as the deciding one.
+    The times of earlier attempts, whose calls are not known, change by the same factor as those of the deciding one.
     """
     model_s = token_s * one.response_tokens + pace.prefill_s(one.prompt_tokens, context=one.context / 2)
     deciding_s = model_s + max(0.0, one.deciding_s - one.model_s)
@@ -376,7 +376,7 @@ def _played(one: Observed, pace: "_Pace", token_s: float) -> Observed:
 
 
 class _Pace:
-    """Computes how many seconds the operations of a model take on a device."""
+    """Computes the seconds that the operations of a model take on a device."""
 
     def __init__(self, device: Device, model: ModelShape, training: Training, efficiency: Efficiency) -> None:
         self._device, self._model, self._training, self._efficiency = device, model, training, efficiency
@@ -385,18 +385,18 @@ class _Pace:
         self._rate = device.flops / (_FLOAT32 if is_slow else 1)
 
     def token_s(self, *, at_once: int, context: float) -> float:
-        """Return the seconds for one token in each of ``at_once`` conversations of ``context`` tokens."""
+        """Return the seconds to write one token in each of ``at_once`` conversations of ``context`` tokens."""
         model, size = self._model, self._size
         read = size * (self._read(at_once) + at_once * context * 2 * model.layers * model.keys)
         traffic = read / (self._device.bandwidth * self._efficiency.decoding)
         return max(traffic, at_once * self._forward(context) / (self._rate * self._efficiency.prefill))
 
     def prefill_s(self, tokens: float, *, context: float) -> float:
-        """Return the seconds for reading prompts, without the savings of a prefix cache."""
+        """Return the seconds to read prompts of ``tokens`` tokens in all, without a prefix cache."""
         return tokens * self._forward(context) / (self._rate * self._efficiency.prefill)
 
     def update_s(self, tokens: float, *, context: float) -> float:
-        """Return the seconds for all passes over a step's rows, and for the step's updates."""
+        """Return the seconds of all passes over a step's rows, and of the step's updates."""
         training, forward = self._training, self._forward(context)
         backward = forward if training.lora_rank else 2 * forward  # frozen weights have no gradient of their own
         again = forward if training.gradient_checkpointing else 0.0
@@ -407,13 +407,13 @@ class _Pace:
         return training.models * (tokens * passes / (self._rate * self._efficiency.training) + updates)
 
     def _forward(self, context: float) -> float:
-        """Return the operations of a token's forward pass after ``context`` earlier tokens."""
+        """Return the arithmetic operations of one token's forward pass after ``context`` earlier tokens."""
         return 2 * self._model.used + 4 * self._model.layers * self._model.queries * context
 
     def _read(self, at_once: int) -> float:
-        """Return the number of weights that are read for one token of each conversation.
+        """Return the number of weights that are read to write one token in each of ``at_once`` conversations.
 
-        Of a model's experts, only those are read that at least one of the conversations uses.
+        In a model with experts, only experts that at least one of the conversations uses are read.
         """
         model = self._model
         if not model.experts:

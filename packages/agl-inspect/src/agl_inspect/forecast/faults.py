@@ -15,16 +15,16 @@ from agl_inspect.rollouts.explanations import NEXT_STEP
 from agl_inspect.text import short
 
 SHARE = 0.1
-"""Smallest share of the rollouts that must have a fault for it to be reported."""
+"""A fault is reported only if at least this share of the rollouts has it."""
 
 _LEAST = 4
-"""Smallest number of rollouts for the rules that compare rollouts."""
+"""The least number of rollouts with which a rule compares rollouts."""
 
 _SAME_WORDS = 5
-"""Smallest number of words in an answer that is suspicious if every rollout of a task gives it."""
+"""If every rollout of a task gives the same answer, this is suspicious from this number of words on."""
 
 _RETRIED = 0.2
-"""Smallest share of the rollouts that must have repeated calls or attempts for these to be reported."""
+"""Repeated calls or attempts are reported if at least this share of the rollouts has them."""
 
 
 class Fault(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -63,7 +63,7 @@ class Examined:
         return [one for one in self.rollouts if one.status == "succeeded"]
 
     def groups(self) -> list[list[Observed]]:
-        """Return, for each task, its rollouts that succeeded and made calls."""
+        """Return one list per task, of its rollouts that succeeded and made calls."""
         found: dict[str, list[Observed]] = {}
         for one in self.succeeded:
             if one.calls:
@@ -122,7 +122,7 @@ def _many(
 ) -> _Rule:
     """Return a rule that reports a fault if ``concerns`` is true for at least the share ``SHARE`` of the rollouts.
 
-    ``evidence`` gets these rollouts, and a text such as ``3 of 20 rollouts``.
+    ``evidence`` gets the rollouts concerned, and a text such as ``3 of 20 rollouts``.
     """
 
     def look(examined: Examined) -> _Found | None:

@@ -1,7 +1,8 @@
-"""Finds the sizes of a model, on which memory and time depend: in its ``config.json``, or from a few given numbers.
+"""Finds the sizes of a model, on which memory and time depend.
 
-No model hub is asked, and no weights are read. The sizes describe decoders with grouped-query attention and a gated
-feed-forward network, such as Llama, Qwen and Mistral, with or without experts; they approximate other models.
+They come from the model's ``config.json``, or from a few given numbers. No model hub is asked, and no weights are read.
+The sizes describe decoders with grouped-query attention and a gated feed-forward network, such as Llama, Qwen and
+Mistral, with or without experts; they approximate other models.
 """
 
 import json
@@ -20,10 +21,10 @@ from agl.schemas import Record
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _VOCABULARY = 128_256
 _HEAD = 128
-"""Width of a head, assumed where only a number of weights is given. Like the vocabulary above, it is Llama 3's."""
+"""The width of a head that is assumed if only a number of weights is given; it is that of Llama 3."""
 
 _FARTHEST = 0.1
-"""Largest deviation of an assumed model from the given number of weights, as a share of that number."""
+"""The most by which an assumed model may deviate from the given number of weights, as a share of that number."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("layers", "num_hidden_layers", "n_layer", "num_layers"),
@@ -92,11 +93,11 @@ class ModelShape(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def used(self) -> int:
-        """Number of weights that one token is multiplied with: all except the input embeddings and unused experts."""
+        """Number of weights with which each token is multiplied: all except input embeddings and unused experts."""
         return self._layers(max(1, self.experts_used)) + self.vocabulary * self.hidden
 
     def adapters(self, rank: int) -> int:
-        """Return the number of weights of LoRA adapters of this rank on every linear layer except the head."""
+        """Return the number of weights in LoRA adapters of this rank on every linear layer except the head."""
         attention = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys)
         return self.layers * rank * (attention + max(1, self.experts) * 3 * (self.hidden + self.feed_forward))
 
@@ -188,7 +189,7 @@ def _number(values: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def _supposed(given: str) -> ModelShape:
-    """Return the shape of a usual model with about the given number of weights.
+    """Return the sizes of a usual model with about the given number of weights.
 
     The model is 128 times as wide as deep, as Llama 3 8B is. Raises :class:`ConfigError` if no such model comes close
     enough to the number.

@@ -111,7 +111,7 @@ class Observed(Record, frozen=True, kw_only=True):
 def observe(
     recording: Recording, episode: Episode, *, trains: float | None, left_out: str, other: Json = None
 ) -> Observed:
-    """Reduce a recording, and the episode that an algorithm makes of it, to facts.
+    """Reduce a recording and its episode to facts.
 
     Args:
         recording: The rollout with the spans of its deciding attempt.
@@ -188,7 +188,7 @@ def ended_at(recording: Recording, attempt: Attempt) -> float:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
+    """Return the total length of the intervals, counting overlaps only once."""
     total, until = 0.0, 0.0
     for begin, end in sorted(intervals):
         total += max(0, end - max(begin, until))
@@ -197,7 +197,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def _parts(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return the seconds in model calls, and the seconds in tools outside of model calls."""
+    """Return the seconds spent in model calls, and the seconds spent in tools outside of model calls."""
     models = [(span.start_ns, span.end_ns) for span in spans if span.call is not None and span.start_ns]
     tools = [(span.start_ns, span.end_ns) for span in spans if _tool_of(span) and span.start_ns]
     model_ns = covered(models)
@@ -217,7 +217,7 @@ def _tools(spans: Sequence[Span]) -> dict[str, ToolUse]:
 
 
 class _Call:
-    """A model call with its messages, from which all facts about its texts are computed."""
+    """A model call with its messages, from which the facts about texts are computed."""
 
     def __init__(self, transition: Transition, span: Span, record: ModelCall) -> None:
         self.transition, self.span, self.record = transition, span, record
@@ -253,7 +253,7 @@ class _Call:
 
 
 def _restarted(calls: Sequence[_Call]) -> int:
-    """Count the calls whose prompt repeats an earlier answer of the rollout, and which yet begin a new row."""
+    """Count the calls that begin a new row although their prompt repeats an earlier answer of the rollout."""
     rows, answers, count = set[int](), set[str](), 0
     for call in calls:
         if not call.transition.reject:
@@ -271,7 +271,7 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _standing(rollout: Rollout, task: Json, prompt: str) -> Iterator[str]:
-    """Yield the hidden keys whose value in ``task`` is in the prompt, but not in the rollout's visible task."""
+    """Yield the hidden keys of ``task`` whose value is in the prompt, but not in the rollout's visible task."""
     visible = to_json(rollout.visible_task).decode()
     own, given = _keys(rollout.task), _keys(task)
     for key in rollout.hidden:

@@ -23,12 +23,12 @@ from agl_inspect.statistics import student_quantile
 _COUNTED = ("rows", "row_tokens", "trained_tokens", "prompt_tokens", "response_tokens")
 
 _ROLLOUTS = 200_000
-"""Largest number of rollouts in all simulated steps together."""
+"""The most rollouts in all simulated steps together."""
 
 _STEPS = 200
 
 _ORDERS = 20
-"""Number of random orders in which the rollouts of a recorded step are queued again to estimate the step's time."""
+"""In how many random orders a recorded step's rollouts are queued again to estimate the step's time."""
 
 
 class Spread(Record, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class StepForecast(Record, frozen=True, kw_only=True):
 
 
 def spread_of(values: Iterable[float]) -> Spread:
-    """Return the distribution of numbers; all its values are 0 if there are no numbers."""
+    """Return the distribution of the numbers; without numbers, all of its fields are 0."""
     ordered = sorted(values)
     if not ordered:
         return Spread()
@@ -136,7 +136,7 @@ def idle_share(batches: Sequence[Sequence[Observed]]) -> float:
 
 
 def _seconds(durations: Sequence[float], *, concurrency: int, beside: int, idle: float) -> float:
-    """Return the seconds of a step, between the time of its work at full load and the time of its queue.
+    """Return the seconds of a step, which lie between the time of its work and the time of its queue.
 
     ``beside`` rollouts ran at once when the durations were recorded. If they shared a processor, each took ``beside``
     times as long as its work. ``idle`` is the result of :func:`idle_share`: 0 gives the time of the work, 1 that of the
@@ -147,7 +147,7 @@ def _seconds(durations: Sequence[float], *, concurrency: int, beside: int, idle:
 
 
 def _most_at_once(observed: Sequence[Observed]) -> int:
-    """Return the largest number of rollouts that ran at once."""
+    """Return the highest number of rollouts that ran at the same time."""
     ends = [(one.started_at + one.seconds, -1) for one in observed]
     changes = sorted([*((one.started_at, 1) for one in observed), *ends])
     return max(accumulate(change for _, change in changes), default=0)
@@ -164,7 +164,7 @@ def without_start(observed: Sequence[Observed]) -> list[Observed]:
 
 
 def uncertainty_of(observed: Sequence[Observed], *, tasks: int) -> float | None:
-    """Return half the width of the 95 % interval of a rollout's mean tokens over all tasks, as a share of the mean.
+    """Return how uncertain a rollout's mean tokens are: half the 95 % interval over all tasks, as a share of the mean.
 
     The share is computed for the tokens that a step computes, and for the tokens that it trains on (or, without rows,
     for those of answers); the larger one is returned. ``None`` for one task or rollouts without tokens.
@@ -182,7 +182,7 @@ def _uncertainty(tokens: Sequence[tuple[str, int]], *, tasks: int) -> float | No
     """Return half the width of Student's interval of the mean over tasks, as a share of the mean.
 
     The variance of a task's mean has two parts. The variance between tasks vanishes as all tasks are run. The variance
-    between the rollouts of one task stays, because the next rollouts will be other ones.
+    between the rollouts of one task stays, because the next rollouts will be different ones.
     """
     groups: dict[str, list[int]] = {}
     for group, count in tokens:
@@ -198,7 +198,7 @@ def _uncertainty(tokens: Sequence[tuple[str, int]], *, tasks: int) -> float | No
 
 
 def _batches(observed: Sequence[Observed]) -> list[list[list[Observed]]]:
-    """Return the rollouts grouped by the step that collected them, and within a step by task."""
+    """Group rollouts by the step that collected them, and within a step by task."""
     found: dict[str, dict[str, list[Observed]]] = {}
     for one in observed:
         found.setdefault(one.batch, {}).setdefault(one.group_id or one.rollout_id, []).append(one)
@@ -206,7 +206,7 @@ def _batches(observed: Sequence[Observed]) -> list[list[list[Observed]]]:
 
 
 def at_once(observed: Sequence[Observed]) -> float:
-    """Return the mean number of rollouts that ran at once, over the time in which at least one ran."""
+    """Return the mean number of rollouts that ran at the same time, while at least one ran."""
     spans = [(one.started_at, one.finished_at) for one in observed if one.finished_at > one.started_at]
     busy = covered(spans)
     return sum(end - begin for begin, end in spans) / busy if busy else 0.0

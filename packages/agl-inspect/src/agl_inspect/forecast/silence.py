@@ -25,15 +25,15 @@ SIZES = (2, 4, 8, 16, 32)
 """The group sizes that a forecast compares."""
 
 NEARLY = 0.8
-"""The proposed group size gives at least this share of the groups with a gradient that the best size gives."""
+"""A group size is acceptable if it gives at least this share of the best size's groups with a gradient."""
 
 _PLACES = 6
 _MOST = 1e6
-"""Concentration from which all tasks count as alike."""
+"""From this concentration on, all tasks count as alike."""
 
 
 class SilentShare(Record, frozen=True, kw_only=True):
-    """The expected share of silent groups of one size.
+    """The expected share of silent groups among groups of one size.
 
     Attributes:
         size: Rollouts per group.
@@ -62,7 +62,7 @@ def silent_shares(groups: Sequence[Sequence[float]], sizes: Sequence[int] = SIZE
 def best_size(shares: Sequence[SilentShare], *, rollouts: int, tasks: int) -> SilentShare | None:
     """Return the largest group size that gives nearly the largest number of groups with a gradient in a step.
 
-    Small groups always give the most such groups, but larger groups have a better baseline. So the result is the
+    Small groups give the most groups with a gradient, but larger groups have a better baseline. So the result is the
     largest size that still gives at least the share ``NEARLY`` of the largest number; ``None`` if no size gives any.
 
     Args:
@@ -79,7 +79,7 @@ def best_size(shares: Sequence[SilentShare], *, rollouts: int, tasks: int) -> Si
 
 
 def loud_groups(share: SilentShare, *, rollouts: int) -> float:
-    """Return the expected number of groups with a gradient among the groups that ``rollouts`` rollouts fill."""
+    """Return the expected number of groups with a gradient if ``rollouts`` rollouts are split into groups."""
     return rollouts // share.size * (1 - share.share)
 
 
@@ -91,7 +91,7 @@ def _share(counts: Sequence[Mapping[float, int]], size: int) -> SilentShare:
 
 
 def _equal(count: Mapping[float, int], size: int) -> float:
-    """Return the share of the subsets of ``size`` rollouts whose rewards are all equal."""
+    """Return the share of all subsets of ``size`` rollouts in which the rewards are equal."""
     return sum(comb(number, size) for number in count.values()) / comb(sum(count.values()), size)
 
 
@@ -113,7 +113,7 @@ def _modelled(counts: Sequence[Mapping[float, int]], size: int) -> float:
 
 
 def _pooled(counts: Sequence[Mapping[float, int]]) -> list[float]:
-    """Return each reward's share of all rollouts, with equal weights for all tasks."""
+    """Return the share of each reward among all rollouts, where all tasks have the same weight."""
     pooled: dict[float, float] = {}
     for count in counts:
         total = sum(count.values())

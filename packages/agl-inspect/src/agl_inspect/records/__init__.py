@@ -1,1 +1,1 @@
-"""The records of an experiment in the store: states, labels, validations, trials and metrics."""
+"""Reads and writes the records of an experiment in the store: states, labels, validations, trials and metrics."""

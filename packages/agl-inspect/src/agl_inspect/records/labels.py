@@ -15,12 +15,12 @@ LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 async def labels_of(store: Store, name: str) -> dict[str, str]:
-    """Return the version that each label of a resource points at."""
+    """Map each label of a resource to the version at which it points."""
     return {move.label: move.version for move in await store.labels(name)}
 
 
 async def labelled(store: Store, name: str, label: str) -> ResourceVersion | None:
-    """Return the version that a label points at, ``None`` if the label does not exist."""
+    """Return the version at which a label points; ``None`` if the label does not exist."""
     version = (await labels_of(store, name)).get(label)
     return None if version is None else await store.resource(name, version)
 
@@ -53,7 +53,7 @@ async def move_back(store: Store, name: str, label: str) -> LabelMove:
 
 
 def label_path(moves: Iterable[LabelMove]) -> list[str]:
-    """Return the versions to which repeated rollbacks lead, oldest first; the last one is the present version.
+    """Return the versions to which repeated rollbacks lead, oldest first; the last one is the current version.
 
     ``moves`` are all moves of one label, oldest first. A move that is marked as a rollback but does not lead to the
     previous version, which only other programs write, counts as a move forward.

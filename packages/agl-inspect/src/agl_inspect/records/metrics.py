@@ -16,7 +16,7 @@ ALL = 0
 
 
 class LoggedRun(NamedTuple):
-    """The metrics of one run of an experiment: ``found`` are the selected ones, ``every`` are all of the run."""
+    """The metrics of one run: ``found`` are the selected ones, ``every`` are all metrics of the run."""
 
     experiment: str
     run: int
@@ -25,17 +25,17 @@ class LoggedRun(NamedTuple):
 
 
 def experiment_step(metric: Metric) -> int:
-    """Return the experiment's step at which a metric was logged, or, if unknown, the step of its algorithm."""
+    """Return the experiment's step at which a metric was logged; if unknown, the step of the metric's algorithm."""
     return metric.step if metric.experiment_step is None else metric.experiment_step
 
 
 class _Run(click.ParamType[int]):
-    """A run's number, or ``all``."""
+    """The type of an option that takes a run's number or ``all``."""
 
     name = "run"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the run's number, :data:`ALL` for ``all``."""
+        """Return the run's number; :data:`ALL` for ``all``."""
         if value == "all":
             return ALL
         if isinstance(value, str) and value.isdecimal() and int(value):
@@ -44,7 +44,7 @@ class _Run(click.ParamType[int]):
 
 
 RUN = _Run()
-"""The type of the option ``--run``."""
+"""The type of the option ``--run``: a run's number or ``all``."""
 
 
 async def read_runs(
@@ -90,12 +90,12 @@ async def _runs(
 
 
 async def _newest(store: Store, experiment: str) -> int:
-    """Return the number of an experiment's last run, which may have no metrics yet."""
+    """Return the number of an experiment's newest run, which may have no metrics yet."""
     return max((record.run for record in await store.experiments(experiment)), default=1)
 
 
 async def _no_metrics(store: Store, experiment: str, run: int | None) -> ConfigError:
-    """Make the error for a run without metrics, which names the runs or experiments that have metrics."""
+    """Return the error for a run without metrics, which names the runs or experiments that have metrics."""
     runs = sorted({metric.run for metric in await store.metrics(experiment)})
     if not runs:
         there = choice(experiment, await _with_metrics(store))
@@ -120,28 +120,28 @@ async def _only_experiment(store: Store) -> str:
 
 
 def choice(name: str, names: Sequence[str]) -> str:
-    """Return the end of a message about a wrong name: the name that was probably meant, or the names to choose from."""
+    """Return the hint for a wrong name: the name that was probably meant, or the names to choose from."""
     there = f"choose from: {', '.join(names)}" if names else "run an experiment with an algorithm first"
     return did_you_mean(name, names, otherwise=there)
 
 
 _SHOWN = re.compile(r"reward|loss|score")
 _FIRST = ("reward", "reward_std", "loss", "score", "best_val_score")
-"""Metrics that a line shows before all others whose names match ``_SHOWN``."""
+"""Metrics that a step's line shows before all others."""
 _SHARES = ("truncated", "dropped", "silent", "effective")
-"""Shares of a step's rollouts or tokens that an algorithm may report, as metrics such as ``silent_share``."""
+"""Names of shares of a step's rollouts or tokens; an algorithm logs them as metrics such as ``silent_share``."""
 _COUNTS = {
     "groups_dropped": "silent groups dropped",
     "rollouts_extra": "extra rollouts",
     "rollouts_replayed": "rollouts replayed",
 }
-"""Counts that an algorithm may report of a step, with their text; a line leaves out counts of 0."""
+"""Metrics that count things in a step, with their text; a step's line leaves out counts of 0."""
 _HEALTH = ("kl", "anchor_kl", "entropy", "logprob_gap", "staleness")
-"""Metrics that show why a policy learns or does not learn."""
+"""Metrics that show whether a policy learns in a healthy way."""
 _SKIPPED = ("updates_skipped", "updates_nonfinite")
-"""Counts of updates that were skipped because there was no gradient, or because it was not finite."""
+"""Metrics that count updates which were skipped because there was no gradient, or because it was not finite."""
 _CLIPPED = ("clipped", "clipped_low", "clipped_high")
-"""Shares of tokens whose gradient a bound removed or limited; a loss reports either ``clipped`` or the other two."""
+"""Metrics with the share of tokens whose gradient was clipped; a loss logs either the first or the other two."""
 
 
 def step_line(

@@ -1,4 +1,4 @@
-"""Makes and reads the names of experiments, trials, forks and rollouts, and describes why a rollout failed."""
+"""Makes and parses the names of experiments, trials, forks and rollouts, and describes why a rollout failed."""
 
 import hashlib
 import re
@@ -22,21 +22,21 @@ FORKS = "-fork"
 """Suffix of the experiment name under which ``agl replay --fork`` records forks."""
 
 ORIGIN = "agl resources try"
-"""Value of the metadata key ``origin`` in versions that ``agl resources try`` published."""
+"""Value of the metadata key ``origin`` in versions that ``agl resources try`` has published."""
 
 
 MAX_ERROR = 500
-"""Largest number of characters that a message shows of an error's first line."""
+"""The most characters of an error's first line that a message shows."""
 
 
 def id_prefix(experiment: str, run: int, algorithm: str, mode: str, *, step: int | None = None) -> str:
-    """Return the prefix of the ids of an algorithm's rollouts in one mode, and in one step unless it is ``None``."""
+    """Return the prefix of the ids of an algorithm's rollouts in one mode; with ``step``, only of that step."""
     prefix = f"{experiment}-{run}-{algorithm}-{mode}-"
     return prefix if step is None else f"{prefix}{step_name(step)}-"
 
 
 def step_name(step: int) -> str:
-    """Format a step for a rollout's id, so that ids sort by step: five digits, or ``x`` and twelve digits."""
+    """Format a step's number as part of a rollout's id, so that ids sort by step."""
     return f"{step:05d}" if step < 100_000 else f"x{step:012d}"
 
 
@@ -56,7 +56,7 @@ def group_id_of(task: Json, key: str = "") -> str:
 
 
 def run_of(rollout: Rollout) -> int | None:
-    """Return the number of the run that made a rollout, read from its id; ``None`` if no run made the rollout."""
+    """Return the number of the run that made a rollout, parsed from the rollout's id; ``None`` without a run."""
     before, _, rest = rollout.rollout_id.partition(f"{rollout.experiment}-")
     number = rest.partition("-")[0]
     is_of_run = not before and number.isdecimal() and "algorithm" in rollout.metadata
@@ -70,7 +70,7 @@ def broke_in_reward(attempt: Attempt | None) -> bool:
 
 
 def error_of(rollout: Rollout, attempt: Attempt | None) -> str:
-    """Return the type of a failed rollout's error and the first line of its message."""
+    """Return the type of a failed rollout's error and the first line of the message, as one text."""
     error = attempt.error if attempt else None
     if error is None:
         return f"{rollout.status} without an error"

@@ -1,4 +1,4 @@
-"""Shelves: each saves records of one type in the store's state, under keys with one prefix."""
+"""A shelf saves records of one type in the store's state, under keys with a common prefix."""
 
 from collections.abc import Mapping
 from typing import Generic, TypeVar
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def run_key(name: str, run: int, what: str) -> str:
-    """Return the key, in the store's state, of one part of a run."""
+    """Return the key of a part of a run in the store's state, such as ``experiment/NAME/RUN/alerts/``."""
     return f"experiment/{name}/{run}/{what}"
 
 
@@ -28,7 +28,7 @@ class Shelf(Generic[T]):
         self._kind, self._prefix = kind, prefix
 
     def states(self, records: Mapping[str, T]) -> dict[str, bytes]:
-        """Encode records, given by name, as states by key, to be saved in one transaction with other states."""
+        """Encode records by name as states by key, to be saved in one transaction with other states."""
         return {self._prefix + name: msgspec.json.encode(record) for name, record in records.items()}
 
     async def add(self, store: Store, records: Mapping[str, T]) -> None:
@@ -45,7 +45,7 @@ class Shelf(Generic[T]):
         }
 
     async def get(self, store: Store, name: str = "") -> T | None:
-        """Return the record of a name; ``None`` if it does not exist."""
+        """Return the record with this name; ``None`` for an unknown name."""
         key = self._prefix + name
         data = (await store.load_state(key)).get(key)
         return None if data is None else msgspec.json.decode(data, type=self._kind)

@@ -10,10 +10,10 @@ from agl.errors import NotFoundError
 from agl.schemas import Record, Rollout
 
 PREFIX = "experiment:"
-"""Prefix of a source that names an experiment; any other source names an algorithm."""
+"""Prefix of a source that names another experiment; a source without it names an algorithm."""
 
 BATCH = 256
-"""Default for the largest number of rollouts in one page."""
+"""The default for the most rollouts in one page."""
 
 _PAGE = 1000
 _FINISHED = ("succeeded", "failed")
@@ -34,7 +34,7 @@ class FinishedRollouts(Record, frozen=True, kw_only=True):
 
 
 def experiment_of(source: str) -> str:
-    """Return the experiment that a source names, ``""`` if the source names an algorithm."""
+    """Return the experiment that a source names; ``""`` if it names an algorithm."""
     return source.removeprefix(PREFIX) if source.startswith(PREFIX) else ""
 
 

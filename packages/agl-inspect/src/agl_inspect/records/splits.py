@@ -1,4 +1,4 @@
-"""Rollouts in a split of served traffic: each rollout's arm, as the gateway recorded it, and the rewards of an arm."""
+"""Reads the arms of rollouts in a split of served traffic, and sums up the rewards of an arm."""
 
 from dataclasses import dataclass, field
 
@@ -8,14 +8,14 @@ from agl.schemas import Record, Rollout
 from agl_inspect.statistics import interval
 
 KEY = "split"
-"""The key of the :class:`Placement` in a rollout's metadata."""
+"""The key of the :class:`Placement` in the metadata of a rollout."""
 
 Pins = dict[str, dict[str, str]]
-"""Versions by label, then by resource."""
+"""The pinned versions in a split, by label and then by resource."""
 
 
 class Placement(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The arm of a rollout in a split, as the rollout's metadata record it.
+    """The arm of a split to which a rollout was assigned, as recorded in the rollout's metadata.
 
     Attributes:
         arm: The label whose versions the rollout is pinned to.
@@ -29,7 +29,7 @@ class Placement(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def placement_of(rollout: Rollout) -> Placement | None:
-    """Return the rollout's placement; ``None`` if no split assigned an arm."""
+    """Return the arm to which a split assigned the rollout; ``None`` if no split did."""
     found = rollout.metadata.get(KEY)
     try:
         return None if found is None else msgspec.convert(found, Placement)
@@ -62,20 +62,20 @@ class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def rewarded(self) -> int:
-        """The number of rollouts in the mean."""
+        """The number of rollouts whose rewards are in the mean."""
         return self.rollouts - self.unrewarded
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """The counted rewards of one arm, in the order in which they are read; for the counts see :class:`ArmReport`."""
+    """The rewards of one arm, and the counts of :class:`ArmReport`, collected rollout by rollout."""
 
     rewards: list[float] = field(default_factory=list[float])
     failed: int = 0
     unrewarded: int = 0
 
     def add(self, rollout: Rollout, reward: float | None) -> None:
-        """Count a rollout; a failed rollout without a reward counts as 0."""
+        """Add a rollout; a failed rollout without a reward counts as 0."""
         self.failed += rollout.status == "failed"
         if reward is not None or rollout.status == "failed":
             self.rewards.append(reward or 0.0)
@@ -83,7 +83,7 @@ class Sample:
             self.unrewarded += 1
 
     def report(self, label: str, versions: dict[str, str], *, confidence: float = 0.95) -> ArmReport:
-        """Return the report of the arm with this label and these versions."""
+        """Return the report of this arm, with its label and its versions."""
         count = len(self.rewards)
         low, high = interval(self.rewards, confidence=confidence) if count > 1 else (None, None)
         return ArmReport(

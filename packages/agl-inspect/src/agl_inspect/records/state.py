@@ -20,7 +20,8 @@ from agl_inspect.records.shelf import Shelf, run_key
 class AlgorithmState(Record, frozen=True, kw_only=True):
     """The state of an algorithm between two steps.
 
-    ``settings`` are the settings in its last step; see :func:`~agl_run.config.training_settings.training_settings`.
+    ``settings`` are the algorithm's settings in its last step; see
+    :func:`~agl_run.config.training_settings.training_settings`.
     """
 
     step: int = 0
@@ -36,17 +37,17 @@ def states_of_run(name: str, run: int) -> Shelf[AlgorithmState]:
 
 
 async def load_experiment(store: Store, name: str) -> ExperimentRecord | None:
-    """Load the record of an experiment, ``None`` if the experiment never ran."""
+    """Load the record of an experiment; ``None`` if the experiment never ran."""
     return next(iter(await store.experiments(name)), None)
 
 
 async def load_algorithm(store: Store, name: str, run: int, algorithm: str) -> AlgorithmState | None:
-    """Load an algorithm's state, ``None`` before the algorithm's first step."""
+    """Load an algorithm's state; ``None`` before the algorithm's first step."""
     return await states_of_run(name, run).get(store, algorithm)
 
 
 async def load_settings(store: Store, record: ExperimentRecord) -> dict[str, str]:
-    """Load the settings that the algorithms of a run had in their last steps, by ``ALGORITHM.SETTING``."""
+    """Load the settings of a run's algorithms in their last steps, by ``ALGORITHM.SETTING``."""
     states = await states_of_run(record.name, record.run).read(store)
     return {f"{name}.{key}": text for name, state in states.items() for key, text in state.settings.items()}
 
@@ -65,7 +66,7 @@ def last_versions(name: str, run: int) -> Shelf[dict[str, str]]:
 
 
 async def load_last_versions(store: Store, record: ExperimentRecord) -> dict[str, str]:
-    """Load the versions from which a finished experiment continues: those of its last step, or else the live ones."""
+    """Load the versions from which a finished experiment continues: those of the last step, else the live ones."""
     return await last_versions(record.name, record.run).get(store) or record.live
 
 
@@ -82,7 +83,7 @@ async def save_progress(
         store: The store.
         experiment: The experiment's record.
         algorithms: States by the name of the algorithm.
-        trained: Entries of the ledger: the ids of the rollouts that were trained on, by algorithm and step.
+        trained: New entries of the ledger: ids of the rollouts that a step trained on, by (algorithm, step).
         others: Further encoded states by key.
     """
     states = states_of_run(experiment.name, experiment.run).states(algorithms or {})
@@ -94,26 +95,26 @@ async def save_progress(
 
 
 async def unfinished_experiments(store: Store) -> set[str]:
-    """Load the names of the experiments that can still be resumed, whose rollouts must be kept."""
+    """Load the names of experiments that can be resumed, whose rollouts therefore have to stay."""
     return {record.name for record in await store.experiments() if record.status == "running"}
 
 
 DEFERRED = "deferred"
-"""Metadata key of a version whose weights are saved later or never; the value names the experiment and the run."""
+"""Metadata key of a version whose weights were not saved when it was published; it names experiment and run."""
 
 
 def deferral(experiment: str, run: int) -> dict[str, Json]:
-    """Return the metadata for a version whose weights are saved later or never."""
+    """Return the metadata for a version whose weights are not saved when it is published."""
     return {DEFERRED: {"experiment": experiment, "run": run}}
 
 
 def saved_marks(experiment: str, run: int, versions: Iterable[ResourceVersion]) -> dict[str, bytes]:
-    """Return states, by key, that mark deferred versions as saved; other versions need no mark."""
+    """Return states, by key, that record that the weights of deferred versions have been saved."""
     return {_mark(experiment, run, each.name, each.version): b"1" for each in versions if DEFERRED in each.metadata}
 
 
 async def unsaved(store: Store, versions: Iterable[ResourceVersion]) -> set[tuple[str, str]]:
-    """Return (name, version) of each of the versions whose weights were not saved."""
+    """Return ``(name, version)`` of each given version whose weights have not been saved."""
     found = [each for each in versions if DEFERRED in each.metadata]
     folders = {_mark(*_place(each), each.name, "") for each in found}
     marks = {key for folder in folders for key in await store.load_state(folder)}
@@ -134,7 +135,7 @@ _WEIGHTS = "reward_weights."
 
 
 async def rules_of(store: Store, experiment: str) -> EpisodeOptions:
-    """Return the rules for rewards and calls that an experiment had in its last steps; the defaults if it never ran.
+    """Return an experiment's rules for rewards and calls in its last steps; the defaults if it never ran.
 
     The dry runs, trials and forks of an experiment have the experiment's rules.
     """
@@ -147,7 +148,7 @@ async def rules_of(store: Store, experiment: str) -> EpisodeOptions:
 
 
 def _rules(settings: Mapping[str, str]) -> EpisodeOptions:
-    """Return the rules in settings, whose keys are ``ALGORITHM.experiment.KEY`` and whose values are JSON."""
+    """Parse the rules from settings, whose keys are ``ALGORITHM.experiment.KEY`` and whose values are JSON."""
     section = {key.partition(_SECTION)[2]: text for key, text in settings.items() if _SECTION in key}
     weights = {key.removeprefix(_WEIGHTS): text for key, text in section.items() if key.startswith(_WEIGHTS)}
     return EpisodeOptions(

@@ -1,10 +1,11 @@
-"""Records the validations of a run: the versions that each one measured, its rewards, and which one is best.
+"""Records the validations of a run: the versions measured, their rewards, and which validation is best.
 
 Every validation is saved in the store with its rewards by task, so that a run that was killed and resumed knows its
-best versions. The algorithms' states at the best validation are saved too, so that training can return to them.
-The label ``best`` points at the best versions of the resources that algorithms tune.
+best versions. The algorithms' states at the best validation are saved too, so that training can return to them. The
+label ``best`` points at the best versions of the resources that algorithms tune.
 
-Validations of a run share their tasks, so they are compared task by task, by Student's interval of the mean difference.
+Validations of a run share their tasks, so they are compared task by task, by Student's interval of the mean
+difference.
 """
 
 import hashlib
@@ -20,10 +21,10 @@ from agl_inspect.records.state import AlgorithmState
 from agl_inspect.statistics import interval
 
 BEST = "best"
-"""The label of the best validated versions."""
+"""The label that points at the versions of the best validation."""
 
 FINALISTS = 3
-"""Largest number of validations, the best one included, whose versions are measured again at the end."""
+"""The most validations, the best one included, whose versions are measured again at the end."""
 
 FALL_CONFIDENCE = 0.999
 """Confidence with which a validation must be below the best one to count as a fall. It is high because the best of many
@@ -31,7 +32,7 @@ validations is the luckiest one: at 0.95 a policy that does not change falls bel
 10 runs with 20 validations; at 0.999 in 1 of 200 runs."""
 
 FEWEST_TASKS = 5
-"""Smallest number of tasks with which a fall can be distinguished from chance."""
+"""The least number of tasks with which a fall can be told from chance."""
 
 _HOW = "validation"
 _HOW_AGAIN = "fresh validation"
@@ -41,10 +42,11 @@ class Validation(Record, frozen=True, kw_only=True):
     """A validation: the versions that it measured, and their rewards.
 
     Attributes:
-        turn: Steps that all algorithms together had taken.
+        turn: Number of steps that all algorithms together had taken.
         versions: The live version of every resource, by name.
-        steps: The steps of each algorithm whose files hold these versions and the algorithm's state at the validation.
-        rewards: One reward per validation task, in the order of the tasks; 0 for a rollout that failed or has none.
+        steps: For each algorithm, the steps whose files hold these versions and the algorithm's state.
+        rewards: One reward per validation task, in the order of the tasks; 0 for a rollout that failed or has no
+            reward.
         tasks: Digest of the validation tasks: only validations on the same tasks are compared.
         train: Digest of the training tasks, ``""`` in records of older releases.
         agent: The agent, ``""`` in records of older releases.
@@ -81,7 +83,7 @@ class Validation(Record, frozen=True, kw_only=True):
 
 
 class _Best(Record, frozen=True, kw_only=True):
-    """The algorithms' states at the best validation."""
+    """The states of the algorithms at the best validation."""
 
     turn: int
     states: dict[str, AlgorithmState]
@@ -121,7 +123,7 @@ class Validations:
         self._running: list[Mapping[str, tuple[int, ...]]] = []
 
     async def load(self) -> None:
-        """Load the run's earlier validations on the present tasks, and point the label ``best`` at the best of them."""
+        """Load the run's validations on the current tasks, and point the label ``best`` at the best of them."""
         every = (await self._shelf.read(self._store)).values()
         self._found |= {one.turn: one for one in every if one.tasks == self._digest}
         kept = await self._bests.get(self._store)
@@ -131,7 +133,7 @@ class Validations:
             await self._label()
 
     def at(self, turn: int) -> Validation | None:
-        """Return the validation after ``turn`` steps, ``None`` if there was none at that point."""
+        """Return the validation after ``turn`` steps; ``None`` if the run was not validated then."""
         return self._found.get(turn)
 
     def all(self) -> list[Validation]:
@@ -140,16 +142,16 @@ class Validations:
 
     @property
     def best(self) -> Validation:
-        """The validation with the highest mean reward; of equals, the last."""
+        """The validation with the highest mean reward; of several with that mean, the last one."""
         return max(self._found.values(), key=_rank)
 
     @property
     def states(self) -> Mapping[str, AlgorithmState]:
-        """The states that the algorithms had at the best validation, by name."""
+        """The states of the algorithms at the best validation, by algorithm."""
         return self._states
 
     def begin(self, steps: Mapping[str, tuple[int, ...]]) -> None:
-        """Note that a validation has begun; the files of ``steps`` must stay until it has ended."""
+        """Record that a validation has begun, so that the files of ``steps`` stay until it has ended."""
         self._running.append(steps)
 
     async def add(
@@ -190,7 +192,7 @@ class Validations:
         return one
 
     async def score(self, one: Validation, rewards: Sequence[float], *, is_fresh: bool = False) -> None:
-        """Save rewards as the score of a validation's tuned versions, except of those that an algorithm has scored.
+        """Save the rewards as the score of a validation's tuned versions; scores from algorithms are not replaced.
 
         ``is_fresh`` marks rewards of another measurement, made after the validation.
         """
@@ -206,12 +208,12 @@ class Validations:
                 await self._store.save_scores([score])
 
     async def label(self, one: Validation, reason: str) -> None:
-        """Point the label ``best`` at a validation's versions of the tuned resources."""
+        """Point the label ``best`` at the tuned resources' versions in this validation."""
         for name in sorted(self._tuned.intersection(one.versions)):
             await labels.move(self._store, name, BEST, one.versions[name], reason=reason)
 
     def kept(self, algorithm: str) -> frozenset[int]:
-        """Return the steps of an algorithm whose files must stay, because the run may go back to them."""
+        """Return the steps of an algorithm whose files must stay, because the run may return to them."""
         wanted = [one.steps for one in self.finalists()] if self._found else []
         return frozenset(step for steps in (*wanted, *self._running) for step in steps.get(algorithm, ()))
 
@@ -229,12 +231,12 @@ class Validations:
 
 
 def validations_of(name: str, run: int) -> Shelf[Validation]:
-    """Return the shelf of a run's validations, each named by the number of steps before it."""
+    """Return the shelf of a run's validations; a record's name is the number of steps before the validation."""
     return Shelf(Validation, run_key(name, run, "validation/"))
 
 
 async def read_validations(store: Store, name: str, run: int) -> list[Validation]:
-    """Read all validations of a run, first to last, whatever their tasks."""
+    """Read all validations of a run in order of their steps, whatever tasks they used."""
     return list((await validations_of(name, run).read(store)).values())
 
 
@@ -254,7 +256,7 @@ def digest_of(tasks: Sequence[Json]) -> str:
 
 
 def files_of(versions: Sequence[ResourceVersion], states: Mapping[str, AlgorithmState]) -> dict[str, tuple[int, ...]]:
-    """Return, for each algorithm, the steps that made the versions, and the step of the algorithm's state."""
+    """Map each algorithm to the steps that made its versions or its state, whose files must stay."""
     found = {name: {state.step} for name, state in states.items()}
     for version in versions:
         if version.algorithm in found:
@@ -263,7 +265,7 @@ def files_of(versions: Sequence[ResourceVersion], states: Mapping[str, Algorithm
 
 
 def is_below(one: Validation, other: Validation, *, confidence: float) -> bool:
-    """Return true if a validation's rewards are below another one's by more than chance explains.
+    """Return true if the rewards of ``one`` are below those of ``other`` by more than chance explains.
 
     Tasks that either validation could not judge are left out.
     """
@@ -271,7 +273,7 @@ def is_below(one: Validation, other: Validation, *, confidence: float) -> bool:
 
 
 def has_fallen(one: Validation, best: Validation) -> bool:
-    """Return true if a validation is so clearly below the best one that training must have lost earlier progress."""
+    """Return true if a validation is so far below the best one that training must have lost earlier progress."""
     return len(_differences(one, best)) >= FEWEST_TASKS and is_below(one, best, confidence=FALL_CONFIDENCE)
 
 

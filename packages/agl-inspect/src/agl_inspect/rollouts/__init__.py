@@ -1,1 +1,1 @@
-"""Reads single rollouts: their spans, conversations and answers, the use of each call in training, and tallies."""
+"""Reads single rollouts: spans, conversations, answers, the use of each call in training, and tallies."""

@@ -54,7 +54,7 @@ def _messages(answer: Event) -> Iterator[Event]:
 
 
 def _block(block: Event) -> tuple[Event, Event]:
-    """Split a content block into its initial form and the one delta that completes it."""
+    """Split a content block into an empty block to start with and one delta that completes it."""
     match block.get("type"):
         case "tool_use":
             text = to_json(block.get("input", {})).decode()
@@ -109,12 +109,12 @@ _NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 
 
 def asked(dialect: Dialect, request: Json) -> list[dict[str, Any]]:
-    """Return the conversation that a request body asks to continue, in comparable form."""
+    """Return the conversation in a request body, in a form in which conversations can be compared."""
     return comparable(call_messages(ModelCall(request_id="", dialect=dialect, model="", request=request)))
 
 
 def key_of(dialect: Dialect, request: Json) -> bytes:
-    """Return a key that is equal for requests of one dialect that ask to continue the same conversation."""
+    """Return a key that is equal for requests of one dialect with the same conversation."""
     return to_json([dialect, asked(dialect, request)])
 
 
@@ -127,7 +127,7 @@ def exchanges_of(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
 
 
 def answer_of(exchange: Sequence[ModelCall]) -> dict[str, Any] | None:
-    """Return the response body of an exchange with all its choices, ``None`` if the body is not a JSON object."""
+    """Return the response body of an exchange with all its choices; ``None`` if the body is not a JSON object."""
     first = exchange[0]
     if not _is_object(first.response):
         return None
@@ -244,7 +244,7 @@ def recorded_answers(spans: Sequence[Span]) -> tuple[RecordedAnswer, ...]:
 
 
 class AnswerCounts(Record, frozen=True, kw_only=True):
-    """Numbers of a replay's calls by the origin of their answers.
+    """Counts of a rollout's calls by the origin of their answers.
 
     Attributes:
         replayed: Calls that got a recorded answer, or one that was made up for the replay.
@@ -258,7 +258,7 @@ class AnswerCounts(Record, frozen=True, kw_only=True):
 
 
 def answer_counts(model_versions: Iterable[str]) -> AnswerCounts:
-    """Count the calls of a rollout by the model versions that answered them."""
+    """Count calls by the origin of their answers, given the model versions that answered them."""
     versions = list(model_versions)
     refused = versions.count(DIVERGED)
     replayed = sum(version.startswith(REPLAY_VERSION) for version in versions) - refused

@@ -1,6 +1,6 @@
 """Turns the messages of calls into labelled texts for people, and describes how two conversations differ.
 
-The messages were written by agents, models and tools, and may be any JSON.
+The messages come from agents, models and tools, and may be any JSON.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class ShownMessages:
         self._shown: set[bytes] = set()
 
     def add(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Add a conversation; returns the length, in messages, of the prefix that an earlier conversation shares."""
+        """Add a conversation; return the number of first messages that it shares with an earlier conversation."""
         digests = list(_digests(comparable(messages)))
         common = sum(1 for _ in takewhile(self._shown.__contains__, digests))
         self._shown.update(digests)
@@ -45,7 +45,7 @@ _STACKTRACE = "exception.stacktrace"
 
 
 class SpanText(NamedTuple):
-    """A labelled text of a span; ``role`` is the role of a message, ``error`` for a traceback, else ``""``."""
+    """A text of a span, with a label and a role: a message's role, ``error`` for a traceback, else ``""``."""
 
     role: str
     label: str
@@ -53,7 +53,7 @@ class SpanText(NamedTuple):
 
 
 def contents_of(span: Span, shown: ShownMessages) -> tuple[int, list[SpanText]]:
-    """Return the number of a call's first messages that were shown before, and all other texts of the span."""
+    """Return the number of a call's first messages that were shown before, and the span's other texts."""
     labels = _LABELS if span.call else {**_LABELS, **_UNRECORDED}
     texts = [SpanText("", label, span.attributes[name]) for name, label in labels.items() if name in span.attributes]
     messages = call_messages(span.call) if span.call else []
@@ -77,7 +77,7 @@ def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
 
 
 def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the parts of a message as (label, text): reasoning, content, and tool calls with their arguments."""
+    """Return the parts of a message as ``(label, text)``: reasoning, content, and tool calls with arguments."""
     role = str(message.get("role", "message"))
     reasoning = [message[key] for key in ("reasoning_content", "reasoning") if message.get(key)]
     found = [(f"{role} thinks", _plain(each)) for each in reasoning]
@@ -91,7 +91,7 @@ def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _plain(content: Any) -> str:
-    """Return a content's text; parts that are not text are written as JSON."""
+    """Return the text of a message's content; parts of other kinds are written as JSON."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -115,7 +115,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def comparable(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:
-    """Return messages without empty fields, because some clients omit a field that others send as null or empty."""
+    """Return messages without empty fields, which some clients omit and others send as null."""
     return [{key: value for key, value in message.items() if value not in (None, "", [])} for message in messages]
 
 
@@ -125,7 +125,7 @@ _NOTHING = "nothing"
 
 
 def difference(then: Any, now: Any) -> str:
-    """Return ``was A, is B``, with both values cut to the part that differs and a little context."""
+    """Return ``was A, is B``, with both values cut to the differing part and a little context."""
     if not (isinstance(then, str) and isinstance(now, str)):
         return f"was {_whole(then)}, is {_whole(now)}"
     same = takewhile(lambda pair: pair[0] == pair[1], zip(then, now, strict=False))
@@ -134,7 +134,7 @@ def difference(then: Any, now: Any) -> str:
 
 
 def nearest(asked: Sequence[Any], recorded: Sequence[Sequence[Any]]) -> str:
-    """Describe how ``asked`` first differs from the most similar recorded request; ``""`` if nothing is recorded."""
+    """Describe the first difference between a request and the most similar recorded one; ``""`` without a recording."""
     if not recorded:
         return ""
     best = max(recorded, key=lambda messages: (_shared(asked, messages), -abs(len(messages) - len(asked))))
@@ -146,7 +146,7 @@ def nearest(asked: Sequence[Any], recorded: Sequence[Sequence[Any]]) -> str:
 
 
 def ending(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Describe a request by the last message of its conversation, on one line."""
+    """Describe a conversation by its last message, on one line."""
     if not messages:
         return "an empty conversation"
     return f"{_role(messages[-1])}: {short(messages[-1].get('content'), 120)}"

@@ -13,7 +13,7 @@ from agl_inspect.rollouts.training import TrainingRecord, token_values
 from agl_inspect.text import count_of
 
 _MOST_TOKENS = 2**53
-"""Largest number of tokens of a call. A larger number is not a count, and does not fit every store's integers."""
+"""Counts of tokens above this are not believed, and do not fit every store's integers."""
 
 NEXT_STEP: dict[RejectReason, str] = {
     "error": "The backend answered with an error or not at all: look at its log; a client that retries is recorded "
@@ -36,7 +36,7 @@ NEXT_STEP: dict[RejectReason, str] = {
     "too_long": "Raise the token limit of the algorithm, or shorten the prompt.",
     "stale": "The weights moved on too far since it was sampled: allow more staleness, or collect less ahead.",
 }
-"""Advice on calls that are in no row, by reject reason."""
+"""Advice by reject reason, for calls that are in no row."""
 
 _NO_CALLS = (
     "No model call was recorded. Expected: calls of an OpenAI- or Anthropic-compatible client made while the agent "
@@ -94,7 +94,7 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
 
 
 def explain_training(record: TrainingRecord, *, is_saved: bool = True) -> list[str]:
-    """Explain in lines what a step did with a rollout: each call's credit, advantage and row, or why it did not train.
+    """Explain what a step did with each call of a rollout: credit, advantage and row, or why it did not train.
 
     ``is_saved`` is false for a step that did not end, for example because its process was killed.
     """
@@ -126,7 +126,7 @@ def _use(call: CallUse, *, hides_note: bool) -> str:
 
 
 def _spread(call: CallUse, name: str) -> str:
-    """Return the smallest and the largest value of a call's tokens as text, ``""`` if the tokens have no values."""
+    """Return the range of a value over a call's tokens as text; ``""`` if the tokens have no such value."""
     values = _known(call, name)
     return f"{name} of its tokens from {_number(min(values))} to {_number(max(values))}" if values else ""
 
@@ -143,7 +143,7 @@ def _known(call: CallUse, name: str) -> list[float]:
 def _is_without_ids(episode: Episode) -> bool:
     """Return true if no call is in a row and some calls lack token ids.
 
-    The model then gives no token ids at all, which matters only for the training of weights.
+    The model then returns no token ids at all, which matters only for the training of weights.
     """
     reasons = [call.reject for call in episode.transitions]
     return "missing_token_ids" in reasons and "" not in reasons
@@ -171,7 +171,7 @@ def _outcome(episode: Episode) -> str:
 
 
 def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> list[str]:
-    """Explain the reward that trains, and the recorded rewards that do not count."""
+    """Return lines about the reward that trains, and about recorded rewards that do not count."""
     attempt_id = episode.attempt.attempt_id if episode.attempt else None
     admitted = admitted_rewards(spans, attempt_id, options)
     lines = [f"reward {_number(episode.reward)}: {score(admitted, options=options).note}"]
@@ -194,7 +194,7 @@ def _do(count: int) -> str:
 
 
 def _agreement(episode: Episode) -> list[str]:
-    """Name each call that was seen but not recorded, and each that was recorded outside of the tracer's spans."""
+    """Return a line for each call that was reported but not recorded, or recorded outside of the tracer's spans."""
     lines = [
         f"unseen: {_loose(call)} made a call that was not recorded; span {call.span_id} has the known facts"
         for call in episode.unseen
@@ -226,13 +226,13 @@ def _summary(episode: Episode) -> str:
 
 
 def token_counts(span: Span) -> str:
-    """Return the numbers of prompt and response tokens of a recorded call as text, ``""`` if both are unknown."""
+    """Return the token counts of a call's prompt and response as text; ``""`` if both are unknown."""
     prompt, response = tokens_of(span)
     return f"{prompt} + {response} tokens" if prompt or response else ""
 
 
 def call_facts(span: Span) -> list[str]:
-    """Describe a recorded call: policy or model, tokens, finish reason, version, and what went wrong."""
+    """Return short texts about a call: policy or model, tokens, finish reason, version, and problems."""
     call = span.call
     if call is None:
         return []
@@ -249,7 +249,7 @@ def call_facts(span: Span) -> list[str]:
 
 
 def tokens_of(span: Span) -> tuple[int, int]:
-    """Return the numbers of a call's prompt and response tokens, each 0 if it is unknown.
+    """Return the token counts of a call's prompt and response, 0 if unknown.
 
     The token ids are counted; without token ids, the numbers that the backend reported are returned.
     """
@@ -261,7 +261,7 @@ def tokens_of(span: Span) -> tuple[int, int]:
 
 
 def _count(given: Any) -> int:
-    """Return ``given`` if it can be a number of tokens, else 0: any exporter may have written the attribute."""
+    """Return ``given`` if it is a plausible number of tokens, else 0; any program may have written it."""
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     return int(given) if is_number and 0 <= given <= _MOST_TOKENS else 0
 

@@ -15,10 +15,10 @@ from agl_inspect.records.state import rules_of
 
 _PAGE = 16
 CHOSEN_PAGE = 16
-"""Number of spans in a page of selected spans, for which the store searches the attempt."""
+"""Number of spans per page if spans are selected, because the store then searches the attempt."""
 
 _KEPT = 2
-"""Number of pages that are kept, for spans that are read in another order than they were recorded in."""
+"""Number of pages that stay in memory, for spans that are read in another order than the recorded one."""
 
 _NAMING = (
     *(semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME, semconv.WORKFLOW_NAME, semconv.OPERATION),
@@ -27,7 +27,7 @@ _NAMING = (
 
 
 class SpanReader:
-    """Reads the spans of one rollout, with at most a few pages of them in memory.
+    """Reads the spans of one rollout, with at most a few pages of spans in memory.
 
     To select the spans of an agent, it reads the names of all spans once, and finds the agent of each span itself. The
     store would search the whole attempt again for every page.
@@ -55,7 +55,7 @@ class SpanReader:
             yield span
 
     async def behind(self, sequence: int) -> AsyncIterator[Span]:
-        """Yield the selected spans with a higher ``sequence``, in order of ``sequence``."""
+        """Yield the selected spans with a ``sequence`` above the given one, in order."""
         around = await self._actors() if self._agent else None
         async for span in self._all(self._chosen, sequence):
             if around is None or around.who(span).agent == self._agent:
@@ -96,7 +96,7 @@ class SpanReader:
 
 
 def _names_of(span: Span) -> Span:
-    """Return a span with only the attributes that name agents, nodes and tools, to find the agents of other spans."""
+    """Return a span with only the attributes that name actors, which suffices to find the agents of other spans."""
     attributes = {name: span.attributes[name] for name in _NAMING if name in span.attributes}
     return replace(span, attributes=attributes, events=(), call=None, reward=None)
 
@@ -131,7 +131,7 @@ async def read_episode(
 
 
 def reward_of(recording: Recording) -> float | None:
-    """Return the reward that the store has computed for a rollout's deciding or running attempt."""
+    """Return the reward that the store computed for a rollout's deciding or running attempt; ``None`` without one."""
     deciding = recording.rollout.attempt_id
     return attempt_reward(next((each for each in recording.attempts if each.attempt_id == deciding), None))
 

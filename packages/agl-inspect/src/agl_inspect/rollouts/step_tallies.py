@@ -1,4 +1,4 @@
-"""Adds up the rollouts of a step by agent and by task, and saves the sums in the store for views.
+"""Tallies the rollouts of a step by agent and by task, and saves the tallies in the store for views.
 
 The store itself sums up rollouts as they finish, but does not know then which agent made which call; only an episode
 does. One record per step and mode is saved, so that the cost of viewing a run depends on its number of steps, and not
@@ -20,18 +20,18 @@ from agl_inspect.rollouts.explanations import tokens_of
 from agl_inspect.statistics import interval
 
 MOST_AGENTS = 64
-"""Largest number of agents in a record; the agents with the fewest calls are left out."""
+"""The most agents in a record; agents with the fewest calls are left out."""
 
 
 class AgentTally(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The share of an agent in the rollouts of a step.
+    """An agent's share in the rollouts of a step.
 
     Attributes:
         agent: The agent's name, ``""`` for calls outside of any agent.
         rollouts: Number of rollouts in which the agent made a call.
         calls: Number of the agent's calls.
         tokens: Number of tokens that models sampled in these calls.
-        trained: Number of these tokens on which the step trained.
+        trained: Number of sampled tokens on which the step trained.
         seconds: Time spent in these calls.
         reward: Moments of the rewards of these rollouts, without rollouts that have no reward.
         credit: Moments of the credits that the step reported for these calls.
@@ -67,12 +67,12 @@ class AgentTally(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class StepTally(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The rollouts that an algorithm collected in a step, in one mode.
+    """The tallies of the rollouts that an algorithm collected in one step and mode.
 
     Attributes:
         reward: Mean over tasks of the mean reward of a task's rollouts; ``None`` without rewards.
         low: Lower end of the 95 % interval of ``reward``; ``None`` for fewer than two tasks.
-        high: Upper end of the same interval; ``None`` for fewer than two tasks.
+        high: Upper end of the 95 % interval of ``reward``; ``None`` for fewer than two tasks.
         agents: The tallies of the agents, those with the most calls first.
     """
 
@@ -87,17 +87,17 @@ class StepTally(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def tokens(self) -> int:
-        """Tokens that models sampled."""
+        """Number of tokens that models sampled for all agents."""
         return sum(each.tokens for each in self.agents)
 
     @property
     def trained(self) -> int:
-        """Sampled tokens on which the step trained."""
+        """Number of sampled tokens on which the step trained, for all agents."""
         return sum(each.trained for each in self.agents)
 
 
 class Observed:
-    """Collects the seconds, tokens and errors of calls from recordings, because episodes do not contain them."""
+    """Collects the seconds, tokens and errors of calls from recordings, because episodes lack them."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, str], float] = {}
@@ -118,7 +118,7 @@ class Observed:
 
 
 class _Seen(NamedTuple):
-    """The facts of a collected rollout that a tally needs."""
+    """The facts about one collected rollout that its tally needs."""
 
     step: int
     mode: Mode
@@ -126,18 +126,18 @@ class _Seen(NamedTuple):
     task: str
     reward: float | None
     calls: list[tuple[str, str, int, float]]
-    """The span id, agent, sampled tokens and seconds of each call."""
+    """One tuple per call: span id, agent, sampled tokens and seconds."""
     errors: Counter[str]
 
 
 class StepTallies:
-    """Holds collected rollouts until their step ends, and then adds them up."""
+    """Holds collected rollouts until their step ends, and then tallies them."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[str, list[_Seen]] = defaultdict(list)
 
     def add(self, caller: str, episodes: Iterable[Episode], observed: Observed, *, step: int, mode: Mode) -> None:
-        """Note the rollouts that ``caller`` collected for a step."""
+        """Hold the rollouts that ``caller`` collected for a step."""
         for episode in episodes:
             name = episode.rollout.rollout_id
             calls = [
@@ -150,7 +150,7 @@ class StepTallies:
             self._waiting[caller].append(seen)
 
     def take(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> list[StepTally]:
-        """Return the sums of the rollouts that ``caller`` collected up to ``step``, which has ended, by step and mode.
+        """Tally the rollouts that ``caller`` collected up to ``step``, which has ended, by step and mode.
 
         ``uses`` are the uses of calls in the step's report, by rollout id.
         """
@@ -164,12 +164,12 @@ class StepTallies:
 
 
 async def add_tallies(store: Store, record: ExperimentRecord, tallies: Iterable[StepTally]) -> None:
-    """Save the sums of steps with their run."""
+    """Save the tallies of steps under their run."""
     await _shelf(record).add(store, {f"{each.algorithm}/{each.mode}/{each.step}": each for each in tallies})
 
 
 async def read_tallies(store: Store, record: ExperimentRecord) -> list[StepTally]:
-    """Return the sums of a run's steps, in order of algorithm, step and mode."""
+    """Return the tallies of a run's steps, in order of algorithm, step and mode."""
     found = (await _shelf(record).read(store)).values()
     return sorted(found, key=lambda each: (each.algorithm, each.step, each.mode))
 
@@ -204,7 +204,7 @@ def _tally(
 
 
 def _shares(seen: _Seen, uses: Mapping[str, CallUse]) -> list[AgentTally]:
-    """Return the share of each agent in one rollout."""
+    """Return one tally per agent for a single rollout."""
     found = {agent: AgentTally(agent=agent, errors=count) for agent, count in seen.errors.items()}
     callers: set[str] = set()
     for span_id, agent, tokens, seconds in seen.calls:

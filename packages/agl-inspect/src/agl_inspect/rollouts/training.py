@@ -1,4 +1,4 @@
-"""Records how the steps of an experiment used each rollout, as spans of the rollout itself.
+"""Records how the steps of an experiment used each rollout, in spans that belong to the rollout.
 
 A record belongs to a rollout and not to an attempt: it is copied, archived and removed with the rollout. The record is
 written before its step is saved, so that every saved step has its records. A step that is repeated after a crash either
@@ -19,17 +19,17 @@ from agl.schemas import Record, Span, encode
 from agl_inspect.records.state import load_algorithm
 
 TRAINING = "agl.training"
-"""The attribute of a span that holds a :class:`TrainingRecord`."""
+"""The span attribute that holds a :class:`TrainingRecord`."""
 
 _BATCH = 8 << 20
-"""Size in bytes at which a batch of records is sent to the store."""
+"""A batch of records is sent to the store once it has this size in bytes."""
 
 _CALL_BYTES = 400
-"""Rough size in bytes of a call's record, without the numbers of its tokens."""
+"""Rough size in bytes of a call's record, without the values of its tokens."""
 
 
 class TrainingRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The use that a step of an algorithm made of one rollout.
+    """How a step of an algorithm used one rollout.
 
     Attributes:
         step: The step, from 1; 0 for a rollout of another algorithm that was left out before any step.
@@ -51,7 +51,7 @@ class TrainingRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def save_training(store: Store, records: Mapping[str, TrainingRecord]) -> None:
-    """Append records, given by rollout id; rollouts that were removed meanwhile are skipped."""
+    """Append records, given by rollout id, to the rollouts; rollouts that have been removed are skipped."""
     batch: list[Span] = []
     size = 0
     for rollout_id, record in records.items():
@@ -65,7 +65,7 @@ async def save_training(store: Store, records: Mapping[str, TrainingRecord]) -> 
 
 
 def training_of(spans: Iterable[Span]) -> list[TrainingRecord]:
-    """Return the training records among a rollout's spans in order of time, and only the newest one of each step."""
+    """Return a rollout's training records in order of time; of several records of a step, only the newest."""
     found: dict[tuple[str, int, str, int], TrainingRecord] = {}
     for span in sorted(
         # Agents write spans of their own attempts only, so a span without an attempt is the experiment's.
@@ -111,7 +111,7 @@ async def _append(store: Store, spans: Sequence[Span]) -> None:
 
 
 async def is_saved(store: Store, rollout_id: str, record: TrainingRecord) -> bool:
-    """Return false if a record says that a step trained, but the process ended before this step was saved."""
+    """Return false if a record's step trained, but the process ended before that step was saved."""
     if not record.is_trained or not await store.experiments(record.experiment):
         return True
     steps = await store.trained(record.experiment, run=record.run, algorithm=record.algorithm, rollout_ids=[rollout_id])

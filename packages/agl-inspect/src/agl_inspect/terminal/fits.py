@@ -1,4 +1,4 @@
-"""Fits a model to the parameters of comparable runs, saves the fit in the store, and prints it with the next run."""
+"""Fits a model to the parameters of comparable runs, and saves and prints the fit with the proposed next run."""
 
 import asyncio
 import shlex
@@ -18,16 +18,16 @@ from agl_inspect.terminal.output import echo, print_table
 from agl_inspect.text import short
 
 _NAMED = 12
-"""Largest number of runs that one line names."""
+"""The most runs that a line names."""
 
 
 def settings_of(proposed: Mapping[str, str | None]) -> tuple[str, ...]:
-    """Return the values of a proposed run as ``KEY=VALUE`` for ``--set``, without the keys to leave out."""
+    """Return a proposal as ``KEY=VALUE`` texts for ``--set``; keys to leave out are not among them."""
     return tuple(f"{key}={text}" for key, text in proposed.items() if text is not None)
 
 
 def print_fit(found: Fit) -> None:
-    """Print the runs that were compared, the best run, the ranking of their parameters, and the proposed next run."""
+    """Print a fit: the runs, the best run, the ranking of the parameters, and the proposed next run."""
     echo(_source(found))
     if found.best is not None:
         echo(f"best: {found.best.name}, {_reward(found.best)}; the best of several is partly luck")
@@ -56,7 +56,7 @@ def print_fit(found: Fit) -> None:
 
 
 async def counted(store: Store, experiment: str) -> str:
-    """Return a sentence with the number of runs that compare with an experiment; ``""`` for fewer than two."""
+    """Return a sentence about the number of runs comparable with an experiment; ``""`` for fewer than two."""
     history = await history_of(store, experiment)
     if history is None or len(history.runs) < 2:
         return ""
@@ -67,7 +67,7 @@ async def counted(store: Store, experiment: str) -> str:
 
 
 async def suggest_next(store: Store, experiment: str | None) -> Fit:
-    """Fit a model to the runs that compare with an experiment, and save the fit in the store.
+    """Fit a model to the runs that are comparable with an experiment, and save the fit in the store.
 
     Raises:
         ConfigError: The experiment does not exist, or its newest run has no validation; or ``experiment`` is ``None``
@@ -86,7 +86,7 @@ async def suggest_next(store: Store, experiment: str | None) -> Fit:
 
 
 async def fit_and_record(store: Store, history: History, *, experiment: str = "") -> Fit:
-    """Fit a model, and, if it ranks parameters, save it with ``experiment``, by default that of the last run."""
+    """Fit a model; if it ranks parameters, save the fit under ``experiment``, by default the last run's experiment."""
     found = await asyncio.to_thread(fit, history)
     if found.parameters:
         record = await load_experiment(store, experiment or history.runs[-1].experiment)
@@ -121,7 +121,7 @@ def _reward(run: PastRun) -> str:
 
 
 def lacking(found: Fit) -> str:
-    """Return a sentence that says how many more runs a ranking needs, and how to make them."""
+    """Return a sentence about how many more runs a ranking needs, and how to make them."""
     more = f"{found.missing} more comparable run{'' if found.missing == 1 else 's'}"
     how = "agl run FILE --set experiment.name=OTHER --set KEY=VALUE"
     return f"a model needs {FEWEST} runs to rank parameters: {more} first, with other values ({how})"

@@ -21,11 +21,11 @@ from agl_inspect.stores import SQLITE, as_url, build_store, refuse_directory, st
 from agl_inspect.terminal.output import echo, json_option, print_json
 
 pass_manager = click.make_pass_decorator(PluginManager)
-"""Decorator that passes the plugin manager as a command's first argument."""
+"""Decorator that passes the plugin manager to a command as the first argument."""
 
 
 def manager_of(ctx: click.Context) -> PluginManager:
-    """Return the plugin manager of this invocation, which obeys ``--no-plugins`` and the environment variables."""
+    """Return the plugin manager of this command line, made as ``--no-plugins`` and the environment require."""
     root = ctx.find_root()
     if not isinstance(root.obj, PluginManager):
         try:
@@ -36,7 +36,7 @@ def manager_of(ctx: click.Context) -> PluginManager:
 
 
 def given_options(ctx: click.Context) -> dict[str, str]:
-    """Return the options that the command line gives, such as ``--label``, by the names of their parameters."""
+    """Return the options on the command line, such as ``--label``, by the names of their parameters."""
     return {
         param.name: max(param.opts, key=len)
         for param in ctx.command.params
@@ -52,7 +52,7 @@ store_option = click.option(
     envvar="AGL_STORE",
     help="URL of the store, or a SQLite file; by default $AGL_STORE, or the only runs/*.db.",
 )
-"""Decorator that adds ``--store`` to a command, which gets its value as ``store_url``; for :func:`with_store`."""
+"""Decorator that adds ``--store`` to a command, which gets the value as ``store_url``; see :func:`with_store`."""
 
 
 def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
@@ -74,7 +74,7 @@ def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], 
 
 
 class Reading(NamedTuple):
-    """The store that a command reads, and whether its output is JSON."""
+    """The store that a command reads, and whether the command prints JSON."""
 
     manager: PluginManager
     url: str | None
@@ -85,7 +85,7 @@ class Reading(NamedTuple):
         return with_store(self.manager, self.url, work)
 
     def show(self, found: Any, lines: Callable[[], Iterable[str]]) -> None:
-        """Print ``found`` as JSON if the command got ``--json``, else the lines that ``lines`` returns."""
+        """Print ``found`` as JSON if ``--json`` was given, else the lines that ``lines`` returns."""
         if self.as_json:
             print_json(found)
         else:
@@ -94,7 +94,7 @@ class Reading(NamedTuple):
 
 
 def reads_store(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--store`` and ``--json`` to a command, which gets them as its first argument, a :class:`Reading`."""
+    """Add ``--store`` and ``--json`` to a command, which gets a :class:`Reading` as the first argument."""
 
     @wraps(command)
     def reading(manager: PluginManager, *args: Any, store_url: str | None, as_json: bool, **options: Any) -> Any:
@@ -104,7 +104,7 @@ def reads_store(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def new_store(manager: PluginManager, url: str, *, other_than: str) -> Store:
-    """Open a store for writing, which need not exist yet; raises :class:`ConfigError` if it is ``other_than``."""
+    """Open a store to write to, which may not exist yet; raises :class:`ConfigError` for ``other_than``."""
     found = as_url(url)
     refuse_directory(found, Path())
     if _place(found) == _place(other_than):
@@ -117,10 +117,10 @@ def _place(url: str) -> str:
 
 
 def resolve_url(url: str | None, folder: Path = Path()) -> str:
-    """Return the URL of the store to read; without ``url``, of the only file ``runs/*.db``.
+    """Return the URL of the store to read; without ``url``, that of the only file ``runs/*.db``.
 
     Raises :class:`ConfigError` if a SQLite file is missing, because reading must not create it, or if ``runs/`` does
-    not hold exactly one.
+    not hold exactly one file.
     """
     if not url:
         return _only_file(folder)
@@ -151,10 +151,10 @@ def _only_file(folder: Path) -> str:
 
 
 LATEST = "latest"
-"""The id that stands for the newest rollout."""
+"""The word that stands for the newest rollout in place of an id."""
 
 _LISTED = 100
-"""Largest number of completions that are offered; typing more letters finds the others."""
+"""The most completions that are offered; typing more letters finds the others."""
 
 
 def complete_rollout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

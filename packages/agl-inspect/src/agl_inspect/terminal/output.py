@@ -1,4 +1,4 @@
-"""Prints the output of commands: tables, cut to fit only if they go to a terminal, and JSON for programs."""
+"""Prints the output of commands: JSON for programs, and tables, which are cut to fit a terminal."""
 
 import shutil
 import sys
@@ -12,7 +12,7 @@ from agl.schemas import to_json
 from agl_inspect.text import CONTROLS, visible
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-"""Decorator that adds ``--json`` to a command, which gets it as ``as_json``."""
+"""Decorator that adds ``--json`` to a command, which gets the flag as ``as_json``."""
 
 
 STOPPED = 130
@@ -21,10 +21,10 @@ STOPPED = 130
 _IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS}
 
 _IN_CELLS = {ord("\n"): r"\n", ord("\t"): r"\t"}
-"""Escapes of line feed and tab, which text may contain, but a row of a table may not."""
+"""Escapes for line feed and tab, which a text may contain but a row of a table may not."""
 
 _LEAST = 6
-"""Smallest width of a shortened column, in characters."""
+"""The least width of a shortened column in characters."""
 
 
 def echo(text: str) -> None:
@@ -67,7 +67,10 @@ def print_table(
 
 
 def when(unix_s: float) -> str:
-    """Format Unix seconds as date and time in UTC; 0 means unknown and gives ``""``, an impossible time its number."""
+    """Format Unix seconds as date and time in UTC.
+
+    0 means unknown and gives ``""``; a time that is out of range is returned as a number.
+    """
     try:
         return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix_s else ""
     except (OSError, OverflowError, ValueError):  # such as nanoseconds that another program wrote
@@ -80,7 +83,7 @@ def _print_aligned(cells: Sequence[Sequence[str]], widths: Sequence[int]) -> Non
 
 
 def _print_fitted(cells: Sequence[Sequence[str]], fixed: Collection[int], order: Sequence[int]) -> None:
-    """Print the columns that fit the terminal, and name the others on standard error."""
+    """Print the columns that fit the terminal, and name the columns left out on standard error."""
     from rich.cells import cell_len
 
     natural = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
@@ -98,7 +101,7 @@ def _print_fitted(cells: Sequence[Sequence[str]], fixed: Collection[int], order:
 
 
 def _widths(natural: Sequence[int], fixed: Collection[int], others: Sequence[int], room: int) -> dict[int, int] | None:
-    """Return the width of each column, shortening the widest first; ``None`` if the columns do not fit ``room``."""
+    """Return the width of each column after the widest were shortened; ``None`` if even this does not fit ``room``."""
     widths = {index: natural[index] for index in sorted({*fixed, *others})}
     excess = sum(widths.values()) + 2 * (len(widths) - 1) - room
     for _ in range(excess):

@@ -19,7 +19,7 @@ from agl_inspect.text import visible
 
 
 class Modes(click.Command):
-    """A command that hands over to another one if a flag says so: ``agl metrics --plot`` runs the command ``plot``.
+    """A command with modes: a flag hands over to another command, as ``agl metrics --plot`` runs ``plot``.
 
     Args:
         modes: The other commands, by flag.
@@ -32,7 +32,7 @@ class Modes(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Parse the arguments as the command whose flag is among them, or as this command if there is no such flag."""
+        """Parse the arguments for the mode whose flag is given, or for this command if no such flag is given."""
         words = args[: args.index("--")] if "--" in args else args
         flag = next((word for word in words if word in self.modes), None)
         if flag is None:
@@ -51,11 +51,11 @@ class OpenGroup(click.Group):
     """A command group to which plugins add commands: their entries name the group as ``parent``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the group's own commands and of the plugins' commands."""
+        """Return the names of the group's own commands and of the commands that plugins add."""
         return sorted([*super().list_commands(ctx), *(entry.name for entry in _entries_below(ctx, self.name or ""))])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command, imported if it is a plugin's; an unknown name is a usage error."""
+        """Return a command, imported if a plugin adds it; an unknown name is a usage error."""
         own, name = super().get_command(ctx, cmd_name), f"{self.name} {cmd_name}"
         names = self.list_commands(ctx)
         if own is None and cmd_name not in names:
@@ -113,11 +113,11 @@ _GROUPS = {
     "Versions": ("resources",),
     "Again and around": ("replay", "data", "plugins"),
 }
-"""The commands by section of ``agl --help``; all others come last."""
+"""The commands in each section of ``agl --help``; commands that are not listed come last."""
 
 
 class _UsageError(click.ClickException):
-    """A usage error that is printed as one paragraph; click's own prints three."""
+    """A usage error that is printed as one paragraph instead of click's three."""
 
     exit_code = 2
 
@@ -163,7 +163,7 @@ def cli(debug: bool, no_plugins: bool) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Escapes control characters, which text of agents and models may contain.
+    """Formats log records, with control characters escaped, because texts of agents and models may contain them.
 
     The error of an attempt is printed on one line, without its traceback, which ``agl show`` prints.
     """

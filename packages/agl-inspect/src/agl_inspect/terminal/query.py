@@ -1,4 +1,4 @@
-"""Selects the rollouts that a command reads: options that filter rollouts and spans, and paging through a store."""
+"""Selects the rollouts that a command reads: options for rollouts and spans, and paging through a store."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import wraps
@@ -24,20 +24,20 @@ STATUSES = ("queued", "running", "succeeded", "failed", "cancelled")
 PAGE = 500
 
 _LISTED = 8
-"""Largest number of ids that the error about an ambiguous prefix lists."""
+"""The most ids that the error about an ambiguous prefix lists."""
 
 _SLIP = 0.9
-"""Smallest similarity, from 0 to 1, of an id that is proposed for a misspelt one; high, as ids share long prefixes."""
+"""The least similarity, from 0 to 1, of an id that is proposed for a misspelt one; ids share long prefixes."""
 
 CONVERSATIONS = "served-conversations"
 """The experiment of conversations that a gateway serves; a rollout is ``running`` until its conversation ends."""
 
 COUNTED: tuple[RolloutStatus, ...] = ("running", "succeeded", "failed")
-"""Statuses in which a rollout counts for the versions that it ran with; ``running`` counts for conversations only."""
+"""Statuses with which a rollout counts for its versions; ``running`` counts only for conversations."""
 
 
 def seconds_of(text: str) -> float:
-    """Parse a duration such as ``7d``, ``12h`` or ``90`` into seconds; used as the type of an option."""
+    """Parse a duration such as ``7d``, ``12h`` or ``90`` into seconds; the type of an option."""
     try:
         return parse_duration(text)
     except ValueError as error:
@@ -55,7 +55,7 @@ def filter_options(command: F) -> F:
 
 
 def span_options(command: F) -> F:
-    """Add ``--span``, ``--agent`` and ``--kind`` to a command, which gets them as ``chosen``: a query or ``None``."""
+    """Add ``--span``, ``--agent`` and ``--kind`` to a command, which gets a query or ``None`` as ``chosen``."""
 
     @wraps(command)
     def with_query(*args: Any, span_text: str, agent: str, kind: str, **options: Any) -> Any:
@@ -86,7 +86,7 @@ def make_query(experiment: str | None, status: tuple[str, ...], mode: str | None
 
 
 async def check_experiment(store: Store, name: str | None) -> None:
-    """Raise :class:`ConfigError` if an experiment has no rollout; the message names the experiments of the store."""
+    """Raise :class:`ConfigError`, which names the store's experiments, if this experiment has no rollout."""
     if name is None or await store.rollouts(RolloutQuery(experiment=name, limit=1)):
         return
     known = sorted(record.name for record in await store.experiments())
@@ -97,7 +97,7 @@ async def check_experiment(store: Store, name: str | None) -> None:
 
 
 async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout]]:
-    """Read all matching rollouts, page by page."""
+    """Yield all matching rollouts, page by page."""
     while True:
         page = await store.rollouts(query)
         if not page:
@@ -107,7 +107,7 @@ async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout
 
 
 async def rewards_of(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[Rollout, float | None]]:
-    """Yield rollouts in order of id, each with the reward that its experiment's rules compute from its spans."""
+    """Yield rollouts in order of id, each with the reward that the rules of its experiment give."""
     if rollout_ids:
         query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
         known: dict[str, ScoreOptions] = {}
@@ -142,7 +142,7 @@ async def find(store: Store, rollout_id: str) -> Rollout:
 
 
 async def _no_rollout(store: Store, rollout_id: str) -> str:
-    """Return a hint for an id that no rollout has: a similar id among the newest rollouts, and how to list them."""
+    """Return a hint for an unknown id: a similar id among the newest rollouts, and how to list them."""
     newest = await store.rollouts(RolloutQuery(limit=PAGE, is_newest_first=True))
     near = closest(rollout_id, [rollout.rollout_id for rollout in newest], cutoff=_SLIP)
     meant = f"did you mean {near!r}?" if near else "no id begins so;"
@@ -150,7 +150,7 @@ async def _no_rollout(store: Store, rollout_id: str) -> str:
 
 
 async def find_exact(store: Store, rollout_id: str) -> Rollout | None:
-    """Find a rollout by its whole id; ``None`` if it does not exist."""
+    """Find a rollout by its whole id; ``None`` for an unknown id."""
     try:
         return (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
     except NotFoundError:
@@ -158,12 +158,12 @@ async def find_exact(store: Store, rollout_id: str) -> Rollout | None:
 
 
 async def find_ids(store: Store, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the whole ids of rollouts, each named in one of the ways that :func:`find` accepts."""
+    """Return the whole ids of rollouts that are named in any way that :func:`find` accepts."""
     return tuple([(await find(store, name)).rollout_id for name in names])
 
 
 async def _latest(store: Store) -> Rollout:
-    """Return the newest of the rollouts that changed last.
+    """Return the newest among the rollouts that changed most recently.
 
     Ids sort by time within one experiment only, so the highest id counts only if the change feed names no rollout.
     """
@@ -178,17 +178,20 @@ async def _latest(store: Store) -> Rollout:
 
 
 async def read_one(store: Store, rollout_id: str, *, spans: SpanChoice = "deciding") -> Recording:
-    """Read a rollout with its attempts and spans; raises :class:`~agl.errors.NotFoundError`."""
+    """Read a rollout with its attempts and spans; raises :class:`~agl.errors.NotFoundError` for an unknown id."""
     query = RolloutQuery(ids=(rollout_id,))
     (found,) = [recording async for recording in read_recordings(store, query, spans=spans)]
     return found
 
 
 def deciding(rollout: Rollout, attempts: list[Attempt]) -> Attempt | None:
-    """Return the running or deciding attempt of a rollout, ``None`` before the first attempt."""
+    """Return the running or deciding attempt of a rollout; ``None`` before the first attempt."""
     return next((attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id), None)
 
 
 def is_counted(rollout: Rollout) -> bool:
-    """Return true if a rollout with a status in ``COUNTED`` counts: if it is finished, or a conversation."""
+    """Return true if a rollout counts for its versions: it is finished, or it is a conversation.
+
+    The rollout's status must be in ``COUNTED``.
+    """
     return rollout.is_finished or rollout.experiment == CONVERSATIONS

@@ -22,13 +22,15 @@ _PURPOSE = "signing key"
 
 
 def load_secret(path: Path | None = None) -> bytes:
-    """Return the key that new tokens are signed with: the first one of :func:`signing_keys`.
+    """Return the key that signs new tokens: the first key of :func:`signing_keys`.
 
     Args:
-        path: As for :func:`signing_keys`.
+        path: The file of keys, used if no environment variable names the keys; by default ``secret`` in
+            :func:`state_dir`.
 
     Raises:
-        ConfigError: As for :func:`signing_keys`.
+        ConfigError: A key is too short, others can read ``path``, the file cannot be read or created, or both
+            environment variables are set.
     """
     return signing_keys(path)().splitlines()[0]
 
@@ -85,7 +87,7 @@ def _create(path: Path) -> None:
 
 
 def _publish(draft: Path, path: Path) -> None:
-    """Give the draft its final name, unless another process was first: both calls fail if the target exists."""
+    """Move the draft to ``path``, unless another process has created ``path`` first."""
     place = os.rename if sys.platform == "win32" else os.link
     with suppress(FileExistsError):
         place(draft, path)

@@ -25,17 +25,17 @@ PREFIX = "agl_"
 TokenScope = Literal["attempt", "admin", "client", "worker"]
 """Kinds of tokens; see :class:`AttemptToken`."""
 Secret = bytes | Keys
-"""One fixed key, or a function that returns the current keys, one per line."""
+"""A fixed signing key, or a function that returns the current signing keys, one per line."""
 
 TOKEN_HOURS = 24.0
-"""Lifetime in hours of the token of an attempt without a time limit."""
+"""Lifetime in hours of an attempt's token if the attempt has no time limit."""
 
 TOKEN_SLACK_S = 60.0
-"""Seconds that a token outlives the attempt's time limit, for calls in flight."""
+"""Seconds for which an attempt's token stays valid after the attempt's time limit, for calls in flight."""
 
 _MAX_LENGTH = 2048
 _ADMIN_S = 3600.0
-"""Lifetime in seconds of the admin tokens that :class:`AdminKey` issues: long, because machines' clocks differ."""
+"""Lifetime in seconds of the tokens that :class:`AdminKey` issues; an hour, because machines' clocks differ."""
 
 _NEXT = "Use the token that the runner or `agl serve` gave for this attempt; set it as the client's API key."
 
@@ -94,14 +94,17 @@ class AttemptTokens:
         self._current()
 
     def changes(self) -> int:
-        """Read the keys, and return a number that changes whenever they do."""
+        """Read the signing keys again if their file has changed, and return how often they have changed so far."""
         self._current()
         return self._changes
 
     def issue(
         self, rollout_id: str, attempt_id: str, *, expires_at: float, scope: TokenScope = "attempt", name: str = ""
     ) -> str:
-        """Return a token valid until ``expires_at`` (Unix seconds); for scope ``admin`` both ids are ``""``."""
+        """Issue a token that is valid until ``expires_at`` (Unix seconds).
+
+        For the scope ``admin``, ``rollout_id`` and ``attempt_id`` are ``""``.
+        """
         return self._signed(
             AttemptToken(rollout_id=rollout_id, attempt_id=attempt_id, expires_at=expires_at, scope=scope, name=name)
         )
@@ -190,7 +193,7 @@ class AdminKey:
 
 
 class IssuedClaim(Claim, frozen=True, kw_only=True):
-    """A claim with the token of its attempt, for a worker without a signing key."""
+    """A claim of a rollout, with the attempt's token for a worker that has no signing key."""
 
     token: str
 
@@ -199,7 +202,7 @@ class IssuedClaim(Claim, frozen=True, kw_only=True):
 
 
 def issue_token(tokens: AttemptTokens, rollout: Rollout, attempt: Attempt) -> str:
-    """Issue a token for this attempt that expires shortly after the attempt's time limit."""
+    """Issue a token for the attempt; the token expires shortly after the attempt's time limit."""
     # An attempt has ended by then, so a leaked token is of little use.
     limit = rollout.retry.timeout_s
     seconds = TOKEN_HOURS * 3600 if limit is None else limit + TOKEN_SLACK_S
@@ -241,7 +244,7 @@ def _encode(data: bytes) -> str:
 
 
 PLACEHOLDER_KEY = "agl-no-key-needed"
-"""Value of ``OPENAI_API_KEY`` in a process whose calls get their token from the wire hook; gateways refuse it."""
+"""Value of ``OPENAI_API_KEY`` in a process whose wire hook adds the real token to each call; gateways refuse it."""
 
 REFUSED = "refused"
-"""Value of ``agl.unrecorded`` on the span of a call whose key was refused."""
+"""Value of the attribute ``agl.unrecorded`` on the span of a call whose API key the gateway refused."""

@@ -19,20 +19,22 @@ CA_ENV = "AGL_CA_FILE"
 """The environment variable that names a file of certificate authorities in PEM."""
 
 _BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-"""Variables that name the only file of authorities a client trusts: Python's and httpx's, requests', curl's."""
+"""Variables by which Python and httpx, requests, and curl take the only file of authorities that they trust."""
 
 _ADDED = "NODE_EXTRA_CA_CERTS"
-"""The variable that names a file of authorities that Node trusts in addition to its own."""
+"""The variable that names a file of authorities for Node to trust in addition to its built-in ones."""
 
 
 def ca_file(given: str | Path | None = None) -> Path | None:
-    """Return ``given``, else the file that ``AGL_CA_FILE`` names; ``None`` for the system's authorities."""
+    """Return ``given``, else the file that ``AGL_CA_FILE`` names; ``None`` if neither names a file."""
     found = given or os.environ.get(CA_ENV, "")
     return Path(found) if found else None
 
 
 def client_context(given: str | Path | None = None) -> ssl.SSLContext:
-    """Return the TLS context that verifies a gateway's certificate, against only the file if one is named.
+    """Return a TLS context that verifies a gateway's certificate.
+
+    If a file of authorities is named, only its authorities are trusted, else the system's.
 
     Args:
         given: A file of authorities in PEM; by default the result of :func:`ca_file`.
@@ -54,10 +56,10 @@ def client_context(given: str | Path | None = None) -> ssl.SSLContext:
 
 
 def refusal_of(error: BaseException, given: str | Path | None = None) -> str:
-    """Explain why a TLS connection failed and what to do; ``""`` for failures that have another cause.
+    """Explain why a TLS connection failed and what to do; return ``""`` if the error is not a TLS error.
 
     Args:
-        error: The connection's failure.
+        error: The error that the connection raised.
         given: The file of authorities that was used, as for :func:`client_context`.
     """
     # Clients wrap the error of the TLS layer in errors of their own, each under another name.
@@ -91,7 +93,10 @@ def trust_variables(given: str | Path | None = None) -> dict[str, str]:
 
 
 def _bundle(path: Path) -> Path:
-    """Write the system's authorities and those of ``path`` to one file, named by its content, and return its path."""
+    """Write the system's authorities and those in ``path`` to one file, and return the path of that file.
+
+    The file's name is a digest of its content.
+    """
     try:
         # Most clients trust exactly one file, so the system's authorities have to be in it too.
         content = b"\n".join([*(one.read_bytes() for one in _usual()), path.read_bytes()])
@@ -115,7 +120,7 @@ def _bundle(path: Path) -> Path:
 
 
 def _usual() -> list[Path]:
-    """Return the file of the system's authorities, else the one of certifi; an empty list if neither exists."""
+    """Return the file with the system's authorities, else certifi's file; an empty list if neither exists."""
     system = ssl.get_default_verify_paths().cafile
     if system:
         return [Path(system)]

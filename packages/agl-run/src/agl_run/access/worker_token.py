@@ -1,6 +1,7 @@
-"""The token, taken from the environment, of a worker that has no signing key and runs one experiment's attempts.
+"""Reads the token of a worker without a signing key from the environment.
 
-A token file is read again when it changes, so that a new token can replace an expiring one without a restart.
+The token may run the attempts of one experiment. A token file is read again when it changes, so that a new token can
+replace an expiring one without a restart.
 """
 
 from agl_inspect.keys import Keys

@@ -16,18 +16,18 @@ BUILT_IN_PARAMETERS = ("task", "resources", "rollout", "llm", "prompt_template")
 """Parameter names that an agent function may have without a resource of that name."""
 
 _ONLY = {"llm": LLM, "prompt_template": PromptTemplate}
-"""Parameter names that stand for the only resource of a kind."""
+"""The type of resource that each of these parameter names stands for, if exactly one resource has that type."""
 
 _RUNS = ("rollout", "rollout_async")
 _TRAINS = ("training_rollout", "training_rollout_async", *_RUNS)
 _VALIDATES = ("validation_rollout", "validation_rollout_async", *_RUNS)
 _METHODS: dict[Mode, Sequence[str]] = {"train": _TRAINS, "val": _VALIDATES, "test": _VALIDATES}
-"""Method names by mode; the first one that an agent's class defines runs its rollouts of that mode."""
+"""The names of a ``LitAgent``'s rollout methods to try in each mode; the first one that the class defines is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSpec:
-    """An agent, given by import path, as an object, as a command, as a coding harness, or by a runner's name for it.
+    """The specification of an agent: an import path, an object, a command, a coding harness, or a name in a runner.
 
     Attributes:
         path: ``"module:attribute"``; importable in a child process.
@@ -37,8 +37,8 @@ class AgentSpec:
         workspace: The folder or git tree that a harness gets a copy of.
         source: The name of the runner that brings the agent, as in ``agent = "SOURCE:NAME"``; see
             :class:`AgentSource`.
-        name: The agent's name in ``source``.
-        args: The arguments that ``source`` gives the agent.
+        name: The name of the agent in the runner ``source``.
+        args: The arguments with which the runner ``source`` makes the agent.
         folder: First entry of ``sys.path`` when importing ``path``, working directory of a command, and folder to
             which a harness's files are relative; ``""`` for the current directory.
     """
@@ -55,7 +55,7 @@ class AgentSpec:
 
     @classmethod
     def of(cls, agent: Any, *, folder: str = "") -> "AgentSpec":
-        """Make the specification of an agent given in any accepted form."""
+        """Return the specification of an agent that is given in any accepted form."""
         if isinstance(agent, AgentSpec):
             return agent
         if isinstance(agent, str):
@@ -84,7 +84,7 @@ class AgentSpec:
 
     @property
     def is_program(self) -> bool:
-        """True if the agent is a command or a coding harness, so that there is nothing to import."""
+        """True if the agent is a command or a coding harness, not Python code to import."""
         return bool(self.command or self.harness)
 
     @property
@@ -145,12 +145,12 @@ def _import_path(target: Any) -> str:
 
 
 def _named(target: Any) -> Any:
-    """Return the function or class behind an agent."""
+    """Return the agent's function or class; for an instance, its class."""
     return cast("Any", target if inspect.isclass(target) or inspect.isfunction(target) else type(target))
 
 
 def _path_of(target: Any) -> str:
-    """Return ``module:name`` for an agent that cannot be imported; the script's name replaces ``__main__``."""
+    """Return ``module:name`` for an agent object; for a module ``__main__``, the script's name is used."""
     owner = _named(target)
     script: str = getattr(sys.modules["__main__"], "__file__", None) or "__main__"
     return f"{Path(script).stem if owner.__module__ == '__main__' else owner.__module__}:{owner.__qualname__}"
@@ -206,7 +206,11 @@ def _value(name: str, rollout: Rollout, resources: Mapping[str, Any], *, is_firs
 
 
 def _resource(name: str, resources: Mapping[str, Any]) -> Any:
-    """Return the resource with a parameter's name, or the only one of the kind it stands for; ``None`` without one."""
+    """Return the resource for a parameter of an agent function; ``None`` if no resource fits.
+
+    A resource of the parameter's name comes first, then, for ``llm`` and ``prompt_template``, the only one of that
+    kind.
+    """
     if name not in resources and name in _ONLY and len(found := _of_kind(_ONLY[name], resources)) == 1:
         return resources[found[0]]
     return resources.get(name)
@@ -217,7 +221,7 @@ def _of_kind(kind: type, resources: Mapping[str, Any]) -> list[str]:
 
 
 TaskSets: TypeAlias = tuple[Sequence[Json], Sequence[Json]]
-"""Training tasks and validation tasks."""
+"""A pair of training tasks and validation tasks."""
 
 
 @runtime_checkable
@@ -226,10 +230,10 @@ class AgentSource(Protocol):
 
     @staticmethod
     def check(agent: AgentSpec) -> None:
-        """Check that the agent ``agent.name`` exists and accepts ``agent.args``.
+        """Check that the runner has the agent ``agent.name`` and that this agent accepts ``agent.args``.
 
         Raises:
-            ConfigError: It does not; the message says what to install or to write.
+            ConfigError: The agent is missing or refuses the arguments; the message says what to install or to write.
         """
         ...
 

@@ -1,7 +1,6 @@
-"""Imports the agents and rewards that an experiment names as ``module:attribute``, and its tracers' frameworks.
+"""Imports the agents and rewards that an experiment names as ``module:attribute``, and installs its tracers.
 
-Import errors are raised as errors for the module's author: they name the missing part, the file that needs it, and the
-next step.
+Errors name the missing module or attribute, the file that needs it, and the next step.
 """
 
 import importlib
@@ -26,13 +25,13 @@ def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any
 
     Args:
         path: The module and the attribute.
-        folder: Put first in ``sys.path``; ``""`` for nothing.
-        kind: What the object is to the experiment, such as ``"agent"``; used in messages.
+        folder: Put first in ``sys.path``; with ``""`` the path stays as it is.
+        kind: The object's role in the experiment, such as ``"agent"``; used in messages.
 
     Raises:
-        ConfigError: The module or the attribute does not exist or cannot be imported; the message names it and a
-            close match.
-        OtherModuleError: A module of that name with other contents was imported from another folder before.
+        ConfigError: The module or the attribute does not exist or cannot be imported; the message names it and a close
+            match.
+        OtherModuleError: This process has imported a different module of that name from another folder.
     """
     module_name, _, attribute = path.partition(":")
     if not attribute:
@@ -48,13 +47,13 @@ def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any
 
 
 def make_importable(folder: str) -> None:
-    """Append a folder to ``sys.path`` unless it is there; at the end, its modules hide no installed ones."""
+    """Append a folder to the end of ``sys.path``, where it hides no installed modules, unless it is there already."""
     if folder not in sys.path:
         sys.path.append(folder)
 
 
 def _meant_by(path: str, folder: str) -> str:
-    """Guess ``module:attribute`` from a file's name, a module's name, or a path with a dot before the attribute."""
+    """Suggest a correct spelling for a path without ``:``, such as ``agent.py``, ``agent`` or ``agent.solve``."""
     words = path.split()
     if len(words) > 1:
         return f"a command as an array of words: {json.dumps(words)}"
@@ -71,7 +70,7 @@ def _file_of(module: str, folder: str) -> Path:
 
 
 def _no_attribute(module: Any, attribute: str, kind: str) -> str:
-    """Word the error for a missing attribute, with a close match, or with all that the module defines."""
+    """Return the error text for a missing attribute, with a close match or with all names that the module defines."""
     values = cast("dict[str, Any]", vars(module))
     own = [name for name, value in values.items() if getattr(value, "__module__", "") == module.__name__]
     has = f"it has: {', '.join(sorted(own)) or 'no function or class'}"
@@ -112,7 +111,7 @@ def _refuse_other_folder(module: Any, own: Path, kind: str) -> None:
 
 
 def _other_module(name: str, folder: Path) -> str:
-    """Advise what to write instead of the name of a module that does not exist."""
+    """Return advice for a module that does not exist, such as the module of the folder with the closest name."""
     if name.endswith(".py"):
         return f"write the module without .py: '{name.removesuffix('.py')}:NAME'"
     there = sorted(path.stem for path in folder.glob("*.py"))
@@ -126,7 +125,7 @@ def _at(error: BaseException, folder: str) -> str:
 
 
 def place_of(error: BaseException, folder: str | Path) -> str:
-    """Return the innermost line of a folder's code in the error's traceback, as ``agent.py:3``; ``""`` if none is."""
+    """Return the innermost line of the traceback that lies in ``folder``, as ``agent.py:3``; ``""`` if no line does."""
     root = str(Path(folder).absolute())
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename.startswith(root) and "site-packages" not in frame.filename]
@@ -134,7 +133,7 @@ def place_of(error: BaseException, folder: str | Path) -> str:
 
 
 def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:
-    """Install tracers, given as pairs of name and tracer; raises :class:`ConfigError` if a framework is missing."""
+    """Install tracers, given as ``(name, tracer)``; raises :class:`ConfigError` if a tracer's framework is missing."""
     for name, tracer in tracers:
         try:
             tracer.install()
@@ -143,7 +142,7 @@ def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:
 
 
 def _needs(error: ModuleNotFoundError) -> str:
-    """Name the missing module, the file and the line that import it, and the next step."""
+    """Describe a failed import: the missing module, the file and line that import it, and the next step."""
     frames = traceback.extract_tb(error.__traceback__)
     # The last frame of a person's code; the frames of Python's import machinery are no help.
     frame = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen importlib"))

@@ -1,4 +1,4 @@
-"""Compares the installed frameworks, and those that the agent imports, with the tracers of an experiment.
+"""Compares the experiment's tracers with the installed frameworks and with those that the agent imports.
 
 The requirements of a tracer's distribution say which releases of its framework it works with, so nothing is imported.
 """
@@ -62,7 +62,10 @@ def _status(manager: PluginManager, tracer: str) -> PluginStatus | None:
 
 
 def _frameworks(distribution: str) -> Iterator[Requirement]:
-    """Yield the requirements of an adapter's distribution, except agl packages and requirements of its extras."""
+    """Yield the frameworks that a tracer's distribution requires.
+
+    Requirements on agl packages and requirements of extras are left out.
+    """
     if distribution in ("", CORE):
         return
     for requirement in map(Requirement, requires(distribution) or ()):
@@ -80,7 +83,10 @@ def _version(distribution: str) -> str:
 
 
 def _imports(plan: Plan, framework: str) -> bool:
-    """Return true if the process or the agent's source imports a framework that is not the experiment's own module."""
+    """Return true if the process or the agent's source imports the framework.
+
+    A module of the experiment's own folder does not count, even if it has the framework's name.
+    """
     if not plan.agent.is_imported or not (framework in sys.modules or framework in _named_in_source(plan)):
         return False
     spec, folder = find_spec(framework), plan.folder.absolute()

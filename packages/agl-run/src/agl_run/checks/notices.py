@@ -8,7 +8,7 @@ _WHY = "a credit spreads rewards over the calls that train weights"
 
 
 def unused_credits(plan: Plan) -> list[str]:
-    """Return a notice for each credit that is set where no algorithm trains weights."""
+    """Return a notice for each credit setting that has no effect because no algorithm trains weights."""
     config, trained = plan.config, plan.trained_policies()
     said: list[str] = []
     if config.credit != EPISODE and not trained:
@@ -27,12 +27,12 @@ def unused_credits(plan: Plan) -> list[str]:
 
 
 def crowded_loop(use: str, concurrency: int, *, key: str) -> list[str]:
-    """Return a notice if a runner would run too many rollouts on one event loop, else an empty list.
+    """Return a notice if the runner would run too many rollouts on one event loop, else an empty list.
 
     Args:
-        use: The runner. Only ``async`` runs agents on the process's event loop.
+        use: The name of the runner. Only ``async`` runs agents on the process's event loop.
         concurrency: The number of rollouts at once.
-        key: The setting that holds this number, for the notice.
+        key: The name of the setting that holds ``concurrency``, for the notice.
     """
     if use != ASYNC or concurrency <= LOOP_ROLLOUTS:
         return []

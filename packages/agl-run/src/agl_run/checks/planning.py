@@ -87,7 +87,7 @@ def make_plan(
 
 
 def _check_agents_runner(config: ExperimentConfig, agent: AgentSpec, manager: PluginManager) -> None:
-    """Refuse an agent whose runner is not the experiment's, or that its runner does not have."""
+    """Refuse an agent that belongs to another runner than the experiment's, or that its runner does not have."""
     if not agent.source:
         return
     if config.runner.use != agent.source:
@@ -99,7 +99,7 @@ def _check_agents_runner(config: ExperimentConfig, agent: AgentSpec, manager: Pl
 
 
 def _with_targets(config: ExperimentConfig, manager: PluginManager) -> ExperimentConfig:
-    """Set ``tunes`` of algorithms that name no target, if there is exactly one resource that they can tune."""
+    """Set ``tunes`` of every algorithm that names no target, if exactly one resource is of a kind that it can tune."""
     algorithms = (
         msgspec.structs.replace(
             algorithm, tunes=algorithm.tunes or _only_target(config, manager.algorithm(algorithm.use))
@@ -115,7 +115,7 @@ def _only_target(config: ExperimentConfig, entry: AlgorithmEntry) -> tuple[str, 
 
 
 def _kinds(config: ExperimentConfig) -> dict[str, str]:
-    """Return the kind of each resource and policy, by name: ``json``, ``prompt_template`` or ``weights``."""
+    """Map the name of each resource and policy to its kind: ``json``, ``prompt_template`` or ``weights``."""
     kinds = {name: "json" if given.template is None else "prompt_template" for name, given in config.resource.items()}
     return kinds | dict.fromkeys(config.policy, "weights")
 
@@ -216,7 +216,7 @@ def _check_tasks(plan: Plan) -> None:
 
 
 def _check_group_key(tasks: Sequence[Json], key: str, *, name: str) -> None:
-    """Refuse the first task that lacks the key by which tasks are grouped."""
+    """Refuse a dataset with a task that lacks the group key."""
     for number, task in enumerate(tasks, start=1):
         fields = cast("dict[str, Json]", task) if isinstance(task, dict) else {}
         if fields.get(key) is None:
@@ -230,7 +230,7 @@ def _check_group_key(tasks: Sequence[Json], key: str, *, name: str) -> None:
 
 
 def _check_validation(plan: Plan) -> None:
-    """Refuse validation settings that would be ignored."""
+    """Refuse validation settings that have no effect because there are no validation tasks."""
     section, default = plan.config.experiment, ExperimentSection()
     settings = ["validate_every"]
     if section.train or not plan.train:  # Trainer.dev gets training tasks only, whatever fit gets
@@ -299,7 +299,7 @@ def _check_gateway(gateway: GatewayConfig) -> None:
 
 
 def _check_roles(plan: Plan) -> None:
-    """Refuse ``agents`` patterns without a gateway, or with a runner that cannot name the calling agent."""
+    """Refuse ``[policy.NAME] agents`` without a gateway, or with a runner that cannot name the calling agent."""
     config = plan.config
     patterns = {name: policy.agents for name, policy in config.policy.items() if policy.agents}
     check_patterns(patterns)
@@ -344,7 +344,7 @@ def _check_algorithms(plan: Plan) -> None:
 
 
 def _takes_turns(plan: Plan, algorithm: AlgorithmConfig) -> bool:
-    """Return true if an algorithm's steps alternate with, or run at the same time as, those of others."""
+    """Return true if the algorithm's steps alternate with, or run at the same time as, those of other algorithms."""
     schedule = plan.config.schedule
     return schedule.mode != "sequential" and algorithm.name not in schedule.first
 
@@ -389,7 +389,7 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
 
 
 def _check_experiment(plan: Plan, algorithm: AlgorithmConfig, source: str) -> None:
-    """Refuse a source that names no other experiment, or that is combined with algorithms."""
+    """Refuse a source ``experiment:NAME`` that names no other experiment, or that stands next to algorithms."""
     if experiment_of(source) in ("", plan.name):
         raise ConfigError(
             f"algorithm {algorithm.name!r} has the source {source!r}, which names no other experiment; write "
@@ -403,7 +403,7 @@ def _check_experiment(plan: Plan, algorithm: AlgorithmConfig, source: str) -> No
 
 
 def _needs_no_tasks(algorithm: AlgorithmConfig) -> bool:
-    """Return true if every source is another experiment, so that the algorithm needs no tasks."""
+    """Return true if the algorithm learns only from other experiments, and therefore needs no tasks."""
     return bool(algorithm.source) and all(source.startswith(PREFIX) for source in algorithm.source)
 
 
@@ -457,7 +457,7 @@ def _check_agent(plan: Plan) -> None:
 def check_patterns(patterns: Mapping[str, str]) -> None:
     """Refuse ``agents`` patterns, given by policy name, that are invalid or that name the same agent twice.
 
-    Only whole names are compared. Expressions can overlap in other ways; the gateway refuses a call that two match.
+    Only whole names are compared. Expressions can overlap in other ways; if two match a call, the gateway refuses it.
 
     Raises:
         ConfigError: A pattern is not a regular expression, or two policies claim one agent; the message names them.

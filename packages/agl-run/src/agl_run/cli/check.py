@@ -108,7 +108,10 @@ def forecast(
 
 
 def _target(plan: Plan, device: str | None, model: str | None) -> tuple[Device, ModelShape] | None:
-    """Return the device and the model to compute costs for; by default that of a policy in training."""
+    """Return the device and the model to compute costs for; without ``--model`` the model of a policy in training.
+
+    Returns ``None`` without ``--device``.
+    """
     if device is None:
         if model is not None:
             raise ConfigError(f"--model {model!r} says nothing without a device; add --device h100, or another one")
@@ -127,7 +130,7 @@ def _target(plan: Plan, device: str | None, model: str | None) -> tuple[Device, 
 
 
 async def _recorded(plan: Plan) -> Material | None:
-    """Read the recorded rollouts or trial of the experiment; ``None`` if there are none."""
+    """Read the experiment's recorded rollouts or trial for a forecast; return ``None`` if nothing is recorded."""
     url = store_url_of(plan)
     if url.startswith("memory:"):
         return None
@@ -165,7 +168,7 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...], ray_add
 
 
 async def _layout(plan: Plan) -> list[str]:
-    """Return lines that say where workers and algorithms run on the cluster; an empty list without a cluster."""
+    """Return lines that say where workers and algorithms run on the cluster; an empty list without a fleet."""
     if plan.fleet is None:
         return []
     placed = [algorithm for algorithm in plan.config.algorithm if algorithm.resources is not None]

@@ -103,7 +103,7 @@ def _stopped(by: str) -> str:
 
 
 def _missed(run: RecordedRun, store_url: str) -> Iterator[str]:
-    """Describe the model calls that were not recorded, and recorded calls that belong to no agent."""
+    """Yield a line about model calls that were not recorded, and one about recorded calls that belong to no agent."""
     unseen, unattributed = run.agreement.unseen, run.agreement.unattributed
     see = proposal("See", "why", run.rollout_id, store_url=store_url)
     if unseen:

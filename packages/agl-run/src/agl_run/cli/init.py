@@ -17,7 +17,10 @@ COMMON = "common"
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """One kind of experiment: its summary, the distributions it needs, and a step to do before it runs."""
+    """A kind of experiment that ``agl init`` writes.
+
+    The record holds its summary, the distributions it needs, and a step to do before it runs.
+    """
 
     summary: str
     needs: tuple[str, ...]
@@ -72,7 +75,7 @@ def init(folder: Path, template: str) -> None:
 
 
 def _files(template: str) -> list[Path]:
-    """Return a template's files, with the common files for all names that it does not have itself."""
+    """Return the template's own files, and the common files whose names the template does not have."""
     found = {file.name: file for name in (COMMON, template) for file in (FOLDER / name).glob("*.*")}
     return [found[name] for name in sorted(found)]
 

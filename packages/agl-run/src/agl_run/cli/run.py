@@ -90,7 +90,7 @@ async def sync_plan(plan: Plan, *, run: int | None, say: Callable[[str], None]) 
 
 
 async def _end(store: Store, source: SinkSource, record: ExperimentRecord) -> SinkOutcome:
-    """Return the outcome of a run, as far as the store knows it."""
+    """Return the outcome that the store holds for a run; without one, derive it from the experiment's status."""
     saved = (await store.load_state(source.end_key)).get(source.end_key)
     if saved is not None:
         return msgspec.json.decode(saved, type=SinkOutcome)
@@ -155,7 +155,7 @@ def run(
 
 
 def _proposed(manager: PluginManager, file: Path, settings: tuple[str, ...], *, as_json: bool) -> tuple[str, ...]:
-    """Print how the next run is proposed, and return ``settings`` followed by the proposed ones."""
+    """Print the proposal for the next run, and return ``settings`` followed by the proposed settings."""
     found, proposed = propose_for(file, manager, settings)
     if not as_json:
         print_fit(found)
@@ -206,7 +206,7 @@ def _summary(result: FitResult, *, config: ExperimentConfig, store_url: str) -> 
 
 
 def _commands(result: FitResult, store_url: str) -> list[str]:
-    """Return the commands that show the run; those for curves and suggestions only if it has steps."""
+    """Return commands that show the run; commands for curves and suggestions are included only if the run has steps."""
     looks = [("runs",), ("show", "latest"), ("why", "latest"), ("data", "export", "--output", "runs.jsonl")]
     of_steps = (
         [("metrics", "--plot", result.experiment), ("metrics", "--suggest", result.experiment)]
@@ -217,7 +217,7 @@ def _commands(result: FitResult, store_url: str) -> list[str]:
 
 
 def _exports(result: FitResult, config: ExperimentConfig, store_url: str) -> dict[str, str]:
-    """Return, for each resource that an algorithm tuned, the commands that show or export its live version."""
+    """Map each resource that an algorithm tuned to the commands that show or export its live version."""
     tuned = dict.fromkeys(name for algorithm in config.algorithm for name in algorithm.tunes)
     found: dict[str, str] = {}
     for name in tuned:
@@ -231,7 +231,7 @@ def _exports(result: FitResult, config: ExperimentConfig, store_url: str) -> dic
 
 
 def _loss(result: FitResult) -> list[str]:
-    """Return a line of warning if the last validation was not the best one, else an empty list."""
+    """Return a warning if the last validation was worse than the best one, else an empty list."""
     last, best = result.last, result.best
     if last is None or best is None or (last >= best and result.kept_step is None):
         return []
@@ -293,7 +293,7 @@ _NAMES = {"as_json": "--json", "has_console": "--console"}
 
 
 def run_again(file: Path, settings: tuple[str, ...], *flags: str) -> str:
-    """Return an ``agl run FILE`` command with the current command's flags, ``--set`` options, and further ``flags``."""
+    """Return the command line of the current ``agl run FILE``, with its flags, its ``--set`` options, and ``flags``."""
     context = click.get_current_context()
     # The proposed command repeats the person's own options, so that it can be pasted.
     before = _given(context.find_root(), _OF_AGL)
@@ -306,11 +306,11 @@ def _given(context: click.Context, names: tuple[str, ...]) -> list[str]:
 
 
 NEXT = "-next-"
-"""Separates the experiment's name from a number in the name of a proposed run."""
+"""The text between the experiment's name and the number in the name of a proposed run."""
 
 
 def propose_for(file: Path, manager: PluginManager, settings: tuple[str, ...]) -> tuple[Fit, tuple[str, ...]]:
-    """Fit a model to the runs that are comparable with a file's run; return the fit and settings for ``--set``.
+    """Fit a model to past runs that are comparable with the file's run; return the fit and settings for ``--set``.
 
     Raises:
         ConfigError: There is nothing to propose, or the file sets parameters that the proposed run leaves out.
@@ -333,7 +333,7 @@ def propose_for(file: Path, manager: PluginManager, settings: tuple[str, ...]) -
 
 
 async def _history_of_plan(store: Store, plan: Plan) -> History:
-    """Read the runs that are comparable with the planned one."""
+    """Read the past runs that are comparable with the planned run."""
     val = plan.val[: plan.config.experiment.validation_limit or None]
     settings = {each.name: training_settings(plan.config, each) for each in plan.config.algorithm}
     kind = kind_of(settings, agent=plan.agent.identity, train=digest_of(plan.train), val=digest_of(val))
@@ -341,7 +341,7 @@ async def _history_of_plan(store: Store, plan: Plan) -> History:
 
 
 def _check_left_out(plan: Plan, proposed: Mapping[str, str | None], *, file: str) -> None:
-    """Refuse a proposal that leaves out a parameter set by the file: ``--set`` cannot remove a key."""
+    """Refuse a proposal that leaves out a parameter which the file sets, because ``--set`` cannot remove a key."""
     own = parameters_of({each.name: training_settings(plan.config, each) for each in plan.config.algorithm})
     fixed = [key for key, text in proposed.items() if text is None and own.get(key, "null") != "null"]
     if fixed:
@@ -351,7 +351,7 @@ def _check_left_out(plan: Plan, proposed: Mapping[str, str | None], *, file: str
 
 
 def _new_name(name: str, taken: set[str]) -> str:
-    """Return a name for the next run of an experiment that no other experiment has."""
+    """Return a name for the next run that is in no experiment's use: the experiment's name, ``-next-`` and a number."""
     base = name.partition(NEXT)[0][: MAX_NAME - len(NEXT) - 5]
     # Among one more number than there are names, one is free.
     return next(f"{base}{NEXT}{number}" for number in range(1, len(taken) + 2) if f"{base}{NEXT}{number}" not in taken)

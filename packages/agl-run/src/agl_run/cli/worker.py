@@ -99,7 +99,7 @@ def _stop_on_sigterm() -> None:
 
 
 def _open(plan: Plan, given: str | None) -> Store:
-    """Open the experiment's store; raises :class:`ConfigError` if other processes cannot share it, or it is missing."""
+    """Open the experiment's store; raises :class:`ConfigError` if it is missing or in another process's memory."""
     url = located(as_url(given) if given else plan.config.experiment.store, plan.folder)
     if url.startswith("memory:"):
         raise ConfigError(

@@ -18,7 +18,7 @@ HARNESS = "harness"
 
 
 def with_runner(config: ExperimentConfig, agent: AgentSpec) -> ExperimentConfig:
-    """Set the runner that the agent requires, unless the experiment names a runner."""
+    """Set the runner that the agent requires, unless the experiment names a runner itself."""
     use = HARNESS if agent.harness else agent.source
     # ``async`` is the default, so here it means that no runner was chosen.
     if not use or config.runner.use != ASYNC:
@@ -29,7 +29,7 @@ def with_runner(config: ExperimentConfig, agent: AgentSpec) -> ExperimentConfig:
 def agent_of(
     section: ExperimentSection, folder: Path, manager: PluginManager, *, given: Agent | None = None
 ) -> AgentSpec:
-    """Return the agent of an experiment; ``given`` replaces the one that the experiment names.
+    """Return the specification of an experiment's agent, or of the agent ``given`` in its place.
 
     Raises:
         ConfigError: The experiment names no agent, or both an agent and a harness; or it sets a workspace without a
@@ -97,7 +97,7 @@ def is_brought(agent: object, *, folder: Path, manager: PluginManager) -> bool:
 
 
 def _home_of(name: str, manager: PluginManager) -> PluginError | None:
-    """Return the error for a known runner that cannot be used; ``None`` if no known package has it."""
+    """Return the error for a known runner that cannot be used; ``None`` if no known package has such a runner."""
     try:
         manager.runner(name)
     except UnknownComponentError as error:

@@ -19,7 +19,7 @@ from agl.hints import did_you_mean
 from agl.schemas import Json, encode
 
 _LONGEST = 1 << 28
-"""The most characters of a value in a CSV file; Python's own limit of 131,072 is too low for documents."""
+"""The most characters in one value of a CSV file; Python's own limit of 131,072 is too low for documents."""
 
 _SUFFIXES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
 
@@ -38,14 +38,14 @@ class Table(Protocol):
 
 
 Tasks = Iterable[Json] | Table | str | Path
-"""Tasks as an iterable, a data frame or data set with one task per row, or the path of a file of tasks."""
+"""Accepted forms of tasks: an iterable, a data frame or data set with one task per row, or the path of a file."""
 
 
 def load_dataset(path: Path) -> list[Json]:
-    """Read the tasks from a table, from a file with one JSON array, or from a JSON-lines file without its blank lines.
+    """Read the tasks from a table, from a file with one JSON array, or from a JSON-lines file; blank lines are skipped.
 
     Raises:
-        DatasetError: The file is missing or empty, or a task is wrong; the message names the file and the place.
+        DatasetError: The file is missing or empty, or a task is wrong; the message names the file and the line or row.
     """
     try:
         # Folders of ``datasets`` are tables too, so this comes before the file is read.
@@ -122,7 +122,7 @@ def _refuse_large_integers(tasks: Mapping[str, Json], path: Path) -> None:
 
 
 def _refuse_a_mixture(tasks: Mapping[str, Json], path: Path) -> None:
-    """Refuse a file in which some tasks are objects and others are not."""
+    """Refuse a file in which only some of the tasks are objects."""
     others = [place for place, task in tasks.items() if not isinstance(task, dict)]
     if others and len(others) < len(tasks):
         raise DatasetError(
@@ -132,7 +132,10 @@ def _refuse_a_mixture(tasks: Mapping[str, Json], path: Path) -> None:
 
 
 def as_tasks(data: Tasks | None, *, folder: Path, name: str) -> list[Json]:
-    """Read tasks from a path, a package's ``KIND:NAME``, a data frame, or any iterable of JSON values."""
+    """Return tasks that are given as a path, as ``KIND:NAME``, as a data frame, or as an iterable.
+
+    With ``KIND:NAME``, a package reads the tasks; see :func:`read_source`.
+    """
     if data is None or (isinstance(data, str) and not data):
         return []
     tasks = read_source(data, folder=folder) if isinstance(data, str) else None
@@ -162,14 +165,14 @@ def _as_json(rows: Iterable[Any], *, name: str) -> list[Json]:
 
 
 def _as_list(value: Any) -> Any:
-    """Return an array or a number of numpy, as cells of data frames hold them, as JSON."""
+    """Convert a numpy array or number, which the cells of data frames may hold, to JSON types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace NaN by ``None``, as which every format has a missing number."""
+    """Replace NaN by ``None``, which represents a missing number in every format."""
     if isinstance(value, dict):
         return {key: _without_nan(each) for key, each in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
@@ -178,7 +181,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> None:
-    """Refuse hidden keys that no task has: a misspelt one would show the agent the answer."""
+    """Refuse a hidden key that no task has, because a misspelt key would show the agent the answer."""
     for key in hidden:
         # One task that has the key is enough: keys may be optional.
         if tasks and not any(isinstance(task, dict) and key in task for task in tasks):
@@ -190,7 +193,7 @@ def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> 
 
 
 def unkeyed_tasks(*datasets: Sequence[Json]) -> list[str]:
-    """Return a warning if a task is not an object, and so has no keys for hiding, rewards or prompts."""
+    """Return a warning if a task is not an object; such a task has no keys for hiding, rewards or prompts."""
     first = next((task for tasks in datasets for task in tasks if not isinstance(task, dict)), None)
     if first is None:
         return []
@@ -201,13 +204,15 @@ def unkeyed_tasks(*datasets: Sequence[Json]) -> list[str]:
 
 
 GROUP = "agl_tasks"
-"""The entry-point group of packages that read tasks."""
+"""The entry-point group in which packages register their readers of tasks."""
 
 _KIND = re.compile(r"([a-z][a-z0-9_-]+):(?!/{2}|\\)(.+)")
 
 
 def read_source(given: str, *, folder: Path) -> list[Json] | None:
-    """Return the tasks that a package reads for ``KIND:NAME``; ``None`` for a file, or if no package reads ``KIND``.
+    """Return the tasks of ``KIND:NAME``, read by the package that registers ``KIND``.
+
+    Returns ``None`` if ``given`` is a file, or if no package registers ``KIND``.
 
     Raises:
         DatasetError: The tasks cannot be read, or the package that reads them cannot be imported.
@@ -227,7 +232,7 @@ def read_source(given: str, *, folder: Path) -> list[Json] | None:
 
 
 def is_table_file(path: Path) -> bool:
-    """Return true for a file or a folder that :func:`read_table` reads."""
+    """Return true for a CSV, TSV or Parquet file, or a folder saved by ``datasets``."""
     saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
     return saved or path.suffix.lower() in (".csv", ".tsv", ".parquet")
 
@@ -252,7 +257,7 @@ def rows_of(data: Any, *, name: str) -> Iterable[Json]:
     """Return the rows of a data frame, of an Arrow table or of any iterable.
 
     Raises:
-        DatasetError: ``data`` is a mapping, such as one from splits to data sets.
+        DatasetError: ``data`` is a mapping, for example from split names to data sets.
     """
     if isinstance(data, Mapping):
         splits = cast("Mapping[Any, Any]", data)
@@ -270,7 +275,7 @@ def rows_of(data: Any, *, name: str) -> Iterable[Json]:
 
 
 def _rows_of_csv(path: Path) -> Iterator[Json]:
-    """Yield one task per line below the header, with every value as text."""
+    """Yield one task per row below the header of a CSV or TSV file; every value is text."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             start = file.readline()

@@ -47,7 +47,7 @@ def load_data(path: Path) -> dict[str, Any]:
 
 
 def _line_of(path: Path, problem: str) -> str:
-    """Quote the line that an error names, with the usual remedies for a wrong value."""
+    """Quote the line of the file that a TOML error names, and say how to correct it."""
     number = re.search(r"line (\d+)", problem)
     lines = path.read_text(encoding="utf-8").splitlines()
     line = lines[int(number[1]) - 1].strip() if number and int(number[1]) <= len(lines) else ""
@@ -58,7 +58,7 @@ def _line_of(path: Path, problem: str) -> str:
 
 
 def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> ExperimentConfig:
-    """Build an experiment from plain data with the structure of the TOML file.
+    """Build an experiment's configuration from plain data with the structure of the TOML file.
 
     Args:
         data: The sections by name.
@@ -82,7 +82,7 @@ def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> Exp
 
 
 def _with_lists(section: Any) -> Any:
-    """Replace a single name by a list under the keys of ``ONE_OR_SEVERAL``; takes a section or an array of sections."""
+    """Replace a single name under a key of ``ONE_OR_SEVERAL`` by a list, in a section or an array of sections."""
     if isinstance(section, list):
         return [_with_lists(item) for item in cast("list[Any]", section)]
     if not isinstance(section, dict):
@@ -92,17 +92,17 @@ def _with_lists(section: Any) -> Any:
 
 
 def _shape_policy(table: dict[str, Any]) -> dict[str, Any]:
-    """Put the arguments of a policy, which a file writes next to its settings, under ``params``."""
+    """Move a policy's own arguments, which stand next to its settings in a file, into the table ``params``."""
     own = {key: table[key] for key in _POLICY_KEYS if key in table}
     rest = {key: value for key, value in table.items() if key not in own and key != "params"}
     return {**own, "params": {**rest, **table.get("params", {})}}
 
 
 _RENAMED = {"n_workers": "runner.concurrency", "n_runners": "runner.concurrency"}
-"""Names of arguments in Python and in other tools, with the file's keys for the same settings."""
+"""Maps parameter names of Python or of other tools to the file's key for the same setting."""
 
 _FILLED = {"policy": 'use = "openai" and model = {}', "resource": "template = {}", "experiment": "agent = {}"}
-"""What to write, by section, for a text in place of that section; for all other sections it is ``use``."""
+"""Maps a section to what to write if a plain text stands in its place; for other sections this is ``use``."""
 
 
 def check_shape(data: Mapping[str, Any], record: type[Record], *, path: str = "") -> None:
@@ -142,7 +142,7 @@ def _check_value(value: Any, hint: Any, where: str) -> None:
 
 
 def _sections(value: Any, hint: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield each section in a key's value, with its path."""
+    """Yield each section that the value of a key holds, as ``(path, section)``."""
     origin = get_origin(hint)
     if origin is tuple and isinstance(value, list | tuple):
         items = cast("list[Any]", value)
@@ -156,14 +156,14 @@ def _sections(value: Any, hint: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _record_of(hint: Any) -> type[Record] | None:
-    """Return the record type of a key's sections; ``None`` for a key with a plain value."""
+    """Return the record type of a key whose value is a section or holds sections; ``None`` for a plain value."""
     # Sections stand alone, in a tuple, as values of a dict, or are optional.
     kinds = get_args(hint) or (hint,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Record)), None)
 
 
 def _no_section(item: Any, hint: Any, where: str, record: type[Record]) -> str:
-    """Word the error for a value that stands where a section belongs."""
+    """Return the error text for a plain value in the place of a section."""
     key = where.partition(".")[0]
     origin = get_origin(hint)
     if origin is dict and isinstance(item, list):
@@ -184,7 +184,7 @@ def _no_section(item: Any, hint: Any, where: str, record: type[Record]) -> str:
 
 
 def _hint(where: str, key: str, value: Any, data: Mapping[str, Any], known: list[str]) -> str:
-    """Return what to write instead of an unknown key."""
+    """Return advice for an unknown key: a similar key, its name in the file, or its section."""
     # A misspelt key is likelier than one in the wrong section.
     near, home = did_you_mean(key, known), _home(key)
     if near:
@@ -203,7 +203,7 @@ def _hint(where: str, key: str, value: Any, data: Mapping[str, Any], known: list
 
 
 def _home(key: str) -> str:
-    """Say where to write a key that stands in the wrong section; ``""`` if no section has this key."""
+    """Say where a misplaced key belongs; return ``""`` if no section has this key."""
     for name, hint in get_type_hints(ExperimentConfig).items():
         record = _record_of(hint)
         if key == name and record is None:

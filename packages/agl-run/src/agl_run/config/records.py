@@ -89,7 +89,7 @@ class ResourceConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def of(cls, resource: PromptTemplate | JsonResource) -> "ResourceConfig":
-        """Return the section that describes a resource."""
+        """Return the section ``[resource.NAME]`` that describes the resource."""
         if isinstance(resource, PromptTemplate):
             return cls(template=resource.template, engine=resource.engine)
         return cls(value=resource.value)
@@ -212,7 +212,7 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 EPISODE = ComponentConfig(use="episode")
-"""The credit of experiments that do not set one."""
+"""The default credit of an experiment."""
 
 
 class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -338,5 +338,5 @@ def _checked(value: Any, where: str) -> Any:
 
 
 def listed(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return a tuple of the names, which may be given as a single name."""
+    """Return names as a tuple; a single name may be given as text."""
     return (names,) if isinstance(names, str) else tuple(names)

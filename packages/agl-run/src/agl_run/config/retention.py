@@ -10,7 +10,7 @@ from agl_run.config.records import RetentionConfig
 
 
 def limits_of(config: RetentionConfig) -> RetentionLimits | None:
-    """Return the limits that a section sets; ``None`` if nothing is to be removed.
+    """Return the limits that ``[retention]`` sets; ``None`` if no rollout is to be removed.
 
     Raises:
         ConfigError: A value cannot be used, or the section sets no limit; the message names the key.
@@ -32,11 +32,11 @@ def limits_of(config: RetentionConfig) -> RetentionLimits | None:
 async def retain_after_run(
     store: Store, config: RetentionConfig, *, name: str, run: int, sources: Iterable[str], say: Callable[[str], None]
 ) -> None:
-    """Remove the rollouts that ``[retention]`` calls old after a run has ended; errors are shown and not raised.
+    """Remove old rollouts after a run, as ``[retention]`` says; errors are shown and not raised.
 
     Args:
         store: The store, opened as the owner of the run.
-        config: The section.
+        config: The section ``[retention]``.
         name: The experiment's name.
         run: The number of the run that has ended; its rollouts are never removed.
         sources: Experiments from which this one learns; their rollouts are never removed.

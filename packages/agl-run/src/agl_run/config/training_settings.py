@@ -1,7 +1,7 @@
-"""The settings that decide an algorithm's training, as texts in its saved state.
+"""Describes the settings that influence an algorithm's training, to be saved with the algorithm's state.
 
-A resumed run compares them with the current settings and names the changed ones. A value that is long, or may be a
-secret, is saved as a digest, so that a change is noticed but the old value cannot be shown.
+A resumed run compares the saved settings with the current ones and names those that changed. A value that is long, or
+may be a secret, is saved as a digest, so that a change is noticed but the old value cannot be shown.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _DIGEST = "sha256:"
 
 
 def training_settings(config: ExperimentConfig, algorithm: AlgorithmConfig) -> dict[str, str]:
-    """Return the settings of an algorithm, and the experiment's settings that influence its training, by name."""
+    """Return an algorithm's settings, and the experiment's settings that influence its training, as texts by name."""
     # Rewards belong to an algorithm's settings: with another reward it trains for something else.
     of_rewards = {item.use: _component(item) for item in config.reward}
     # Of a policy only the model matters; it makes no difference where the model is served.
@@ -50,7 +50,7 @@ def training_settings(config: ExperimentConfig, algorithm: AlgorithmConfig) -> d
 
 
 def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Describe the settings that differ, such as ``lr 0.01 (was 0.1)``; an empty list if ``before`` is empty."""
+    """Describe the settings that differ, such as ``lr 0.01 (was 0.1)``; an empty list if nothing was saved before."""
     if not before:
         return []
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -58,12 +58,12 @@ def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[
 
 
 def is_secret(name: str) -> bool:
-    """Return true if a text under this dotted name may be a secret."""
+    """Return true if the value of the setting with this dotted name may be a secret."""
     return bool(_SECRET.search(name)) and not name.endswith(_NO_SECRET)
 
 
 def refuse_other_kind(experiment: str, algorithm: AlgorithmConfig, before: Mapping[str, str]) -> None:
-    """Raise :class:`ConfigError` if the saved state of this algorithm name belongs to another kind of algorithm."""
+    """Raise :class:`ConfigError` if the saved state of this algorithm's name is from another kind of algorithm."""
     kind = before.get("use")
     if kind not in (None, _text("use", algorithm.use)):
         raise ConfigError(
@@ -87,7 +87,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def _text(name: str, value: Any) -> str:
-    """Return a value as JSON, or the digest of one that is long or may be a secret."""
+    """Return a value as JSON, or as a digest if it is long or may be a secret."""
     try:
         text = msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Words the errors for settings with a value of the wrong type: the key, the value, and what to write instead."""
+"""Checks the type of a setting's value; the error names the key, the value, and what to write instead."""
 
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,11 +18,11 @@ EXAMPLES = {
     "timeout_s": "write a number of seconds without quotes, such as timeout_s = 60",
     "use": 'write a name in quotes, such as use = "NAME"',
 }
-"""Advice by key, for keys whose type alone does not say what to write."""
+"""Advice by key, for keys whose type alone does not show what to write."""
 
 
 def check_value(value: Any, hint: Any, where: str) -> Any:
-    """Convert a key's value to the type ``hint``; raises :class:`ConfigError` for a value that does not fit."""
+    """Convert a key's value to the type ``hint``; raises :class:`ConfigError` if the value does not fit."""
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError:
@@ -34,7 +34,7 @@ def check_value(value: Any, hint: Any, where: str) -> Any:
 
 
 def _bounds(value: Any, hint: Any) -> str:
-    """Return the description of the bounds that a number violates; ``""`` if the value is not a number."""
+    """Describe the allowed range if ``hint`` is a number with bounds; ``""`` if the value is not a number."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = get_args(hint)[0]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -42,7 +42,7 @@ def _bounds(value: Any, hint: Any) -> str:
 
 
 def _remedy(key: str, value: Any, hint: Any) -> str:
-    """Return what to write instead of a value of the wrong type."""
+    """Return advice for a value of the wrong type: what to write instead."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = get_args(hint)[0]
     if get_origin(hint) is Annotated:
@@ -76,7 +76,7 @@ def _one_of(value: Any, choices: tuple[str, ...]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format a value as in the file, in at most 60 characters."""
+    """Format a value as JSON, shortened to 60 characters."""
     try:
         text = msgspec.json.encode(value).decode()
     except (TypeError, ValueError):

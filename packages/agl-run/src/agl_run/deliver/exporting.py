@@ -1,7 +1,7 @@
 """Sends the finished rollouts of a running experiment to an exporter, without delaying the experiment.
 
-The store's change feed is the queue: a background task reads the feed behind the experiment, so nothing accumulates in
-memory however slow the other system is. The position in the feed is saved in the store after every batch, so that a
+The store's change feed is the queue: a background task follows the feed at the exporter's speed, so nothing accumulates
+in memory however slow the other system is. The position in the feed is saved in the store after every batch, so that a
 restarted experiment continues where the last one stopped.
 """
 
@@ -20,21 +20,21 @@ from agl_run.plan import Plan
 _LOG = logging.getLogger("agl_run.run")
 
 FLUSH_S = 5.0
-"""Seconds that an experiment waits at its end for rollouts that have not been sent yet."""
+"""Seconds that an experiment waits at its end for unsent rollouts to be sent."""
 
 WAIT_S = 20.0
-"""Longest single wait for the change feed, in seconds; every change ends the wait early."""
+"""Longest wait in seconds for one read of the change feed; a change ends the wait early."""
 
 BATCH = 16
 """The most rollouts that are sent in one batch."""
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-"""First and longest pause in seconds before a batch is sent again; each pause is twice the previous one."""
+"""First and longest pause in seconds before a failed batch is sent again; each pause is twice the previous one."""
 
 
 def check_different(plan: Plan) -> None:
-    """Raise :class:`ConfigError` for two exporters of one name, whose saved positions would collide."""
+    """Raise :class:`ConfigError` if two exporters have the same name, because their saved positions would collide."""
     counts = Counter(exporter.use for exporter in plan.config.exporter)
     for name, count in counts.items():
         if count > 1:
@@ -82,7 +82,7 @@ class Exporting:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Exporting":
-        """Find the position in the feed, and start to send."""
+        """Find the position in the change feed, and start the background task that sends rollouts."""
         # Read before the saved position: a store that was replaced has a shorter feed, and the
         # position is cut to it.
         newest = await self._store.cursor()
@@ -96,7 +96,7 @@ class Exporting:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Send the rest within the time limit, count the rollouts that were not sent, and close the exporter."""
+        """Send the remaining rollouts within the time limit, count the unsent ones, and close the exporter."""
         self._ending.set()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=self._flush_s)
@@ -116,7 +116,7 @@ class Exporting:
             _LOG.exception("the exporter %s stopped, and the experiment goes on without it", self._name)
 
     async def _next(self) -> Sequence[Change]:
-        """Wait for changes; an empty result means that the experiment has ended and all changes were read."""
+        """Wait for changes and return them; the result is empty after the experiment's end and its last change."""
         # The end of the experiment interrupts the wait for changes, which may take 20 seconds.
         ending = asyncio.create_task(self._ending.wait())
         try:
@@ -137,7 +137,7 @@ class Exporting:
         return await self._store.changes(after=self._cursor, wait_s=wait_s)
 
     async def _take(self, changes: Sequence[Change]) -> None:
-        """Send the rollouts that these changes finish, and save the position after every batch."""
+        """Send the rollouts whose end is among the changes, and save the position in the feed after every batch."""
         ends = [change for change in changes if self._is_end(change)]
         for start in range(0, len(ends), BATCH):
             batch = ends[start : start + BATCH]
@@ -155,7 +155,10 @@ class Exporting:
         return is_own and change.status in TERMINAL_ROLLOUT
 
     async def _deliver(self, recordings: Sequence[Recording]) -> None:
-        """Send recordings until they are accepted or refused; if the exporter raises, send them one by one."""
+        """Send recordings, again after temporary errors, until the exporter accepts or refuses them.
+
+        If the exporter raises any other error, the recordings are sent one by one.
+        """
         pause = FIRST_PAUSE_S
         while True:
             try:
@@ -176,7 +179,7 @@ class Exporting:
                 return
 
     async def _single_out(self, recordings: Sequence[Recording]) -> None:
-        """Deliver several recordings one by one; skip a single recording, on which the exporter has just raised."""
+        """After an error of the exporter, deliver several recordings one by one, or skip a single one."""
         if len(recordings) > 1:
             for each in recordings:
                 await self._deliver([each])
@@ -197,7 +200,7 @@ class Exporting:
             _LOG.warning("%s: %s; the experiment goes on, and %s", self._name, error, rest)
 
     async def _read(self, rollout_ids: Sequence[str]) -> list[Recording]:
-        """Read rollouts with all of their spans, except rollouts that were removed in the meantime."""
+        """Read rollouts with all their spans; rollouts that have been removed in the meantime are left out."""
         query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
         try:
             return [each async for each in read_recordings(self._store, query, spans="all")]
@@ -206,7 +209,7 @@ class Exporting:
             return [recording for found in one_by_one for recording in found]
 
     async def _pause(self, seconds: float) -> None:
-        """Wait before a batch is sent again; the pause is shorter at the end of the experiment."""
+        """Wait before a failed batch is sent again; once the experiment is ending, only for the shortest pause."""
         if self._ending.is_set():
             await asyncio.sleep(min(seconds, FIRST_PAUSE_S))
             return
@@ -225,7 +228,7 @@ class Exporting:
         return count
 
     async def _conclude(self, *, left: int) -> None:
-        """Say how many rollouts were sent, and warn about those that were refused, skipped or left over."""
+        """Show how many rollouts were sent, and log how many were refused, skipped or left over."""
         sent, refused = self._counts["sent"], self._counts["refused"]
         if sent and self._say is not None:
             self._say(f"{self._name}: {sent} rollouts sent to {self._exporter.destination}")

@@ -1,4 +1,7 @@
-"""Reads from the store what sinks show of a run: metrics, the configuration, and tables of resources and rollouts."""
+"""Reads from the store the data that sinks show of a run: metrics, and tables of resources and rollouts.
+
+It also prepares the configuration for display.
+"""
 
 from collections.abc import AsyncIterator
 from typing import Any, cast
@@ -18,7 +21,7 @@ from agl_run.config.records import ExperimentConfig
 from agl_run.config.training_settings import is_secret
 
 NEWEST = 200
-"""Limit of the newest rollouts in their table, and of the newest versions of one resource in the resources' table."""
+"""The most rows for rollouts in the rollouts' table, and for versions of one resource in the resources' table."""
 
 LONGEST_TEXT = 8000
 """The most characters of one text in a table."""
@@ -46,7 +49,7 @@ async def read_rows(store: Store, experiment: str, run: int) -> list[SinkRow]:
 
 
 async def read_tables(store: Store, experiment: str, run: int, *, store_url: str) -> list[SinkTable]:
-    """Read the tables of versions, prompt candidates, newest rollouts, and alerts, without those that have no row."""
+    """Read the tables of versions, prompt candidates, newest rollouts, and alerts; empty tables are left out."""
     resources = [row async for row in _resources(store, experiment, run, store_url)]
     candidates = [row async for row in _candidates(store, experiment, run)]
     rollouts = [row async for row in _rollouts(store, experiment, run, store_url)]
@@ -93,7 +96,7 @@ def shown_config(config: ExperimentConfig) -> dict[str, Json]:
 
 
 def _without_paths(params: dict[str, Any]) -> dict[str, Any]:
-    """Return an exporter's parameters with ``url`` reduced to its scheme and host, because the path may be a secret."""
+    """Return an exporter's parameters, with ``url`` reduced to scheme and host because its path may be a secret."""
     url = params.get("url")
     if not isinstance(url, str):
         return params
@@ -102,7 +105,10 @@ def _without_paths(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(key: str, value: Any) -> Json:
-    """Return a section without secrets; component names used as keys are not tested for words such as ``token``."""
+    """Return a section without secrets.
+
+    In sections that are keyed by component names, a name such as ``token`` does not mark its entry as secret.
+    """
     if key in _NAMED:
         return {_text(str(name)): _public(item, "") for name, item in value.items()}
     return _public(value, "")
@@ -130,7 +136,7 @@ def _text(value: str) -> str:
 
 
 async def _resources(store: Store, experiment: str, run: int, store_url: str) -> AsyncIterator[tuple[Cell, ...]]:
-    """Yield the versions that the run made, and their parents."""
+    """Yield a table row for each version that the run made, and for each parent of such a version."""
     for newest in await store.resources():
         every = await store.resources(newest.name)
         own = {version.version for version in every if _is_of(version, f"{experiment}-{run}-")}
@@ -154,7 +160,7 @@ async def _resources(store: Store, experiment: str, run: int, store_url: str) ->
 
 
 def _is_of(version: ResourceVersion, prefix: str) -> bool:
-    """Return true if the run whose versions begin with ``prefix`` made this version, or registered it at its start."""
+    """Return true if the run whose names begin with ``prefix`` made or initially registered this version."""
     made = f"{prefix}{version.algorithm}-{version.step}" if version.algorithm else f"{prefix}initial"
     return version.version.startswith(made)
 
@@ -193,7 +199,7 @@ def _alert(alert: Alert) -> tuple[Cell, ...]:
 
 
 async def _rollouts(store: Store, experiment: str, run: int, store_url: str) -> AsyncIterator[tuple[Cell, ...]]:
-    """Yield the most recently finished rollouts of the run, the newest first."""
+    """Yield a table row for each of the run's most recently finished rollouts, newest first."""
     ends = tuple(sorted(TERMINAL_ROLLOUT))
     fields = {"experiment": experiment, "status": ends, "sort": "finished_at", "is_newest_first": True, "limit": NEWEST}
     count = 0

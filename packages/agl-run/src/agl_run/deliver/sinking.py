@@ -1,8 +1,8 @@
-"""Shows a running experiment in its sinks, without delaying it.
+"""Shows a running experiment in its sinks, without delaying the experiment.
 
-The store is the queue: a sink gets all data of the run that the store has and that this process has not sent to it
-yet. So a sink that was unreachable misses nothing, and a resumed run fills the gaps of the one before. If a metric of a
-step arrives later than the others, it is sent in a further row for that step.
+The store is the queue: each reading sends a sink all data of the run that this process has not sent to it yet. So a
+sink that was unreachable misses nothing, and a resumed run fills the gaps of the one before. If a metric of a step
+arrives later than the others, it is sent in a further row for that step.
 """
 
 import asyncio
@@ -35,16 +35,16 @@ END_S = 30.0
 """Seconds that an experiment waits at its end for data that its sinks have not received yet."""
 
 PAUSE_S = 2.0
-"""Least pause between two readings of the store."""
+"""Shortest pause in seconds between two readings of the store."""
 
 SHARE = 20
-"""The pause after a reading is at least this many times as long as the reading, which limits its time to 5 %."""
+"""The pause after a reading is at least this many times as long, so that readings take at most 5 % of the time."""
 
 TABLES_S = 60.0
-"""Least pause between two updates of the tables, which are sent whole each time."""
+"""Shortest pause in seconds between two updates of the tables; each update sends whole tables."""
 
 LONGEST_PAUSE_S = 60.0
-"""Longest pause after an error; the first is :data:`PAUSE_S`, and each is twice the previous one."""
+"""Longest pause in seconds after an error; the first pause is :data:`PAUSE_S`, and each is twice the previous one."""
 
 _LONGEST_PROBLEM = 1000
 
@@ -67,11 +67,14 @@ class SinkSource:
 
     @property
     def end_key(self) -> str:
-        """The key under which the store holds the run's outcome."""
+        """The key of the run's outcome among the states in the store."""
         return run_key(self.plan.name, self.run, "sinks/end")
 
     async def described(self, sink: str) -> SinkRun:
-        """Describe the run for a sink; the id has a random suffix, which is saved in the store for a resumed run."""
+        """Return the description of the run for a sink.
+
+        The run's id ends with a random suffix, which is saved in the store so that a resumed run has the same id.
+        """
         plan, key = self.plan, run_key(self.plan.name, self.run, f"sinks/{sink}/id")
         known = (await self.store.load_state(key)).get(key)
         if known is None:
@@ -99,7 +102,7 @@ class Sinks:
         end_s: Seconds to wait at the end; ``None`` for no limit.
 
     Attributes:
-        summary: Facts about the end of the run by name, for the sinks.
+        summary: Final values of the run by name, which the sinks show.
         end: The run's outcome; if not set, it follows from the summary and from the exception that ended the run.
         has_all: True if every sink received everything; set at the end.
     """
@@ -112,13 +115,13 @@ class Sinks:
         self.has_all = False
 
     async def __aenter__(self) -> "Sinks":
-        """Start to send each sink the data that the store has; the run does not wait for the sinks."""
+        """Start a background task for each sink; the run does not wait for the sinks."""
         found = [(name, sink, await self._source.described(name)) for name, sink in build_sinks(self._source.plan)]
         self._running = [_Sinking(self._source, sink, run, name=name) for name, sink, run in found]
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Send the rest to all sinks at the same time, within the time limit, and show a line for each sink."""
+        """Send the remaining data to all sinks at once, within the time limit, and show a line for each sink."""
         status = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
         why = _problem(error) if status == "failed" and isinstance(error, Exception) else ""
         end = self.end or SinkOutcome(status=status, summary=self.summary, error=why, time=time.time())
@@ -133,18 +136,18 @@ class Sinks:
                 await self._source.store.save_state({self._source.end_key: msgspec.json.encode(end)})
 
     def wake(self) -> None:
-        """Note that the store has new metrics."""
+        """Tell every sink's task that the store has new metrics."""
         for one in self._running:
             one.wake()
 
     def alert(self) -> None:
-        """Note that the store has a new alert, so that the tables are sent without waiting for their next update."""
+        """Tell every sink's task that the store has a new alert, so that the tables are sent at once."""
         for one in self._running:
             one.alert()
 
 
 class _Sinking:
-    """Sends one sink the data that the store has of a run."""
+    """Sends a run's data from the store to one sink."""
 
     def __init__(self, source: SinkSource, sink: Sink, run: SinkRun, *, name: str) -> None:
         self._store, self._store_url = source.store, source.store_url
@@ -165,16 +168,16 @@ class _Sinking:
         self._task = asyncio.create_task(self._follow())
 
     def wake(self) -> None:
-        """Note that the store has new metrics."""
+        """Wake the task, because the store has new metrics."""
         self._news.set()
 
     def alert(self) -> None:
-        """Note that the store has a new alert."""
+        """Wake the task, because the store has a new alert."""
         self._has_alert = True
         self._news.set()
 
     async def conclude(self, end: SinkOutcome, *, within_s: float | None) -> str:
-        """Send the rest within a time limit; return a line that says what was written, or ``""`` after a warning."""
+        """Send the remaining data within a time limit; return a line about the result, ``""`` after a warning."""
         self._end = end
         self._ending.set()
         self._news.set()
@@ -193,7 +196,7 @@ class _Sinking:
         return ""
 
     async def _follow(self) -> bool:
-        """Send new data until the run ends; return true if the sink has everything by then."""
+        """Send new data until the run ends; return true if the sink has received everything."""
         pause = PAUSE_S
         while True:
             is_last, has_failed = self._ending.is_set(), False
@@ -220,7 +223,7 @@ class _Sinking:
             await self._news.wait()
 
     async def _give(self, *, is_last: bool) -> float:
-        """Send new data, and finally the end of the run; return the seconds to wait before the next reading."""
+        """Send new data, and at last the run's outcome; return the seconds to wait until the next reading."""
         sink, run = self._sink, self._run
         started = time.monotonic()
         # The whole run is read each time, because earlier processes of the run wrote some of it.
@@ -246,7 +249,7 @@ class _Sinking:
         return max(PAUSE_S, SHARE * seconds)
 
     def _rest(self, row: SinkRow) -> SinkRow:
-        """Return a row without the metrics that the sink already has; some metrics are logged later than others."""
+        """Return the row without the metrics that the sink has already received."""
         given = self._given.get((row.algorithm, row.step), ())
         return msgspec.structs.replace(row, metrics={key: row.metrics[key] for key in row.metrics if key not in given})
 
@@ -254,7 +257,7 @@ class _Sinking:
         self._written = self._sink.end(self._end) or ""
 
     async def _give_tables(self) -> None:
-        """Send the tables that changed."""
+        """Send the tables that have changed since the last update."""
         sink, run = self._sink, self._run
         tables = await read_tables(self._store, run.experiment, run.run, store_url=self._store_url)
         changed = [table for table in tables if table not in self._tables]
@@ -278,14 +281,14 @@ def _problem(error: Exception) -> str:
 
 
 class OwnThread:
-    """Runs calls one after the other in a thread of its own; call ``close`` at the end."""
+    """Runs functions one after the other in one dedicated thread; call ``close`` at the end."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def call(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in the thread and raise its error here; if the caller is cancelled, the work still runs."""
+        """Run ``work`` in the thread and re-raise its error; ``work`` runs on even if the caller is cancelled."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -307,7 +310,7 @@ class OwnThread:
         await done
 
     def close(self) -> None:
-        """End the thread after the calls that are queued."""
+        """End the thread once the queued functions have run."""
         self._calls.put(None)
 
     def _run(self) -> None:

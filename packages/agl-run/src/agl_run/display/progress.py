@@ -9,14 +9,14 @@ from agl_run.display.summary import LiveSummary
 
 
 class Progress(Protocol):
-    """Shows the progress of a run; every method returns at once."""
+    """The contract of a progress display; every method returns at once."""
 
     def say(self, text: str) -> None:
         """Show one line."""
         ...
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Show that task ``name`` is at ``done`` of ``total``; a ``total`` of 0 removes the task."""
+        """Show that the operation ``name`` is at ``done`` of ``total``; remove it if ``total`` is 0."""
         ...
 
     def close(self) -> None:
@@ -25,23 +25,25 @@ class Progress(Protocol):
 
 
 class Quiet:
-    """Shows nothing."""
+    """A progress display that shows nothing."""
 
     def say(self, text: str) -> None:
         """Ignore the line."""
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Ignore the state."""
+        """Ignore the progress."""
 
     def close(self) -> None:
         """Do nothing."""
 
 
 class Lines:
-    """Prints plain lines: every message, and each task's state at most every ``every_s`` seconds.
+    """A progress display that prints plain lines.
+
+    Every message is printed, and the progress of each operation at most every ``every_s`` seconds.
 
     Args:
-        every_s: Seconds between two lines on one task.
+        every_s: Seconds between two lines about one operation.
         on_errors: Print to standard error instead of standard output.
     """
 
@@ -55,7 +57,7 @@ class Lines:
         print(text, flush=True, file=sys.stderr if self._on_errors else None)
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Print the task's state if ``every_s`` seconds have passed since its last line."""
+        """Print the operation's progress if ``every_s`` seconds have passed since its last line."""
         now = time.monotonic()
         if total == 0:
             self._last.pop(name, None)

@@ -14,18 +14,27 @@ SHOWN = 20
 
 
 def reward_text(before: float | None, after: float | None, others: Iterable[tuple[float | None, str]]) -> str:
-    """Return one line of validation rewards, each with the moment of its validation; ``none`` without any reward."""
+    """Return one line of validation rewards, such as ``0.400 before; 0.600 after``; ``none`` if no value is known.
+
+    Args:
+        before: The reward before training.
+        after: The reward after training.
+        others: Further rewards, each with the text that says when it was measured.
+    """
     values = [(before, "before"), (after, "after"), *others]
     return "; ".join(f"{value:.3f} {when}" for value, when in values if value is not None) or "none"
 
 
 def pairs(values: Mapping[str, object]) -> str:
-    """Return names with their values on one line; ``none`` if there are none."""
+    """Return ``name value`` pairs on one line, sorted by name; ``none`` if the mapping is empty."""
     return ", ".join(f"{name} {value}" for name, value in sorted(values.items())) or "none"
 
 
 def episode_rows(episodes: Iterable[Episode]) -> Rows:
-    """Return a header and one row per rollout, at most :data:`SHOWN`; the error column appears only with errors."""
+    """Return a header and one row per rollout, at most :data:`SHOWN` rollouts.
+
+    The column of errors is left out if no rollout has an error.
+    """
     every = list(episodes)
     rows = [("rollout", "status", "reward", "calls", "rows", "error"), *map(_row, every[:SHOWN])]
     if len(every) > SHOWN:
@@ -51,7 +60,10 @@ def as_text(title: str, rows: Rows) -> str:
 
 
 def as_html(title: str, rows: Rows, *, has_head: bool) -> str:
-    """Return the rows as an HTML table with a caption; without a header row, the first column holds the names."""
+    """Return the rows as an HTML table with a caption.
+
+    With ``has_head``, the first row is a header; otherwise the first column holds the names.
+    """
     shown = "".join(
         "<tr>" + "".join(_cell(cell, is_name=(number if has_head else column) == 0) for column, cell in enumerate(row))
         for number, row in enumerate(rows)

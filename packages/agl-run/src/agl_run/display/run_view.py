@@ -1,7 +1,6 @@
-"""The numbers of a run that a terminal shows, recorded by the trainer for the display.
+"""The current numbers of a run, which the trainer writes and a terminal display reads.
 
-The trainer writes them and the display reads them from another thread, so every field is replaced or appended to in
-one operation.
+The display reads them from another thread, so every field is replaced or appended to in one operation.
 """
 
 import math
@@ -17,20 +16,20 @@ from agl_inspect.statistics import interval
 from agl_run.watch.observers import Batch, Observer
 
 _WINDOW_S = 30
-"""Seconds over which the rate of rollouts is measured."""
+"""Length in seconds of the window over which the rate of finished rollouts is measured."""
 
 _MOST_REWARDS = 10_000
 
 
 class Tally:
-    """Counts the rollouts of one caller: queued, running, failed, and finished per second.
+    """Counts the rollouts of one caller, such as an algorithm: queued, running, failed, and finished per second.
 
     Args:
         clock: Returns seconds.
 
     Attributes:
-        asked: Rollouts of the requests under way.
-        done: Finished rollouts of the requests under way.
+        asked: Rollouts of the unfinished requests.
+        done: Finished rollouts of the unfinished requests.
         failed: Failed rollouts of all requests.
     """
 
@@ -44,7 +43,7 @@ class Tally:
         self.failed: int = 0
 
     def ask(self, rollout_ids: Sequence[str]) -> None:
-        """Count the rollouts of a request; once all requests are finished, the next one starts a new count."""
+        """Add a request's rollouts to the count; the count restarts at zero if all earlier requests are finished."""
         # Overlapping requests count together; once all are finished, the next one starts a new
         # count.
         if self.done == self.asked:
@@ -55,7 +54,7 @@ class Tally:
             self._began_at = self._clock()
 
     def note(self, rollout_id: str, status: str) -> None:
-        """Note a rollout's new status; rollouts of no request are ignored."""
+        """Record a rollout's new status; a rollout that belongs to no counted request is ignored."""
         if rollout_id not in self._statuses:
             return
         # A second attempt puts a rollout back into the queue.
@@ -68,7 +67,7 @@ class Tally:
         self._count_end()
 
     def drop(self, rollout_ids: Iterable[str]) -> None:
-        """Forget the rollouts of a request that was given up."""
+        """Remove the unfinished rollouts of an abandoned request from the count."""
         for rollout_id in rollout_ids:
             if self._statuses.pop(rollout_id, None) is not None:
                 self.asked -= 1
@@ -108,8 +107,8 @@ class AlgorithmView:
 
     Attributes:
         name: The algorithm's name within the experiment.
-        total: The number of steps it will take; 0 if it sets no limit.
-        step: The number of steps it has taken.
+        total: The number of steps that the algorithm will take; 0 if it sets no limit.
+        step: The number of steps that the algorithm has taken.
         left: The estimated time that remains, as text.
         has_begun: Whether the algorithm is set up.
         is_finished: Whether the algorithm will take no further step.
@@ -132,13 +131,13 @@ class AlgorithmView:
     _groups: dict[str, list[float]] = field(default_factory=lambda: defaultdict[str, list[float]](list))
 
     def collected(self, episodes: Iterable[Episode]) -> None:
-        """Note the rewards of training rollouts of the current step."""
+        """Record the rewards of training rollouts of the current step."""
         for episode in episodes:
             if episode.reward is not None:
                 self._groups[episode.rollout.group_id].append(episode.reward)
 
     def stepped(self, report: StepReport) -> None:
-        """Note the end of a step; a reward in the report takes precedence over the mean reward of the rollouts."""
+        """Record the end of a step; a reward in the report takes precedence over the mean reward of the rollouts."""
         self.step, self.is_finished, self.work = report.step, report.is_finished, None
         # Only groups are independent; the rollouts of one group share the difficulty of their task.
         means = [fmean(rewards) for rewards in self._groups.values()]
@@ -158,8 +157,9 @@ class RunView(Observer):
     Attributes:
         algorithms: The algorithms by name, in the order of the experiment's file.
         tallies: The counts of rollouts by caller: an algorithm, or another part of the run.
-        validation: The newest validation as (steps before it, mean reward); ``None`` before the first one.
-        best: The best validation as (steps before it, mean reward); ``None`` before the first one.
+        validation: The newest validation as (number of steps before the validation, mean reward); ``None`` before the
+            first one.
+        best: The best validation in the same form; ``None`` before the first one.
     """
 
     algorithms: dict[str, AlgorithmView] = field(default_factory=dict[str, AlgorithmView])
@@ -168,15 +168,15 @@ class RunView(Observer):
     best: tuple[int, float] | None = None
 
     def batch(self, batch: Batch) -> None:
-        """Note the rewards of the current step of an algorithm."""
+        """Record the rewards of a batch of an algorithm's own training rollouts."""
         if batch.trains and batch.is_own and batch.caller in self.algorithms:
             self.algorithms[batch.caller].collected(batch.kept)
 
     async def step(self, report: StepReport, *, algorithm: str) -> None:
-        """Note the end of a step."""
+        """Record the end of an algorithm's step."""
         if algorithm in self.algorithms:
             self.algorithms[algorithm].stepped(report)
 
     def tally(self, caller: str) -> Tally:
-        """Return the counts of a caller's rollouts."""
+        """Return the counts of a caller's rollouts, which start at zero for a new caller."""
         return self.tallies.setdefault(caller, Tally())

@@ -21,7 +21,7 @@ from agl_run.display.run_view import RunView
 from agl_run.display.terminal_block import draw
 
 EVERY_S = 0.25
-"""Seconds between two drawings."""
+"""Seconds between two redraws of the block."""
 
 _WIDEST = 100
 _COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")
@@ -52,10 +52,10 @@ class LiveSummary:
         self._print(visible(text))
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Ignore the state: the block shows the progress of the watched run."""
+        """Do nothing: the block shows the progress of the watched run."""
 
     def watch(self, view: RunView) -> None:
-        """Start to draw a run; from now on this process's output appears above the block."""
+        """Start to draw a run's block; from now on this process's other output is printed above the block."""
         if self._terminal is not None or isinstance(sys.stdout, _Above):
             return  # another run of this process has the terminal
         self._view, self._terminal = view, _Terminal(sys.stdout)
@@ -100,13 +100,13 @@ class LiveSummary:
                     self._terminal.write(erased + block)
 
     def _latest_block(self) -> str:
-        """Return the last drawn block if the terminal has the same size, since drawing is slower than printing."""
+        """Return the last drawn block, or draw it again if the terminal's size has changed; drawing is slow."""
         if not self._drawn or self._size != shutil.get_terminal_size():
             return self._block()
         return "\n".join(line for line, _ in self._drawn)
 
     def _block(self) -> str:
-        """Draw the block, and save its lines with their widths for erasing."""
+        """Draw and return the block, and remember its lines with their widths so that it can be erased."""
         from rich.console import Console
 
         self._size = size = shutil.get_terminal_size()
@@ -123,7 +123,7 @@ class LiveSummary:
         return "\n".join(line for line, _ in self._drawn)
 
     def _erased(self) -> str:
-        """Return the control sequence that erases the block, computed for the terminal's current width."""
+        """Return the control sequence that erases the block at the terminal's current width."""
         # The current width counts: a terminal that became narrower has wrapped the drawn lines.
         columns = max(1, shutil.get_terminal_size().columns)
         rows = sum(max(1, -(-width // columns)) for _, width in self._drawn)
@@ -131,7 +131,7 @@ class LiveSummary:
         return f"\r{up}\x1b[J" if self._drawn else ""
 
     def _redirect(self) -> None:
-        """Redirect this process's printed and logged output to appear above the block."""
+        """Redirect this process's printed and logged output so that it appears above the block."""
         for name in ("stdout", "stderr"):
             real = getattr(sys, name)
             above = _Above(self, real)
@@ -155,7 +155,7 @@ class LiveSummary:
 
 
 class _Terminal:
-    """A terminal that may be closed at any time, and whose encoding may lack characters."""
+    """Writes to a terminal that may be closed at any time and whose encoding may lack characters."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -164,11 +164,11 @@ class _Terminal:
 
     @property
     def is_unicode(self) -> bool:
-        """True if the terminal's encoding has every Unicode character."""
+        """True if the terminal's encoding is a Unicode encoding."""
         return self._encoding.lower().replace("-", "").startswith("utf")
 
     def write(self, text: str) -> None:
-        """Write the text; do nothing once the terminal was closed."""
+        """Write the text; do nothing if the terminal has been closed."""
         if self._is_gone or not text:
             return
         try:
@@ -180,7 +180,7 @@ class _Terminal:
 
 
 class _Above(io.TextIOBase):
-    """Replaces ``sys.stdout`` or ``sys.stderr``, and prints whole lines above the block."""
+    """A replacement of ``sys.stdout`` or ``sys.stderr`` that prints whole lines above the block."""
 
     def __init__(self, summary: LiveSummary, real: TextIO) -> None:
         self._summary, self._real, self._rest, self._pid = summary, real, "", os.getpid()
@@ -213,7 +213,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Print an unfinished line, which may be a question, unless a carriage return marks it as a progress bar."""
+        """Print an unfinished line, such as a question; a line with a carriage return, a progress bar, is held back."""
         with self._summary.lock:
             # A prompt is flushed without a line's end and has to be seen.
             if self._rest and "\r" not in self._rest:

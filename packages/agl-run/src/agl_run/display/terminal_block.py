@@ -17,17 +17,17 @@ _LONGEST_NAME = 16
 _WIDEST_BAR = 24
 _WIDEST_CURVE = 32
 _LEAST = 5
-"""The least columns for a bar or a curve; with less room it is left out."""
+"""The least width in columns of a bar or a curve; with less room it is left out."""
 
 _NARROW = 60
-"""Terminals with fewer columns get one space between two parts of a line, others get two."""
+"""On terminals with fewer columns, one space separates the parts of a line; on others, two spaces do."""
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _ASCII_LEVELS = "_.-=+*%#"
 _ASCII = str.maketrans({"━": "#", "─": "-", "±": "~", "…": ".", **dict(zip(_LEVELS, _ASCII_LEVELS, strict=True))})
 
 Part = tuple[str, str]
-"""A text and its style."""
+"""A piece of a line: its text and its style."""
 
 
 def draw(view: RunView, *, width: int, height: int, is_ascii: bool = False) -> "list[Text]":
@@ -92,7 +92,7 @@ def _doing(one: AlgorithmView, tally: Tally | None) -> list[Part]:
 
 
 def _counts(tally: Tally | None) -> list[Part]:
-    """Return the counts of the requests under way, and the number of rollouts that have failed so far."""
+    """Return pieces of a line: progress, rate, queued and running rollouts of open requests, and all failed ones."""
     if tally is None:
         return []
     parts: list[Part] = []
@@ -104,7 +104,7 @@ def _counts(tally: Tally | None) -> list[Part]:
 
 
 def _caller(name: str, tally: Tally, width: int) -> list[Part]:
-    """Return the line for the rollouts of a caller that is not an algorithm."""
+    """Return the line for a caller that is not an algorithm: its name, a bar and the counts of its rollouts."""
     bar = min(_WIDEST_BAR, max(_LEAST, width // 4))
     return [(_name(name), "bold"), *_bar(tally.done, tally.asked, bar), *_counts(tally)]
 
@@ -125,7 +125,7 @@ def _bar(done: int, total: int, width: int) -> list[Part]:
 
 
 def _curve(values: Sequence[float], width: int) -> str:
-    """Draw the values as block characters, scaled from lowest to highest; neighbours are averaged if there are many."""
+    """Draw values as block characters, scaled from lowest to highest; if necessary, average neighbours."""
     count = min(width, len(values))
     # Integer arithmetic spreads the remainder, so that neighbours differ by one value at most.
     ends = [len(values) * place // count for place in range(count + 1)]
@@ -156,7 +156,7 @@ def _columns(parts: Sequence[Part], width: int) -> int:
 
 
 def _text(parts: list[Part], width: int, *, is_ascii: bool) -> "Text":
-    """Join the parts that fit into ``width``; if not even the first one fits, it is truncated."""
+    """Join as many leading parts as fit into ``width``; if even the first one is too wide, it is truncated."""
     from rich.text import Text
 
     while len(parts) > 1 and _columns(parts, width) > width:

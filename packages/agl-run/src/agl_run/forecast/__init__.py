@@ -1,1 +1,1 @@
-"""``agl check --forecast``: the forecast of a run from recorded or tried rollouts."""
+"""``agl check --forecast``: forecasts a run from rollouts of an earlier run or of a trial."""

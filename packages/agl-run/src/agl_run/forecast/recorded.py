@@ -1,4 +1,4 @@
-"""Finds the rollouts on which a forecast is based: recorded training rollouts, or the experiment's newest trial."""
+"""Finds the rollouts from which a forecast is made: recorded training rollouts, or the experiment's newest trial."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,23 +12,23 @@ from agl_run.plan import Plan
 from agl_run.run.episodes import episode_of, read_finished, selection_of, training_reward
 
 LIMIT = 256
-"""The most rollouts on which a forecast is based; the newest ones are read."""
+"""The most rollouts from which a forecast is made; the newest ones are taken."""
 
 ENOUGH = 8
-"""The least number of rollouts for a forecast; among them at least one task must have run twice."""
+"""The least number of rollouts for a forecast; they must include at least one task that ran twice."""
 
 _BATCH = 16
-"""The most rollouts that are in memory at once."""
+"""The most rollouts that are held in memory at once."""
 
 _FINISHED = ("succeeded", "failed")
 
 
 class Source(Record, frozen=True, kw_only=True):
-    """The origin of the rollouts of a forecast.
+    """The origin of the rollouts from which a forecast is made.
 
     Attributes:
         experiment: The experiment under which the rollouts are recorded.
-        run: The number of its run, from 1; 0 for a trial.
+        run: The number of the run that recorded them, from 1; 0 for a trial.
         rollouts: The number of rollouts.
         tasks: The number of different tasks.
         until: The time at which the last rollout finished, in Unix seconds.
@@ -42,13 +42,13 @@ class Source(Record, frozen=True, kw_only=True):
 
     @property
     def is_enough(self) -> bool:
-        """True if these rollouts suffice for a forecast."""
+        """True if there are enough rollouts for a forecast, and at least one task ran twice."""
         return self.rollouts >= ENOUGH and self.tasks < self.rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """The data of a forecast: facts about recorded rollouts, and the metrics that their run logged.
+    """The data of a forecast: facts about recorded rollouts, and the metrics of the run that recorded them.
 
     Attributes:
         source: The origin of the rollouts.
@@ -68,7 +68,7 @@ async def find(store: Store, plan: Plan) -> tuple[Source, list[Rollout]] | None:
     """Find the newest training rollouts of the experiment, or the rollouts of its newest trial.
 
     A run's rollouts are preferred to a trial's, unless only the trial's are enough for a forecast. Returns ``None`` if
-    neither exists.
+    neither a run nor a trial is recorded.
     """
     # A run's rollouts are better evidence than a trial's: they have the lengths of the policy in
     # training.
@@ -78,7 +78,7 @@ async def find(store: Store, plan: Plan) -> tuple[Source, list[Rollout]] | None:
 
 
 async def find_trial(store: Store, plan: Plan) -> tuple[Source, list[Rollout]]:
-    """Find the rollouts of the experiment's newest trial, which must exist."""
+    """Return the rollouts of the experiment's newest trial, which must exist, and their origin."""
     rollouts = await _of_trial(store, f"{plan.name}{TRIAL}")
     return _source(rollouts), rollouts
 
@@ -108,7 +108,7 @@ async def read(store: Store, plan: Plan, source: Source, rollouts: Sequence[Roll
 
 
 async def _weights(store: Store, versions: Mapping[str, str]) -> dict[str, Weights]:
-    """Return the weights among these versions of resources, as far as they are still in the store."""
+    """Return the weights among the given versions of resources; versions that the store no longer has are left out."""
     found: dict[str, Weights] = {}
     for name, version in versions.items():
         try:
@@ -145,7 +145,7 @@ def _source(rollouts: Sequence[Rollout]) -> Source:
 
 
 def _another(rollouts: Sequence[Rollout], place: int) -> Rollout | None:
-    """Return a rollout of another task, from the places after this one; ``None`` if all have the same task."""
+    """Return a rollout of another task, searched from ``place`` onwards; ``None`` if all have the same task."""
     own = rollouts[place].group_id
     behind = (rollouts[(place + shift) % len(rollouts)] for shift in range(1, len(rollouts)))
     return next((one for one in behind if one.group_id != own), None)

@@ -1,4 +1,4 @@
-"""Makes the forecast of a run from recorded rollouts, as a record for programs and for the report in the terminal."""
+"""Makes the forecast of a run from recorded rollouts, as a record that programs read and the terminal report shows."""
 
 import random
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from agl_run.forecast.step_size import compares_groups, measured_update, shape_o
 from agl_run.plan import Plan
 
 _STEPS = 5
-"""The number of last logged steps whose times are used."""
+"""How many of the last logged steps are used for times."""
 
 
 class RolloutSize(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The distribution of each measure over the recorded rollouts.
+    """The distribution over the recorded rollouts of each measure.
 
     Attributes:
         seconds: Time of all attempts of a rollout; the sum of ``model_s``, ``tool_s`` and ``rest_s``.
         model_s: Time in model calls.
-        tool_s: Time in tools, without the model calls within.
+        tool_s: Time in tools, without model calls that the tools make.
         rest_s: All other time.
         context: Tokens of the longest prompt with its answer, or of the longest row.
     """
@@ -46,13 +46,14 @@ class RolloutSize(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class GroupSize(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A possible group size, and what a step would get from it.
+    """A possible group size, and the groups that a step would have with it.
 
     Attributes:
         size: Rollouts per group.
         silent_share: The expected share of silent groups.
         basis: ``counted`` among the recorded rollouts of a task, or computed by a ``model`` for larger groups.
-        groups: Groups with a gradient that a step's rollouts would give; ``None`` if the step's size is not known.
+        groups: Groups with a gradient in a step of the same number of rollouts; ``None`` if the step's size is
+            unknown.
     """
 
     size: int
@@ -62,7 +63,7 @@ class GroupSize(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Part(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A part of a step's time, and its share of the whole."""
+    """An activity that takes time in a step, such as model calls, with its seconds and its share of the whole."""
 
     name: str
     seconds: float
@@ -134,7 +135,7 @@ class RunForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
 async def make_report(
     plan: Plan, material: Material, *, target: tuple[Device, ModelShape] | None = None
 ) -> RunForecast:
-    """Make an experiment's forecast from recorded rollouts; with ``target`` also its costs on a device and a model."""
+    """Make an experiment's forecast from recorded rollouts; ``target`` adds the costs for a device and a model."""
     configs: dict[str, AlgorithmConfig | None] = {config.name: config for config in plan.config.algorithm}
     observed = next(iter(material.observed.values()))
     beside = at_once(observed)
@@ -218,7 +219,7 @@ def _on_device(
     recorded: Recorded | None,
     target: tuple[Device, ModelShape] | None,
 ) -> DeviceForecast | None:
-    """Return a step's costs on the target; ``None`` without a target or for an algorithm that trains on no tokens."""
+    """Return a step's costs on the target device; ``None`` without a target or for an algorithm without tokens."""
     if config is None or recorded is None or target is None or not plan.entry(config).needs_token_ids:
         return None
     return forecast_on(*target, training_of(plan, config), recorded)
@@ -227,7 +228,7 @@ def _on_device(
 async def _measured(
     plan: Plan, config: AlgorithmConfig, material: Material, shape: StepShape, share: float
 ) -> float | None:
-    """Measure the seconds of a step's updates on random rows of the recorded lengths; ``None`` if it cannot."""
+    """Measure the seconds of a step's updates on random rows of the recorded lengths; ``None`` if impossible."""
     weights = material.weights.get(config.tunes[0]) if config.tunes else None
     # A fixed seed: the same recordings give the same forecast.
     drawn = random.Random(0).choices(material.observed[config.name], k=max(1, round(shape.rollouts * share)))
@@ -252,7 +253,7 @@ def _group(share: SilentShare, shape: StepShape | None) -> GroupSize:
 
 
 def _parts(rollouts: Sequence[Observed], step: StepForecast | None, update_s: float | None) -> list[Part]:
-    """Return the parts of a step's time, or of a rollout's if the step is not known, the longest first."""
+    """Return the activities that take a step's time, longest first; if the step is unknown, those of a rollout."""
     seconds = sum(one.seconds for one in rollouts)
     if not seconds:
         return []
@@ -269,7 +270,7 @@ def _parts(rollouts: Sequence[Observed], step: StepForecast | None, update_s: fl
 
 
 def _logged(metrics: Sequence[Metric], algorithm: str, name: str) -> float | None:
-    """Return the median of a metric over the last steps that logged it; ``None`` if no step did."""
+    """Return the median of a metric over the last steps that logged it; ``None`` if it was never logged."""
     found = [one for one in metrics if one.algorithm == algorithm and one.name == name]
     last = sorted(found, key=lambda one: one.step)[-_STEPS:]
     return median(one.value for one in last) if last else None

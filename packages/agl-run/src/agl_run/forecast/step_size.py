@@ -1,4 +1,4 @@
-"""Finds the number of rollouts in an algorithm's step, and the costs of its training, from its class and parameters."""
+"""Derives an algorithm's rollouts per step and its training costs from its class and parameters."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from agl_run.plan import Plan
 
 @runtime_checkable
 class MeasuredAlgorithm(Protocol):
-    """An algorithm that can measure on this machine how long its updates take."""
+    """An algorithm that can measure the time of its updates on this machine."""
 
     def measure_update(self, weights: Weights, rows: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of a step's updates; blocks for a few seconds, and changes no file.
@@ -23,7 +23,7 @@ class MeasuredAlgorithm(Protocol):
 
         Args:
             weights: The weights of the policy that the algorithm would tune.
-            rows: For each row with a gradient, its number of tokens and the number of its trained tokens.
+            rows: One pair per row with a gradient: the number of its tokens and of its trained tokens.
         """
         ...
 
@@ -62,14 +62,17 @@ async def shape_of(plan: Plan, config: AlgorithmConfig) -> StepShape | None:
 
 
 def compares_groups(plan: Plan, config: AlgorithmConfig, shape: StepShape | None) -> bool:
-    """Return true if the algorithm compares rollouts of a task; it does not with one rollout per task or a critic."""
+    """Return true if the algorithm compares rollouts of a task with each other.
+
+    It does not if a step has one rollout per task, or if the algorithm has a critic.
+    """
     return (shape is None or shape.samples > 1) and not training_of(plan, config).has_critic
 
 
 async def measured_update(
     plan: Plan, config: AlgorithmConfig, weights: Weights, rows: Sequence[tuple[int, int]]
 ) -> float | None:
-    """Return the seconds of an algorithm's updates, measured on this machine; ``None`` if it cannot."""
+    """Measure the seconds of an algorithm's updates on this machine; ``None`` if the algorithm cannot measure them."""
     built: object = plan.manager.build(plan.entry(config), **config.params)
     if not isinstance(built, MeasuredAlgorithm) or not rows:
         return None
@@ -82,7 +85,7 @@ async def measured_update(
 
 
 def training_of(plan: Plan, config: AlgorithmConfig) -> Training:
-    """Return an algorithm's settings that determine memory and time, with defaults for parameters that it lacks."""
+    """Return the settings of an algorithm that determine memory and time; missing parameters get default values."""
     factory = plan.manager.resolve(plan.entry(config))
     rank = _number(factory, config, "lora.rank")
     updates = max(1, _number(factory, config, "updates_per_step"))
@@ -105,6 +108,6 @@ def training_of(plan: Plan, config: AlgorithmConfig) -> Training:
 
 
 def _number(factory: Any, config: AlgorithmConfig, name: str) -> int:
-    """Return an integer parameter or its default; 0 if the algorithm has no such parameter."""
+    """Return the value of an integer parameter, or its default; 0 if the algorithm has no such parameter."""
     found = parameter(factory, config.params, name)
     return found if isinstance(found, int) else 0

@@ -1,4 +1,4 @@
-"""Writes a forecast for people, in lines of at most 80 columns; only commands may be longer, as they are not broken."""
+"""Formats a forecast as a report of at most 80 columns; only commands may be longer, because they are not broken."""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -14,7 +14,7 @@ from agl_run.forecast.report import AlgorithmForecast, RolloutSize, RunForecast
 
 _WIDTH = 80
 _SURE = 0.1
-"""If a rollout's tokens are less certain than this, the report says how to make them more certain."""
+"""If a rollout's tokens are more uncertain than this share, the report says how to make them more certain."""
 
 _LABEL = 18
 _COLUMN = 10
@@ -199,7 +199,7 @@ def _short(seconds: float) -> str:
 
 _DEVICE_LABEL = 30
 _FULL = 0.9
-"""The share of a device's memory above which too little room is left for memory that is not counted."""
+"""If training and serving use a larger share of a device's memory, the report warns that the room is too little."""
 
 
 def on_device(found: DeviceForecast) -> list[str]:
@@ -282,7 +282,7 @@ def _count(number: int) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a duration for people."""
+    """Format a duration in seconds, minutes or hours."""
     if value < 90:
         return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
     return f"{value / 60:.0f} min" if value < 5400 else f"{value / 3600:.1f} h"

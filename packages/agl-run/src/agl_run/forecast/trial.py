@@ -1,4 +1,4 @@
-"""Runs the trial for a forecast: tasks are added until a step's tokens are known well enough or the time is up."""
+"""Runs the trial of a forecast: adds tasks until a step's tokens are known well enough or the time is up."""
 
 import math
 import random
@@ -18,13 +18,13 @@ from agl_run.plan import Plan
 from agl_run.run.trial import Tasks, trial
 
 SURE = 0.05
-"""A trial ends when half the 95 % interval of a step's tokens is at most this share of them."""
+"""A trial ends when half the 95 % interval of a step's tokens is at most this share of the tokens."""
 
 FIRST = 8
 """The number of tasks that a trial runs before it first checks the uncertainty."""
 
 _GROWTH = 4
-"""Limit of the tasks that one round adds, as a multiple of those run so far: the spread of few tasks is uncertain."""
+"""The most tasks that one round adds, as a multiple of the tasks run so far: the spread of few tasks is uncertain."""
 
 
 @dataclass(frozen=True, kw_only=True)

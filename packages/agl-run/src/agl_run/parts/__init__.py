@@ -1,1 +1,1 @@
-"""Building the parts that an experiment names: store, gateway, policies, rewards, sinks."""
+"""Builds the components that an experiment names: store, gateway, policies, rewards, sinks."""

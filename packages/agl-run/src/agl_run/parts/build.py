@@ -66,13 +66,13 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
 
 
 async def check_algorithms(plan: Plan) -> None:
-    """Build and close the algorithms, so that they check their parameters."""
+    """Build and close every algorithm, so that each checks its parameters."""
     for algorithm in plan.config.algorithm:
         await plan.manager.build(plan.entry(algorithm), **algorithm.params).close()
 
 
 class _Policies(dict[str, LLM]):
-    """Policies by name; raises :class:`ConfigError` on access to a policy that this machine cannot reach."""
+    """Policies by name; reading a policy that this machine cannot reach raises :class:`ConfigError`."""
 
     def __init__(self, policies: Mapping[str, LLM], unreachable: Mapping[str, str]) -> None:
         super().__init__(policies)
@@ -87,7 +87,7 @@ class _Policies(dict[str, LLM]):
 def build_rewards(
     plan: Plan, upstreams: Iterable[Upstream] = (), *, unreachable: Mapping[str, str] | None = None
 ) -> list[tuple[str, RewardEmitter]]:
-    """Build the reward emitters, with their names.
+    """Build the reward emitters; return them as ``(name, emitter)``.
 
     Args:
         plan: The experiment.
@@ -112,12 +112,12 @@ def build_rewards(
 
 
 def build_exporters(plan: Plan) -> list[tuple[str, Exporter]]:
-    """Build the destinations of finished rollouts, with their names."""
+    """Build the exporters of finished rollouts; return them as ``(name, exporter)``."""
     return [(name, built) for name, built in _destinations(plan) if not isinstance(built, Sink)]
 
 
 def build_sinks(plan: Plan) -> list[tuple[str, Sink]]:
-    """Build the destinations of the run's metrics, with their names."""
+    """Build the sinks of the run's metrics; return them as ``(name, sink)``."""
     return [(name, built) for name, built in _destinations(plan) if isinstance(built, Sink)]
 
 
@@ -128,7 +128,7 @@ def _destinations(plan: Plan) -> Iterator[tuple[str, Exporter | Sink]]:
 
 
 def no_token_ids(name: str, use: str) -> str:
-    """Return the error text for training on the tokens of a policy that returns no token ids."""
+    """Return the error text for training on the tokens of a policy whose backend returns no token ids."""
     return (
         f"an algorithm trains on the tokens of {name!r}, and its backend (use = {use!r}) returns no token ids; "
         "serve it with torch, vLLM or SGLang, or set has_token_ids = true if it does return them"
@@ -140,21 +140,21 @@ _KEY = "api_key_env"
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 _NAME = re.compile(r"[^\W\d][\w -]*([.\[].*)?")
-"""A placeholder's name, with an attribute or an index."""
+"""A regular expression for a placeholder's name, with an attribute or an index."""
 
 _FORMAT = re.compile(r"(.?[<>=^])?[+\- ]?z?#?0?\d*[,_]?(\.\d+)?[bcdeEfFgGnosxX%]?|%.*")
-"""A placeholder's format, as Python defines it."""
+"""A regular expression for a placeholder's format, as Python defines it."""
 
 
 def check_keys(plan: Plan) -> None:
-    """Raise :class:`ConfigError` if ``api_key_env`` anywhere names a variable that is not set."""
+    """Raise :class:`ConfigError` if ``api_key_env`` anywhere names an environment variable that is not set."""
     for place, params in _all_params(plan):
         for name in _variables(params):
             require_key(place, name)
 
 
 def check_policy_key(plan: Plan, name: str, resource: Resource) -> None:
-    """Raise :class:`ConfigError` if the variable with a policy's key, which may be the default one, is not set."""
+    """Raise :class:`ConfigError` if the environment variable for a policy's API key is not set."""
     # A local server seldom needs a key, unless a gateway is set up to send one.
     if isinstance(resource, LLM) and ("api.openai.com" in resource.endpoint or _has_gateway(plan)):
         require_key(f"policy.{name}", resource.api_key_env)
@@ -176,7 +176,7 @@ def require_key(place: str, variable: str) -> None:
 
 
 def check_template(name: str, template: PromptTemplate) -> None:
-    """Raise :class:`ConfigError` for braces in an f-string template that are no placeholder, such as ``{json: 1}``."""
+    """Raise :class:`ConfigError` if braces in an f-string template form no placeholder, such as ``{json: 1}``."""
     if template.engine != "f-string":
         return
     remedy = 'write literal braces as {{ and }}, or set engine = "plain" or "jinja"'
@@ -207,7 +207,7 @@ def _has_gateway(plan: Plan) -> bool:
 
 
 def _all_params(plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the parameters of the components that call models, with their section in the file."""
+    """Yield the section and the parameters of every component that may call models."""
     config = plan.config
     yield from ((f"policy.{name}", policy.params) for name, policy in config.policy.items())
     yield from (("[algorithm]", algorithm.params) for algorithm in config.algorithm)
@@ -215,7 +215,7 @@ def _all_params(plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _variables(value: Any) -> Iterator[str]:
-    """Yield every ``api_key_env`` at any depth of a value."""
+    """Yield the value of every ``api_key_env``, at any depth of ``value``."""
     if isinstance(value, Mapping):
         for key, item in cast("Mapping[str, Any]", value).items():
             if key == _KEY and isinstance(item, str):
@@ -228,11 +228,11 @@ def _variables(value: Any) -> Iterator[str]:
 
 
 class _NotStartedError(Exception):
-    """Raised when a check uses a part of a running experiment, which ends the check without an error."""
+    """Raised when a check uses a part of a running experiment; the check then ends without an error."""
 
 
 class _Absent:
-    """Stands for a part of a running experiment; any use raises :class:`_NotStartedError`."""
+    """A placeholder for a part of a running experiment; using it raises :class:`_NotStartedError`."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _NotStartedError(name)
@@ -300,7 +300,7 @@ def _context(plan: Plan, algorithm: AlgorithmConfig) -> AlgorithmContext:
 
 
 def _first_version(plan: Plan, name: str) -> ResourceVersion:
-    """Return a resource with its value from the file; raises if the run may start from another version."""
+    """Return a resource's version as the file defines it; raises :class:`_NotStartedError` for a policy or a label."""
     # Its version is known only once the run has started.
     if name in plan.config.policy or plan.label(name):
         raise _NotStartedError(name)

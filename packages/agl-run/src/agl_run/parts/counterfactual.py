@@ -23,7 +23,7 @@ from agl_inspect.rollouts.answers import answer_counts
 from agl_run.plan import Plan
 
 RunAll = Callable[[Sequence[Rollout]], Awaitable[list[Episode]]]
-"""Enqueues rollouts and returns their episodes in the same order."""
+"""A function that enqueues rollouts and returns their episodes in the same order."""
 
 
 def check_replays(plan: Plan, credit: Credit) -> None:
@@ -37,7 +37,7 @@ def check_replays(plan: Plan, credit: Credit) -> None:
 
 
 def can_replay(plan: Plan) -> bool:
-    """Return true if the experiment's runner can answer an agent's model calls from a recording."""
+    """Run the replays and forks that the plans describe; see :class:`agl.contracts.ReplayFn`."""
     return plan.manager.runner(plan.config.runner.use).can_replay
 
 
@@ -85,7 +85,7 @@ class Replays:
         return [episodes[plan] for plan in plans]
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics to log; empty if nothing was replayed."""
+        """Return the numbers of replays, failures and live calls as metrics; empty if nothing was replayed."""
         counts = {"replays": self.count, "replays_failed": self.failed, "replay_calls": self.calls}
         return {name: float(count) for name, count in counts.items()} if self.count else {}
 
@@ -118,7 +118,7 @@ class Replays:
     def _seed(self, plan: AnyPlan, then: Rollout) -> Mapping[str, int]:
         """Return the seed of a replay, derived from its plan and the seeds of the recorded rollouts.
 
-        The plan is part of it because otherwise all samples of a plan would draw the same tokens.
+        The plan enters the seed so that different samples draw different tokens.
         """
         if "seed" not in then.metadata:
             return {}
@@ -128,7 +128,7 @@ class Replays:
         return {"seed": int.from_bytes(hashlib.blake2b(words, digest_size=6).digest())}
 
     def _as_seed(self, plan: AnyPlan) -> AnyPlan | list[Json]:
-        """Return a plan without its ids, which differ from run to run."""
+        """Return the plan without rollout and span ids, which differ from run to run, as an input of the seed."""
         if isinstance(plan, ReplayPlan):
             return replace(plan, rollout_id="", sibling="")
         return [FORK, self._places.get(plan.span_id, -1), plan.is_coupled, plan.sample]
@@ -154,12 +154,12 @@ def as_fork(rollout: Rollout, plan: ForkPlan, *, of: Rollout, metadata: Mapping[
 
 
 def _other(plan: AnyPlan) -> str:
-    """Return the other rollout whose answers a plan needs; ``""`` if it needs only those of the replayed rollout."""
+    """Return the id of the second rollout whose answers the plan needs; ``""`` if it needs no second one."""
     return plan.answer_rollout if isinstance(plan, ForkPlan) else plan.sibling
 
 
 def _unanswered(plan: ReplayPlan, episode: Episode) -> dict[str, str]:
-    """Return the replaced agents whose calls a model answered, by the call's span id."""
+    """Map span ids to agents, for calls that a model answered although the plan replaces their agent."""
     return {
         call.span_id: call.agent
         for call in episode.transitions

@@ -12,19 +12,22 @@ from agl.errors import ConfigError
 from agl_run.plan import Plan
 
 PROCESS_ABOVE = 64
-"""With more attempts at once, over all workers that an experiment starts, its gateway gets a process of its own."""
+"""Above this number of attempts at once, over all workers of the experiment, the gateway gets its own process."""
 
 
 @runtime_checkable
 class SeparableGateway(Protocol):
-    """A gateway that can also run in a process of its own."""
+    """A gateway that can also run in a separate process."""
 
     def apart(self, store_url: str, *, plugins: Mapping[str, str]) -> Gateway:
-        """Return a gateway with the same settings in another process; raises :class:`ConfigError` if it cannot.
+        """Return a gateway with the same settings in a separate process.
 
         Args:
-            store_url: The store's URL, with which that process opens the store itself.
-            plugins: Environment variables that make that process load the same plugins.
+            store_url: The URL with which the separate process opens the store.
+            plugins: Environment variables that make the separate process load the same plugins.
+
+        Raises:
+            ConfigError: The gateway cannot run in a separate process.
         """
         ...
 
@@ -74,7 +77,7 @@ _FILES = ("tls_cert", "tls_key", "audit_log")
 
 
 def gateway_params(plan: Plan) -> dict[str, Any]:
-    """Return the arguments of the gateway, with its file names joined to the experiment's folder."""
+    """Return the arguments of the gateway; file names among them are joined to the experiment's folder."""
     params = plan.config.gateway.params
     return {**params, **{name: str(plan.folder / str(params[name])) for name in _FILES if name in params}}
 

@@ -27,7 +27,7 @@ _FORMAT = (
     "experiment's file, or the name of a model on the hub"
 )
 _ELSEWHERE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
-"""Environment variables with which libraries do not look for models on the Hugging Face hub."""
+"""Environment variables that make libraries look for models elsewhere than on the Hugging Face hub."""
 
 
 def policy_params(plan: Plan, name: str) -> dict[str, Any]:
@@ -57,14 +57,14 @@ def policy_params(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def _is_path(model: str, folder: Path) -> bool:
-    """Return true if ``model`` cannot be a hub's name (at most one slash), or begins with an existing folder."""
+    """Return true if ``model`` has too many slashes for a hub's name, or starts with an existing folder."""
     path = Path(model)
     begins_here = len(path.parts) == 2 and (folder / path.parts[0]).is_dir()
     return model.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or begins_here
 
 
 def _missing(path: Path) -> str:
-    """Describe the first part of a path that does not exist, with the closest name that does."""
+    """Name the first component of a path that does not exist, and the existing folder with the closest name."""
     if path.is_file():
         return f"{str(path)!r} is a file, and a model is the folder {str(path.parent)!r}."
     parent = next(parent for parent in path.parents if parent.is_dir())

@@ -1,4 +1,4 @@
-"""Adapts a reward that the experiment brings itself (a function, an instance or a class) to a reward emitter.
+"""Turns a reward that the experiment brings itself (a function, an instance or a class) into a reward emitter.
 
 The experiment names the reward as ``module:attribute``, or the trainer was given the object. Rewards of plugins have
 factories and do not need this module.
@@ -22,6 +22,8 @@ _EXAMPLE = "def {name}(rollout, spans, *, tolerance=0.0)"
 
 def given_rewards(rewards: Sequence[Any]) -> dict[str, Callable[..., Any]]:
     """Return the functions, instances and classes among a trainer's rewards, by name.
+
+    Names in the sequence are left out.
 
     Raises:
         ConfigError: Two rewards have the same name.

@@ -1,4 +1,4 @@
-"""Shows long waits of an experiment, estimates the time its algorithms need, and reads algorithms' parameters."""
+"""Shows long waits of an experiment, and estimates the remaining time of its algorithms from their parameters."""
 
 import threading
 import time
@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 FIRST_S = 1.0
-"""Seconds before a wait is first shown."""
+"""Seconds after which a wait is first shown."""
 
 AGAIN_S = 30.0
-"""Seconds between later reminders of a wait."""
+"""Seconds between two reminders of the same wait."""
 
 _KEPT = 5
-"""The number of recent steps from whose mean duration the remaining time is estimated."""
+"""The number of recent steps from which the mean duration of a step is computed."""
 
 
 @contextmanager
 def waiting_for(
     what: str, *, say: Callable[[str], None] | None, first_s: float = FIRST_S, again_s: float = AGAIN_S
 ) -> Generator[None]:
-    """Show a line once the block takes longer than ``first_s``, remind of it, and show a line at its end.
+    """Show a line once the block takes longer than ``first_s``, then reminders, and a line at the block's end.
 
     The lines come from a thread, because loading a model may keep the event loop busy.
 
@@ -62,7 +62,7 @@ def _tell(
 
 
 def loading(name: str, use: str, params: Mapping[str, Any], *, folder: Path) -> str:
-    """Describe the start of a policy: its model, the folder or address it comes from, and the server."""
+    """Describe the start of a policy: its model, the folder or address of the model, and the server."""
     model, url = params.get("model"), params.get("base_url")
     shown = f"loading {model!r}" if model else "starting"
     if isinstance(model, str) and (folder / model).is_dir():
@@ -71,7 +71,10 @@ def loading(name: str, use: str, params: Mapping[str, Any], *, folder: Path) -> 
 
 
 def parameter(factory: Any, params: Mapping[str, Any], name: str) -> Any:
-    """Return a parameter or its default; ``lora.rank`` is a key of a table. ``None`` if the algorithm lacks it."""
+    """Return the value of an algorithm's parameter, or its default; ``None`` if the algorithm has no such parameter.
+
+    A dotted name such as ``lora.rank`` is a key of a table.
+    """
     name, _, key = name.partition(".")
     try:
         default = signature(factory).parameters[name].default
@@ -89,7 +92,7 @@ def steps_in_all(factory: Any, params: Mapping[str, Any]) -> int:
 
 
 class StepTimes:
-    """The durations of an algorithm's steps in this process, from which the remaining time is estimated.
+    """Measures an algorithm's steps in this process, and estimates the remaining time from the recent ones.
 
     Args:
         clock: Returns seconds.
@@ -102,7 +105,7 @@ class StepTimes:
         self._ends: deque[float] = deque([clock()], maxlen=_KEPT + 1)
 
     def ended(self, *, left: int) -> str:
-        """Note the end of a step, and return the estimated time of ``left`` further steps as text; ``""`` below 1 s."""
+        """Record the end of a step; return the estimated time of ``left`` further steps as text, ``""`` below 1 s."""
         self._ends.append(self._clock())
         mean = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return f"about {_duration(mean * left)} left" if mean * left >= 1 else ""

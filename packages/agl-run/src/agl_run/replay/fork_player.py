@@ -1,4 +1,4 @@
-"""Answers the calls of a fork: from the recording before the call at which it forks, and then by a model.
+"""Answers the model calls of a fork: from the recording up to the fork, and then by a model.
 
 A call is found in the recording by its agent and its request. An agent that has read only recorded answers must make
 its recorded requests; the first other request is a divergence, which is refused with status 400 and fails the attempt.
@@ -17,10 +17,10 @@ from agl_inspect.rollouts.answers import RecordedAnswer, asked, encode_answer, k
 from agl_inspect.rollouts.conversations import ending, nearest
 
 REFUSED = 400
-"""Status of the answer to a request that diverged; clients do not retry a request after this status."""
+"""HTTP status that refuses a divergent request; clients do not retry after it."""
 
 Place = tuple[str, bytes]
-"""The agent of a call, and the key of its request."""
+"""The key of a recorded call: its agent's name, and a digest of its request."""
 
 
 class ForkScript(Record, frozen=True, kw_only=True, tag="fork"):
@@ -30,7 +30,7 @@ class ForkScript(Record, frozen=True, kw_only=True, tag="fork"):
         plan: The fork's plan.
         position: The index in ``recorded`` of the call at which the rollout forks.
         recorded: The answers of the recorded rollout, in order of time.
-        answer: The answer that this call gets instead; ``None`` if a model answers it.
+        answer: The replacement for the answer at ``position``; ``None`` if a model answers that call.
     """
 
     plan: ForkPlan
@@ -60,7 +60,7 @@ class ForkPlayer:
         self._diverged = ""
 
     def respond(self, request: Request, *, agent: str) -> CannedAnswer | None:
-        """Return the answer to a request of ``agent``; ``None`` if a model has to answer it."""
+        """Return the recorded or replaced answer to a request of ``agent``; ``None`` if a model has to answer it."""
         body = request.to_dict()
         if body is None or request.dialect == "embeddings":
             return None
@@ -76,7 +76,10 @@ class ForkPlayer:
         return CannedAnswer(content_type=content_type, body=data, model_version=version)
 
     def divergence(self, *, is_over: bool) -> str:
-        """Describe the first divergence; ``""`` if there is none. ``is_over`` says that the agent ended by itself."""
+        """Describe the first divergence from the recording; ``""`` if there is none.
+
+        With ``is_over``, the agent has ended by itself, and recorded calls that it did not make are a divergence too.
+        """
         if self._diverged or not is_over:
             return self._diverged
         missed = self._missed()
@@ -90,7 +93,7 @@ class ForkPlayer:
     def _answer(
         self, dialect: Dialect, body: Json, agent: str
     ) -> tuple[Literal["recorded", "sibling", "live", "diverged"], Json]:
-        """Return the source of the answer to a request, and the answer, unless a model has yet to give it."""
+        """Return the source of the answer to a request, and the answer itself unless the source is ``live``."""
         place = agent, key_of(dialect, body)
         if self._diverged:
             return "diverged", None
@@ -130,7 +133,7 @@ class ForkPlayer:
         return f"{told}. Due was {self._named(due)}: {where}"
 
     def _missed(self) -> list[RecordedAnswer]:
-        """Return the calls, up to the one at which the rollout forks, that no agent has made yet, in order of time."""
+        """Return the recorded calls that no agent has made yet, up to and including the fork, in order of time."""
         # By identity: two calls may be equal and are still two.
         waiting = {id(answer) for answers in self._before.values() for answer in answers}
         recorded, position = self._script.recorded, self._script.position

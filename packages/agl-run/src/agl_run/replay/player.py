@@ -1,6 +1,6 @@
-"""Answers model calls of a replay in the agent's process, from the recording or with a replacement.
+"""Answers a replay's model calls in the agent's process, from the recording or with a replacement.
 
-The wire hook asks the player before a request is sent. A call that is answered here never reaches a model, costs no
+The wire hook asks the player before a request is sent. A call that the player answers never reaches a model, costs no
 tokens, and is recorded with the model version ``replay:recorded``, ``replay:silent`` or ``replay:sibling``.
 """
 
@@ -17,7 +17,7 @@ Source = Literal["recorded", "silent", "sibling"]
 
 
 class ReplayScript(Record, frozen=True, kw_only=True, tag="replay"):
-    """A replay's plan with the recorded answers that it needs, in order of time; can be sent to the agent's process."""
+    """A replay's plan with the recorded answers, in order of time; can be sent to the agent's process."""
 
     plan: ReplayPlan
     recorded: tuple[RecordedAnswer, ...] = ()
@@ -42,7 +42,7 @@ class Player:
             self._siblings[answer.agent].append(answer)
 
     def respond(self, request: Request, *, agent: str) -> CannedAnswer | None:
-        """Return the answer to a request of ``agent``; ``None`` if a model has to answer it."""
+        """Return the recorded or replaced answer to a request of ``agent``; ``None`` if a model has to answer it."""
         dialect, asked = request.dialect, request.to_dict()
         if asked is None or dialect == "embeddings":
             return None

@@ -11,14 +11,14 @@ from agl_run.replay.fork_player import ForkScript
 from agl_run.replay.player import ReplayScript
 
 Script = ReplayScript | ForkScript
-"""A plan and the recorded answers of a replay or a fork."""
+"""The script of a replay or a fork: its plan and the recorded answers that it needs."""
 
 
 async def load_script(store: Store, rollout: Rollout) -> Script | None:
-    """Load the script of a replay or a fork; ``None`` for any other rollout.
+    """Load the script of a replay or a fork; return ``None`` for any other rollout.
 
     Raises:
-        RunError: A rollout whose answers are needed is no longer in the store, or does not have the call to fork at.
+        RunError: A rollout whose answers are needed is no longer in the store, or lacks the call at which to fork.
     """
     # The plan is in the rollout's metadata, so any worker can load it.
     if (fork := fork_of(rollout)) is not None:

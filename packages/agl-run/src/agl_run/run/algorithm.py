@@ -1,4 +1,7 @@
-"""One algorithm in a schedule: sets it up, takes its steps, saves its state, refuses to train a rollout twice."""
+"""Drives one algorithm of a schedule.
+
+It sets the algorithm up, takes its steps, saves its state, and refuses to train a rollout twice.
+"""
 
 import asyncio
 import time
@@ -22,7 +25,7 @@ from agl_run.run.recorded import SourceReader
 from agl_run.run.saving import Collecting, SaveFn, to_end
 
 ENDS_SOON_S = 1.0
-"""Seconds without a message after a run is stopped, because a step that only waits for rollouts ends at once."""
+"""Seconds between a stop and the message about it; a step that only waits for rollouts ends before that."""
 
 
 class DrivenAlgorithm:
@@ -64,15 +67,18 @@ class DrivenAlgorithm:
         return self.state.step
 
     async def save(self, *, must: bool) -> bool:
-        """Let the algorithm write the files to which its state refers; see ``defer`` of its context.
+        """Ask the algorithm to write the files to which its state refers; see ``defer`` of its context.
+
+        Args:
+            must: Whether the algorithm has to write the files now.
 
         Returns:
-            True once they are written; with ``must`` the algorithm may not put this off.
+            True if the files are written, false if the algorithm puts this off.
         """
         return self._save is None or await self._save(must)
 
     async def check(self) -> None:
-        """Build the algorithm, let it check its requirements before its turn, and close it."""
+        """Build the algorithm, let it check its requirements before its first step, and close it."""
         algorithm = self._build()
         try:
             # Algorithms whose turn is later are checked now, so that a night's run does not end at
@@ -83,7 +89,7 @@ class DrivenAlgorithm:
             await algorithm.close()
 
     async def begin(self) -> None:
-        """Build, set up and restore the algorithm; does nothing when called again."""
+        """Build, set up and restore the algorithm; has no effect when called again."""
         if self._algorithm is not None:
             return
         session, name = self._driver.session, self.name
@@ -140,7 +146,7 @@ class DrivenAlgorithm:
             raise asyncio.CancelledError
 
     def _check(self, report: StepReport) -> None:
-        """Raise :class:`AglError` if a step is out of order, or trains a rollout a second time."""
+        """Raise :class:`AglError` if a step's number is out of order, or if it trains a rollout a second time."""
         name = self.name
         if report.step != self.state.step + 1 and not (report.is_finished and report.step == self.state.step):
             raise AglError(
@@ -155,7 +161,7 @@ class DrivenAlgorithm:
             )
 
     async def _measured(self, report: StepReport) -> StepReport:
-        """Store how the step used each call, and return its report with the observers' measurements added."""
+        """Store how a step used each call, and return the step's report with the observers' metrics added."""
         driver, name = self._driver, self.name
         records = {
             rollout_id: TrainingRecord(
@@ -191,7 +197,7 @@ class DrivenAlgorithm:
             await observer.step(report, algorithm=name)
 
     async def _report(self, algorithm: Algorithm) -> tuple[StepReport, bool]:
-        """Take a step; return its report, and true if the run was stopped in the meantime."""
+        """Take one step; return its report, and whether the run was stopped during the step."""
         step = asyncio.ensure_future(algorithm.step())
         try:
             # Shielded, so that a stop reaches this method first and decides what becomes of the
@@ -216,7 +222,7 @@ class DrivenAlgorithm:
                 telling.cancel()
 
     def _tell_stopping(self, step: "asyncio.Task[StepReport]") -> None:
-        """Say that the run stops only after the current step's update, unless the step has just ended."""
+        """Show that the run will stop after the current step's update, unless the step has just ended."""
         if not step.done():
             self._driver.progress.say(
                 f"stopping {self.name} once it has ended its update and saved it; stop it again to end at once, "
@@ -225,7 +231,7 @@ class DrivenAlgorithm:
 
     @property
     def can_go_back(self) -> bool:
-        """True if the algorithm, which has begun, can continue from an earlier state."""
+        """True if the algorithm, once begun, can continue from an earlier state."""
         return isinstance(self._algorithm, ReversibleAlgorithm)
 
     async def go_back(self, state: AlgorithmState | None, *, rate: float) -> AlgorithmState:
@@ -245,7 +251,7 @@ class DrivenAlgorithm:
         return msgspec.structs.replace(self.state, is_finished=True, stop_reason=reason)
 
     async def end(self) -> None:
-        """Save the steps that wait to be saved, and close the algorithm."""
+        """Save the algorithm's unsaved steps, and close it."""
         await self._save_last()
         self._view.has_begun = False
         self._driver.progress.update(f"{self.name} rollouts", 0, 0)
@@ -257,7 +263,7 @@ class DrivenAlgorithm:
             await algorithm.close()
 
     async def _save_last(self) -> None:
-        """Save the steps that still wait when a run ends early; if that fails, say how many will be repeated."""
+        """Save the unsaved steps of a run that ends early; if that fails, show how many steps will be repeated."""
         driver, waiting = self._driver, self._driver.waiting()
         if self._algorithm is None or not self._driver.waiting(self):
             return

@@ -39,12 +39,12 @@ def require_blocking(method: str) -> None:
 
 
 def run_blocking(work: Work[T]) -> T:
-    """Run a coroutine on the process's event loop for experiments, and block until it ends."""
+    """Run a coroutine on the event loop that experiments share, and block until the coroutine ends."""
     return _Run(work).wait()
 
 
 async def run_beside(work: Work[T]) -> T:
-    """Run a coroutine on the process's event loop for experiments, so that it never delays the caller's loop.
+    """Run a coroutine on the event loop that experiments share, so that it never delays the caller's loop.
 
     If the caller is cancelled, the coroutine is cancelled too, and the caller waits for its end.
     """
@@ -64,14 +64,14 @@ def _is_notebook() -> bool:
 
 
 SAME_S = 1.0
-"""Interrupts within this many seconds count as one: the terminal and a wrapper program may each send it."""
+"""Seconds within which several interrupts count as one: a terminal and a wrapper program may both send one."""
 
 AT_ONCE_S = 10.0
 """Seconds that a run may take to end after a second interrupt; a third interrupt ends the process at once."""
 
 
 class _Home:
-    """An event loop in a thread of its own, which runs until the interpreter ends."""
+    """The event loop that experiments share; it runs in a dedicated thread until the interpreter ends."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -103,14 +103,14 @@ class _Home:
 
 @cache
 def _home(process: int) -> _Home:
-    """Return the event loop of this process; a forked child gets a new one, because no thread survives a fork."""
+    """Return this process's event loop for experiments; a forked child gets a new one, as threads end in a fork."""
     # The argument is the key of the cache and nothing else.
     del process
     return _Home()
 
 
 class _Run(Generic[T]):
-    """A coroutine that runs on the process's event loop for experiments."""
+    """A coroutine that runs on the event loop that experiments share."""
 
     def __init__(self, work: Work[T]) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""Reacts when training loses what it had learned: goes back to the best versions, stops, or only reports it.
+"""Reacts to a fall of the validation reward: goes back to the best versions, stops, or only reports the fall.
 
 A validation has fallen if its reward is below the best one by more than chance explains. The first such validation is
 reported; if the next one has fallen too, the reaction in ``on_collapse`` follows. The decision depends only on data in
@@ -18,10 +18,10 @@ from agl_run.run.driver import Driver
 from agl_run.run.finalists import missing_files
 
 RATE = 0.5
-"""Factor by which the step sizes shrink each time that a run goes back."""
+"""Factor by which the step sizes shrink each time that a run goes back to its best versions."""
 
 MOST_BACK = 3
-"""The most times that a run goes back; after that it stops, because smaller steps do not help."""
+"""The most times that a run goes back to its best versions; after that it stops, as smaller steps do not help."""
 
 
 class CollapseError(AglError):
@@ -29,7 +29,7 @@ class CollapseError(AglError):
 
 
 class _Rollbacks(Record, frozen=True, kw_only=True):
-    """How often the run went back, and after how many steps it did so last."""
+    """How often the run went back to its best versions, and after how many steps it last did."""
 
     count: int = 0
     turn: int = -1
@@ -50,7 +50,7 @@ class CollapseGuard:
         self._past = _Rollbacks()
 
     async def load(self) -> None:
-        """Load how often the run went back before a restart."""
+        """Load from the store how often the run has gone back to its best versions."""
         self._past = await self._shelf.get(self._driver.session.store) or self._past
 
     async def check(self, turn: int) -> None:
@@ -85,7 +85,7 @@ class CollapseGuard:
         await self._alert(text, step=last.turn, key=key)
 
     async def _react(self, chosen: str, best: Validation, finding: str) -> str:
-        """Carry out the reaction that the configuration chooses, and return a description."""
+        """Carry out the reaction ``chosen``, and return a description of it."""
         if chosen == "continue":
             return f'{finding}; training goes on, because on_collapse is "continue"'
         if chosen == "stop":
@@ -97,7 +97,11 @@ class CollapseGuard:
         await self._driver.alert("collapse", found, key=key)
 
     def _fallen(self, turn: int) -> list[Validation]:
-        """Return the newest validations, at most two in a row, that have fallen since the run last went back."""
+        """Return the newest validation if it has fallen, after the one before it if that has fallen too.
+
+        Validations from before the last return to the best versions are ignored, because they say nothing about the
+        present weights. The list is empty if the newest validation has not fallen.
+        """
         # Validations from before the last rollback are no evidence about the present weights.
         since = [one for one in self._driver.validations.all() if one.turn > self._past.turn]
         if not since or since[-1].turn != turn:
@@ -136,7 +140,7 @@ class CollapseGuard:
         return f"{finding}, twice in a row: back to the versions {best.place}{slower}"
 
     async def _obstacle(self, best: Validation, affected: Sequence[DrivenAlgorithm]) -> str:
-        """Return the reason why the run cannot go back; ``""`` if it can."""
+        """Return the reason why the run cannot go back to the best versions; ``""`` if it can."""
         schedule = self._driver.session.plan.config.schedule
         unfinished = [turn for turn in self._turns if not turn.is_finished and turn.name not in schedule.first]
         if self._past.count >= MOST_BACK:

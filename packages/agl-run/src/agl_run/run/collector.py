@@ -36,10 +36,10 @@ from agl_run.watch.observers import Batch, Observer
 T = TypeVar("T")
 
 GRACE_S = 90.0
-"""Seconds that a worker may need to start an agent's process, and to stop an agent after its time limit."""
+"""Seconds allowed on top of the time limit, for starting an agent's process and stopping the agent."""
 
 READ_BATCH = 64
-"""The number of finished rollouts to wait for before a batch of them is read."""
+"""Finished rollouts are read in batches of this size."""
 
 
 class Collector:
@@ -49,7 +49,7 @@ class Collector:
         session: The running experiment.
         run: The number of the run.
         caller: Name of the algorithm or other part of the run; it becomes part of the rollouts' ids.
-        algorithm: Its agents and tuned policies decide whose calls train; ``None`` selects all calls.
+        algorithm: The algorithm whose agents and tuned policies decide which calls train; ``None`` selects all calls.
         observers: Watch the rollouts.
         tally: Counts the rollouts for a display.
         progress: Called with (done, total, text).
@@ -128,7 +128,10 @@ class Collector:
     async def _request(
         self, tasks: Sequence[Json], *, step: int, n: int, mode: Mode, resources: Mapping[str, str] | None, key: str
     ) -> list[Rollout]:
-        """Make a request's rollouts, pinned to the live versions, or to those of an interrupted request it repeats."""
+        """Make a request's rollouts, pinned to the live versions.
+
+        A request that repeats an interrupted one keeps the versions of the interrupted request.
+        """
         if key and not NAME.fullmatch(key):
             raise ConfigError(f"the key {key!r} may hold letters, digits, '_' and '-' only, because it is part of ids")
         prefix = _prefix(step, key)
@@ -147,7 +150,11 @@ class Collector:
     async def _prepare(
         self, episodes: Sequence[Episode], kept: Sequence[Episode], dropped: Mapping[str, int], *, step: int, key: str
     ) -> Sequence[Episode]:
-        """Refuse a step without a trainable rollout; let the credit run its replays, and log their metrics."""
+        """Let the credit run its replays, and log their metrics; return the episodes to train on.
+
+        Raises:
+            RunError: No rollout is left to train on.
+        """
         # A step without any rollout would pass unnoticed as one without a gradient.
         if episodes and not kept:
             raise RunError(nothing_left(episodes, dropped, store_url=self._session.store_url))
@@ -165,7 +172,10 @@ class Collector:
         return prepared
 
     async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
-        """Read finished rollouts of other algorithms; return the kept episodes and the number dropped per reason."""
+        """Read finished rollouts that other algorithms collected.
+
+        Returns the kept episodes, and the number of dropped episodes for each reason.
+        """
         episodes = await read_episodes(self._store, [r.rollout_id for r in rollouts], selection=self._selection)
         batch = Batch(
             caller=self._caller, algorithm=self._algorithm, episodes=episodes, trains=True, is_own=False, kept=()
@@ -177,7 +187,7 @@ class Collector:
     async def pinned_before(self, *, step: int, mode: Mode) -> dict[str, str] | None:
         """Return the versions to which an earlier, equal request pinned its rollouts; ``None`` without such a request.
 
-        The live versions may have changed since then, but an existing rollout keeps its pinned versions.
+        The live versions may have changed since the earlier request, but existing rollouts keep their pinned versions.
         """
         return await self._pinned(f"{self._ids(mode)}{step_name(step)}-{0:05d}-{0:03d}")
 
@@ -201,16 +211,16 @@ class Collector:
         return found[0].resources
 
     def episode(self, recording: Recording) -> Episode:
-        """Build the episode of a finished rollout, with the rewards and calls that this collector's algorithm uses."""
+        """Build the episode of a finished rollout from the rewards and calls that the collector's algorithm uses."""
         return episode_of(recording, self._selection)
 
     def side_by_side(
         self, tasks: Sequence[Json], arms: Sequence[Mapping[str, str]], *, n: int, mode: Mode
     ) -> list[Rollout]:
-        """Make ``n`` rollouts of each task for each arm, a set of pinned versions; pass them to :meth:`run` together.
+        """Make ``n`` rollouts of each task for each arm, to be passed to :meth:`run` together.
 
-        The arms alternate, and each comes first equally often, so that a server that becomes slower or worse affects
-        all arms alike. The same sample of a task has the same seed in all arms.
+        An arm is a set of pinned versions. The arms alternate, and each comes first equally often, so that a server
+        that becomes slower or worse affects all arms alike. The same sample of a task has the same seed in all arms.
         """
         live = self._session.live.versions()
         # Interleaved, not arm by arm: see the docstring for the drift that this cancels.
@@ -227,7 +237,7 @@ class Collector:
         return found
 
     def forks(self, recorded: Rollout, plan: ForkPlan, *, n: int) -> list[Rollout]:
-        """Make ``n`` rollouts that fork a recorded one by a plan, each with its own seed; pass them to :meth:`run`."""
+        """Make ``n`` forks of a recorded rollout, each with its own seed, to be passed to :meth:`run`."""
         found: list[Rollout] = []
         for sample in range(n):
             place = 0, f"{step_name(0)}-00000-{sample:03d}"
@@ -261,7 +271,7 @@ class Collector:
         )
 
     def _ids(self, mode: Any) -> str:
-        """Return the prefix of the ids of this caller's rollouts."""
+        """Return the prefix of the ids of this caller's rollouts in the given mode."""
         return id_prefix(self._plan.config.experiment.name, self._run, self._caller, mode)
 
     def _seed(self, place: str) -> int:
@@ -275,7 +285,7 @@ class Collector:
     async def run(self, rollouts: Sequence[Rollout], *, observed: Observed | None = None) -> list[Episode]:
         """Enqueue rollouts, wait for all of them, and return their episodes in the given order.
 
-        ``observed``, if given, accumulates seconds, tokens and errors of their calls.
+        If given, ``observed`` adds up the seconds, tokens and errors of the rollouts' calls.
         """
         ids = [rollout.rollout_id for rollout in rollouts]
         episodes: dict[str, Episode] = {}
@@ -303,7 +313,7 @@ class Collector:
         return [episodes[rollout_id] for rollout_id in ids]
 
     async def _enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Enqueue rollouts; raises ConfigError if an interrupted step stored different rollouts under their ids."""
+        """Enqueue rollouts; raises :class:`ConfigError` if the store has different rollouts under the same ids."""
         try:
             return await self._store.enqueue(rollouts)
         except ConflictError as error:
@@ -319,7 +329,7 @@ class Collector:
             raise
 
     async def _differing(self, rollout: Rollout) -> str:
-        """Name the settings in which a rollout differs from the stored one with its id; ``""`` if they are equal."""
+        """Name the settings in which a rollout differs from the stored rollout of the same id; ``""`` if in none."""
         try:
             (stored,) = await self._store.rollouts(RolloutQuery(ids=(rollout.rollout_id,)))
         except NotFoundError:
@@ -362,7 +372,10 @@ class Collector:
             self._progress(self._tally.done, self._tally.asked, "")
 
     async def _select(self, episodes: Sequence[Episode], *, step: int) -> tuple[list[Episode], dict[str, int]]:
-        """Return the kept episodes and the number of dropped ones by reason, and store the reasons for ``agl why``."""
+        """Return the kept episodes, and the number of dropped episodes for each reason.
+
+        The reasons are also stored, for ``agl why``.
+        """
         kept: list[Episode] = []
         dropped: dict[str, str] = {}
         for episode in episodes:

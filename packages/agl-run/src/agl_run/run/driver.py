@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """The state of a run at one moment, for a validation of its versions.
+    """The state of a run at one moment, from which a validation starts.
 
     Attributes:
-        turn: The number of steps of all algorithms together until this moment.
+        turn: The number of steps that all algorithms together have taken until this moment.
         versions: The live versions, by resource.
         states: The states of the algorithms, by name.
     """
@@ -132,12 +132,12 @@ class Driver:
 
     @property
     def validation_tasks(self) -> Sequence[Json]:
-        """The tasks of a validation."""
+        """The tasks on which validations run."""
         plan = self.session.plan
         return plan.val[: plan.config.experiment.validation_limit or None]
 
     def credit(self, algorithm: AlgorithmConfig) -> Credit:
-        """Build the credit that an algorithm sets, or the experiment's.
+        """Build the credit of the algorithm's own settings, or else the experiment's credit.
 
         Raises:
             ConfigError: The credit replays rollouts, and the runner cannot replay.
@@ -163,14 +163,14 @@ class Driver:
         )
 
     async def _note_replays(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Show the counts of replays, and save them for the step's report."""
+        """Show how many replays a step ran, and remember their metrics for the step's report."""
         self._replays[name] = values
         failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
         calls = f", {values['replay_calls']:.0f} model calls"
         self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{calls}{failed}")
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
-        """Return an algorithm's newest state, whether saved or still waiting; a new state before its first step."""
+        """Return an algorithm's newest state, saved or not; before its first step, return a new state."""
         # A waiting state is newer than the saved one.
         for turn, _ in reversed(self._waiting):
             if turn.name == algorithm.name:
@@ -180,18 +180,21 @@ class Driver:
 
     @property
     def can_wait(self) -> bool:
-        """True if steps may wait to be saved; concurrent algorithms cannot, as they are never all between two steps."""
+        """True if steps may stay unsaved for a while.
+
+        Steps of concurrent algorithms may not, because those algorithms are never all between two steps.
+        """
         config = self.session.plan.config
         return config.schedule.mode != "concurrent" or len(config.algorithm) == 1
 
     def waiting(self, turn: "DrivenAlgorithm | None" = None) -> int:
-        """Return the number of steps that wait to be saved, of all algorithms or only of ``turn``."""
+        """Return the number of unsaved steps, of all algorithms or only of ``turn``."""
         return sum(turn is None or turn is each for each, _ in self._waiting)
 
     async def measure(
         self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]] | None = None
     ) -> dict[str, float]:
-        """Return a step's metrics that do not come from its algorithm: those of the observers, and of replays."""
+        """Return the metrics of a step that observers and replays add to those of the algorithm."""
         found = dict(self._replays.pop(caller, {}))
         for observer in self.observers:
             found |= await observer.measure(caller, step=step, uses=uses or {})
@@ -203,10 +206,10 @@ class Driver:
         await self.alert("suggestion", found, key=algorithm)
 
     async def commit(self, turn: "DrivenAlgorithm", report: StepReport, *, is_stopping: bool) -> None:
-        """Log a step's metrics, save the step with all waiting ones, and call the plugins' observers.
+        """Log a step's metrics, save it with all unsaved steps before it, and call the plugins' observers.
 
-        The step itself may wait too, in which case nothing is saved. Metrics are logged first, because a kill after
-        the save would lose them: a saved step is not repeated. A repeated step logs its metrics again, in their place.
+        The algorithm may put off saving, in which case nothing is saved. Metrics are logged first, because a kill after
+        the save would lose them: a saved step is not repeated. A repeated step replaces its earlier metrics.
         """
         async with self._lock:
             # The turn counts the steps of all algorithms; validations and plots are placed by it.
@@ -242,21 +245,21 @@ class Driver:
         return Moment(turn=self.state.turn, versions=dict(self.session.live.versions()), states=states)
 
     def take_due(self) -> Moment | None:
-        """Remove and return the first moment whose validation is due; ``None`` if none is due."""
+        """Remove and return the earliest moment that is due for a validation; ``None`` if no validation is due."""
         return self._due.popleft() if self._due else None
 
     def is_validated(self, turn: int) -> bool:
-        """Return true if a validation follows after ``turn`` steps, so that their versions must be saved."""
+        """Return true if a validation is due after ``turn`` steps, so that the versions of then must be saved."""
         every = self.session.plan.config.experiment.validate_every
         return bool(turn and every and turn % every == 0 and self.validation_tasks)
 
     async def save_waiting(self) -> bool:
-        """Save all waiting steps; return false if an algorithm cannot, because its last step was interrupted."""
+        """Save all unsaved steps; return false if an algorithm cannot save because its last step was interrupted."""
         async with self._lock:
             return not self._waiting or await self._save_waiting()
 
     async def _save_waiting(self, *, besides: "DrivenAlgorithm | None" = None) -> bool:
-        """Save the algorithms with waiting steps, except ``besides``, which has just saved; then save all steps."""
+        """Save the algorithms with unsaved steps, except ``besides``, which has just saved; then save all steps."""
         # Each algorithm once, in the order of its first waiting step.
         turns = dict.fromkeys(turn for turn, _ in self._waiting)
         for turn in turns:
@@ -278,7 +281,7 @@ class Driver:
         return True
 
     async def go_back(self, algorithms: Mapping[str, AlgorithmState], *, others: Mapping[str, bytes]) -> None:
-        """Save the live versions after a rollback, with the new states of ``algorithms`` and ``others`` by key."""
+        """After a rollback, save the live versions, the new states of ``algorithms``, and ``others`` by key."""
         async with self._lock:
             self.state = msgspec.structs.replace(self.state, live=self.session.live.versions())
             await save_progress(self.session.store, self.state, algorithms=algorithms, others=others)
@@ -289,7 +292,7 @@ class Driver:
             await self._changed.wait()
 
     async def alert(self, kind: AlertKind, found: Suggestion, *, key: str) -> None:
-        """Store a finding about the run, once for each key, and let plugins and sinks report it."""
+        """Store a finding about the run, once per key, and pass it to plugins and sinks."""
         # The store decides whether an alert is new, so a resumed run does not report it twice.
         if await add_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
             facts = msgspec.structs.asdict(found)
@@ -298,7 +301,7 @@ class Driver:
             self.on_alert()
 
     async def _log(self, name: str, report: StepReport, *, turn: int) -> None:
-        """Log a step's metrics to the store; ``turn`` is the number of steps of all algorithms."""
+        """Log a step's metrics to the store; ``turn`` is the number of steps of all algorithms together."""
         now, place = time.time(), self._place(name, turn)
         metrics = [
             Metric(step=report.step, name=key, value=value, time=now, **place) for key, value in report.metrics.items()
@@ -308,7 +311,7 @@ class Driver:
             self.on_logged()
 
     def _notify(self, name: str, report: StepReport, *, turn: int) -> None:
-        """Call the plugins' observers of a step."""
+        """Call the plugins' hook for a finished step."""
         plan = self.session.plan
         plan.manager.notify("agl_step_finished", report=report, workdir=plan.workdir, **self._place(name, turn))
 
@@ -326,13 +329,13 @@ class Driver:
         self.progress.say(f"recorded {len(tasks)} rollouts, {failed} failed{mean}")
 
     def view_validations(self) -> None:
-        """Show the newest validation and the best one."""
+        """Copy the newest and the best validation to the display's view."""
         if found := self.validations.all():
             best = self.validations.best
             self.view.validation, self.view.best = (found[-1].turn, found[-1].mean), (best.turn, best.mean)
 
     async def validate_first(self) -> float | None:
-        """Return the mean validation reward before the first step; ``None`` if it was not measured at that time."""
+        """Return the mean validation reward before the first step; ``None`` if it was not measured before that step."""
         tasks, known = self.validation_tasks, self.validations.at(0)
         if known is None:
             return None if self.state.turn else await self.validate(await self.now())
@@ -340,7 +343,7 @@ class Driver:
         return known.mean
 
     async def validate(self, moment: Moment) -> float | None:
-        """Return the mean reward of a moment's versions on the validation tasks; ``None`` if there are no tasks.
+        """Validate the versions of a moment, and return their mean reward; ``None`` if there are no validation tasks.
 
         A rollout that failed or has no reward counts as 0. A validation that is known already is not repeated.
         """

@@ -18,7 +18,7 @@ from agl_run.watch.failures import RolloutCounts
 
 
 def training_reward(episode: Episode, section: ExperimentSection) -> tuple[float | None, str]:
-    """Return the reward with which a rollout trains, or ``None`` and the reason why it is left out."""
+    """Return the reward with which a rollout trains and ``""``, or ``None`` and the reason why it is left out."""
     is_failed = episode.rollout.status != "succeeded"
     # Missing calls come first: a reward of a rollout that is incomplete would train on the wrong
     # calls.
@@ -32,10 +32,10 @@ def training_reward(episode: Episode, section: ExperimentSection) -> tuple[float
 
 
 class EpisodeSelection(Record, frozen=True, kw_only=True):
-    """The calls that train and the rewards that count when an episode is built.
+    """Selects the calls and the rewards from which an episode is built.
 
     Attributes:
-        agents: Regular expression over agent names; ``None`` for all.
+        agents: Regular expression over the names of the agents whose calls train; ``None`` for all.
         policy: The policy whose calls train; ``None`` for any.
         options: Further options for building the episode.
     """
@@ -46,12 +46,12 @@ class EpisodeSelection(Record, frozen=True, kw_only=True):
 
 
 def score_options(section: ExperimentSection) -> ScoreOptions:
-    """Return the options that select and weight the rewards that train."""
+    """Return the experiment's options for selecting and weighting the rewards that train."""
     return ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
 
 
 def selection_of(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelection:
-    """Return the calls and rewards that an algorithm uses; ``None`` selects all calls."""
+    """Return the selection of calls and rewards for an algorithm; with ``None``, all calls are selected."""
     section = plan.config.experiment
     policies = [name for name in algorithm.tunes if name in plan.config.policy] if algorithm else []
     return EpisodeSelection(
@@ -67,7 +67,7 @@ def selection_of(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelect
 
 
 async def read_episodes(store: Store, rollout_ids: Sequence[str], *, selection: EpisodeSelection) -> list[Episode]:
-    """Read the episodes of finished rollouts in the given order; ``selection`` chooses calls and rewards."""
+    """Read the episodes of finished rollouts, in the given order."""
     return [episode_of(recording, selection) for recording in await read_finished(store, rollout_ids)]
 
 
@@ -79,7 +79,7 @@ async def read_finished(
     Args:
         store: The store of the rollouts.
         rollout_ids: Distinct ids.
-        kept: The attempt id and the spans of rollouts for which they are already known; others are missing or ``None``.
+        kept: Attempt id and spans of rollouts that need not be read again; a rollout may be missing or ``None``.
     """
     # What the worker handed over saves the larger part of the read: the spans.
     known = {rollout_id: found for rollout_id in rollout_ids if (found := (kept or {}).get(rollout_id)) is not None}
@@ -124,7 +124,7 @@ def with_reward(episode: Episode, reward: float) -> Episode:
 
 
 def nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int], *, store_url: str) -> str:
-    """Word the error for a step in which no rollout can be used for training."""
+    """Return the error text for a step in which no rollout can be used for training."""
     first = episodes[0]
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
     errors = RolloutCounts((episode.rollout, episode.attempt) for episode in episodes)
@@ -147,7 +147,7 @@ def _without_reward(episodes: Iterable[Episode]) -> str:
 
 
 def check_trainable(episodes: Sequence[Episode]) -> None:
-    """Raise :class:`MissingTokenIdsError` if all calls lack token ids, so that none can be trained on."""
+    """Raise :class:`MissingTokenIdsError` if no selected call has token ids."""
     calls = [transition for episode in episodes for transition in episode.transitions]
     missing = [call for call in calls if call.reject == "missing_token_ids"]
     # A few calls without ids are rejected one by one; all of them mean that the backend cannot give

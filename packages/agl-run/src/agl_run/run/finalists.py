@@ -2,8 +2,8 @@
 
 If other versions scored better than the last ones and are close to each other, they run on the validation tasks once
 more: the highest of many measurements is biased upwards, and fresh rollouts are not. This costs rollouts that are in no
-budget, so it happens only in experiments that validate between steps; in others the last versions stay live unless they
-are clearly worse than the first.
+budget, so it happens only in experiments that validate between steps; in other experiments the last versions stay live
+unless they are clearly worse than the first.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from agl_run.plan import VALIDATION
 from agl_run.run.driver import Driver
 
 _KEY = "final"
-"""Key of the rollouts that compare the finalists; it is part of their ids."""
+"""Part of the ids of the rollouts that compare the finalists."""
 
 
 class Choice(Record, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ class Choice(Record, frozen=True, kw_only=True):
 
     Attributes:
         turn: The number of steps of all algorithms together before these versions were validated.
-        reward: The mean validation reward of the versions, on fresh rollouts if those decided.
+        reward: The mean validation reward of the versions, on fresh rollouts if fresh rollouts decided.
         is_last: Whether they are the versions of the last step.
     """
 
@@ -34,7 +34,7 @@ class Choice(Record, frozen=True, kw_only=True):
 
 
 async def choose(driver: Driver) -> Choice | None:
-    """Choose the versions with which the experiment ends, and make them live; ``None`` without validations."""
+    """Choose the versions that end the experiment, and make them live; ``None`` if nothing was validated."""
     last = driver.validations.at(driver.state.turn)
     if last is None:
         return None
@@ -66,7 +66,7 @@ async def missing_files(store: Store, one: Validation) -> str:
 
 
 async def _available(driver: Driver, last: Validation) -> list[Validation]:
-    """Return the validations whose versions may be live at the end, the best one first; there is at least one."""
+    """Return the validations whose versions may be live at the end, best first; the list is never empty."""
     best = driver.validations.best
     if best.versions == last.versions:
         return [last]
@@ -85,7 +85,10 @@ async def _available(driver: Driver, last: Validation) -> list[Validation]:
 
 
 async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Validation, float]:
-    """Run every finalist on the validation tasks again, and return the best; the earlier reward breaks ties."""
+    """Run every finalist on the validation tasks again; return the best one with its new mean reward.
+
+    Of equal rewards, the one with the higher earlier reward is best.
+    """
     names = ", ".join(one.words for one in finalists)
     driver.progress.say(f"validation rewards that are close to each other: {names}; fresh rollouts decide")
     collector = driver.collector(VALIDATION, None)

@@ -11,7 +11,7 @@ WAIT_S = 20.0
 """Longest single wait for the change feed, in seconds; every change ends the wait early."""
 
 PAUSE_S = 0.005
-"""Seconds between two reads of the change feed, so that one read brings the changes of several rollouts."""
+"""Seconds between two reads of the change feed, so that one read returns the changes of several rollouts."""
 
 
 class WatchedRollouts:
@@ -25,7 +25,7 @@ class WatchedRollouts:
         self._on_change = on_change
 
     def changed(self, rollout_id: str, status: str) -> None:
-        """Note a rollout's status; a terminal status finishes the rollout, and later changes have no effect."""
+        """Record a rollout's new status; after a terminal status, further changes of that rollout are ignored."""
         # The feed may repeat a change, and a rollout that was requested twice ends once.
         if rollout_id not in self._open:
             return
@@ -36,12 +36,12 @@ class WatchedRollouts:
         self._on_change(rollout_id, status)
 
     def fail(self, error: Exception) -> None:
-        """Make all present and later waits raise ``error``."""
+        """Make all current and later waits raise ``error``."""
         self._error = error
         self._news.set()
 
     async def take(self, count: int) -> list[str]:
-        """Wait until ``count`` further rollouts or all are finished, and return them; empty at the end."""
+        """Wait until ``count`` more rollouts or all are finished; return their ids, an empty list at the end."""
         while self._error is None and self._open and len(self._finished) < count:
             # Cleared before the wait and not after it: an end that arrives in between sets it
             # again.
@@ -79,7 +79,7 @@ class FinishFeed:
     def watch(
         self, rollout_ids: Sequence[str], *, on_change: Callable[[str, str], None] = lambda rollout_id, status: None
     ) -> Generator[WatchedRollouts]:
-        """Watch rollouts during the block, which must begin before they are enqueued.
+        """Watch rollouts during the block; open the block before the rollouts are enqueued.
 
         ``on_change`` is called with a rollout's id and new status, with a terminal status only once. If the reader of
         the feed has failed, its error is raised.
@@ -97,7 +97,7 @@ class FinishFeed:
                 self._kept.pop(rollout_id, None)
 
     def keep(self, rollout_id: str, attempt_id: str, spans: list[Span]) -> None:
-        """Cache the spans of an ending attempt if its rollout is watched."""
+        """Cache the spans of an attempt that is ending, if this feed watches the rollout."""
         # Workers also run rollouts that another process waits for; their spans are of no use here.
         if rollout_id in self._requests:
             self._kept[rollout_id] = (attempt_id, spans)

@@ -40,14 +40,14 @@ class FitResult(Record, frozen=True, kw_only=True):
     Attributes:
         experiment: The experiment's name.
         before: Validation reward before the first step; ``None`` without validation tasks.
-        after: Validation reward of the versions that are live at the end, measured on fresh rollouts if those chose
-            the versions; ``None`` without validation tasks.
+        after: Validation reward of the versions that are live at the end, measured on fresh rollouts if fresh rollouts
+            chose the versions; ``None`` without validation tasks.
         last: Validation reward after the last step, which differs from ``after`` if earlier versions are live.
-        kept_step: The number of steps of all algorithms before the live versions, if those are earlier ones; ``None``
-            if the last versions are live.
+        kept_step: If earlier versions than the last are live: the number of steps of all algorithms before them;
+            otherwise ``None``.
         best: The highest reward of all validations, first and last included; ``None`` without any.
-        best_step: The number of steps of all algorithms before the validation with the reward ``best``; the latest
-            one if several have that reward.
+        best_step: The number of steps of all algorithms before the validation with the reward ``best``; the latest one
+            if several have that reward.
         steps: Steps of each algorithm, by its name.
         resources: The live version of every resource, by name.
         workdir: The folder of checkpoints and metrics.
@@ -105,7 +105,7 @@ class DevResult(Record, frozen=True, kw_only=True):
 
     @property
     def errors(self) -> dict[str, str]:
-        """For each failed rollout, by id, the type of its error and the first line of the message."""
+        """Errors of the failed rollouts, by rollout id: the error's type and the first line of its message."""
         failed = [episode for episode in self.episodes if episode.rollout.status != "succeeded"]
         return {episode.rollout.rollout_id: error_of(episode.rollout, episode.attempt) for episode in failed}
 
@@ -162,7 +162,7 @@ async def _end(turns: Sequence[DrivenAlgorithm]) -> None:
 
 
 async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
-    """Run the experiment from its start or from where it was stopped, end the observers, and return the result."""
+    """Run the experiment from its start or from where it stopped, end the observers, and return the result."""
     before, choice = await _run(driver, turns)
     for observer in driver.observers:
         observer.end()
@@ -186,7 +186,7 @@ async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
 
 
 def _summary(result: FitResult) -> dict[str, Json]:
-    """Return the facts that sinks show of a result: rewards and steps as numbers, and the live versions by name."""
+    """Return the numbers and the live versions of a result that sinks show in a run's summary."""
     rewards = {"before": result.before, "after": result.after, "best": result.best}
     measured = {f"reward_{when}": value for when, value in rewards.items() if value is not None}
     best = {} if result.best is None else {"best_step": result.best_step}
@@ -196,7 +196,7 @@ def _summary(result: FitResult) -> dict[str, Json]:
 
 
 async def _retain(driver: Driver) -> None:
-    """Remove old rollouts as ``[retention]`` says."""
+    """Remove old rollouts according to ``[retention]``."""
     config = driver.session.plan.config
     await retain_after_run(
         driver.session.store,
@@ -223,7 +223,7 @@ async def dev_plan(
 
 
 async def _start(session: Session, beginning: Beginning, progress: Progress, *, turns: list[DrivenAlgorithm]) -> Driver:
-    """Start every part, let the algorithms check their requirements, and only then mark the experiment as started.
+    """Start all parts, let the algorithms check their requirements, and then mark the experiment as started.
 
     The algorithms are appended to ``turns`` even if one of them refuses; the caller must end them.
     """
@@ -249,7 +249,10 @@ async def _start(session: Session, beginning: Beginning, progress: Progress, *, 
 
 
 async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float | None, Choice | None]:
-    """Validate, run the schedule, validate again, make the chosen versions live, and mark the run as finished."""
+    """Validate, run the schedule, validate again, make the chosen versions live, and mark the run as finished.
+
+    Returns the validation reward before the first step, and the choice of versions.
+    """
     plan = driver.session.plan
     before = await driver.validate_first()
     if not plan.config.algorithm and plan.train:
@@ -270,7 +273,7 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
 
 
 async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[str, AlgorithmState]:
-    """Run the schedule with its validations; return the states of the algorithms that a collapse stopped."""
+    """Run the schedule with its validations; return the states of algorithms that were stopped by a collapse."""
     # The guard counts rollbacks over restarts; otherwise a run that is resumed often could go back
     # forever.
     plan, guard = driver.session.plan, CollapseGuard(driver, turns)
@@ -302,7 +305,7 @@ async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[
 
 
 async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> None:
-    """Set up or check all algorithms before the first rollout costs anything."""
+    """Set up the algorithms that can begin now, and only check the others, before any rollout runs."""
     # Setting up takes memory, so algorithms whose turn is later are only checked.
     able = _able_to_begin(turns, schedule)
     for turn in turns:
@@ -313,7 +316,7 @@ async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> 
 
 
 def _able_to_begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> list[DrivenAlgorithm]:
-    """Return the algorithms that can be set up now, because no earlier one changes their resources."""
+    """Return the algorithms that can be set up now, because no earlier algorithm changes the resources they tune."""
     waiting = [turn for turn in turns if not turn.is_finished]
     # The second of a sequence starts from weights that the first has yet to make.
     if schedule.mode == "sequential":

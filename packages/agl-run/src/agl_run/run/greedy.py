@@ -1,6 +1,7 @@
-"""Marks rollouts in which policies answer at temperature 0, whatever the agent requests; the gateway obeys the mark.
+"""Marks rollouts in which policies answer at temperature 0, whatever the agent requests.
 
-Some algorithms compare sampled rollouts with a greedy rollout of the same task. Greedy rollouts never train.
+The mark is in the rollout's metadata, and the gateway obeys it. Some algorithms compare sampled rollouts with a greedy
+rollout of the same task. Greedy rollouts never train.
 """
 
 from collections.abc import Iterable
@@ -29,6 +30,6 @@ def as_greedy(rollout: Rollout, policies: Iterable[str]) -> Rollout:
 
 
 def greedy_policies(rollout: Rollout) -> frozenset[str]:
-    """Return the policies that answer at temperature 0 in this rollout; empty for most rollouts."""
+    """Return the policies that answer at temperature 0 in this rollout; empty if it is not a greedy rollout."""
     named = rollout.metadata.get(_KEY)
     return frozenset(str(name) for name in cast("list[object]", named)) if isinstance(named, list) else frozenset()

@@ -36,7 +36,7 @@ class SourceReader:
         self._experiments = [*filter(None, map(experiment_of, algorithm.source))]
 
     async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
-        """Read the sources' rollouts after given steps; see :class:`agl.contracts.RecordedFn`."""
+        """Read the sources' rollouts that come after the given steps; see :class:`agl.contracts.RecordedFn`."""
         if not self._algorithm.source:
             raise ConfigError('the algorithm has no source; name the algorithm to learn from: source = "grpo"')
         # Positions come from the caller, which saves them with its own state: a repeated step reads
@@ -68,7 +68,7 @@ class SourceReader:
         )
 
     async def _from_experiment(self, experiment: str, known: Mapping[str, int]) -> FinishedRollouts:
-        """Read the next rollouts of another experiment; raises :class:`ConfigError` if it has no rollouts at all."""
+        """Read the next rollouts of another experiment; raises :class:`ConfigError` if that experiment has none."""
         after = known.get(PREFIX + experiment, 0)
         found = await finished(self._store, experiment, after=after)
         if not after and not found.rollouts:
@@ -79,7 +79,7 @@ class SourceReader:
         return found
 
     async def _changed_states(self, known: Mapping[str, int]) -> dict[str, AlgorithmState]:
-        """Wait until a source has a new step or all sources are finished, and return the sources' states."""
+        """Wait until a source has a new step or all sources are finished, and return the states by source name."""
         goes_on = self._driver.session.plan.config.schedule.mode == "concurrent"  # while this algorithm waits
         while True:
             # Begun before the states are read; a step that ends in between still wakes this.
@@ -94,7 +94,7 @@ class SourceReader:
                 changed.cancel()
 
     async def _rollouts(self, algorithm: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
-        """Read the finished rollouts of the steps after ``after`` up to ``last``, in the order of the steps."""
+        """Yield a source's finished rollouts from the steps after ``after`` up to ``last``, in step order."""
         prefix = id_prefix(self._driver.name, self._driver.state.run, algorithm, "train")
         # Step names have leading zeros, so that the order of ids is the order of steps.
         first = prefix + step_name(after + 1)
@@ -112,7 +112,7 @@ class SourceReader:
             query = query.next(page[-1])
 
     async def _ages(self, max_age: int | None) -> dict[str, set[str]]:
-        """Return, for each tuned resource, the versions that are young enough; empty without ``max_age``."""
+        """Return the versions of each tuned resource that are at most ``max_age`` versions old; empty for ``None``."""
         if max_age is None:
             return {}
         return {name: await self._lineage(name, max_age + 1) for name in self._algorithm.tunes}

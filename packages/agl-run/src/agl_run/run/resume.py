@@ -1,4 +1,4 @@
-"""Finds the state from which a run begins: a new state, the one at which it was stopped, or that of a finished run.
+"""Finds the state from which a run begins: a new state, or the saved state of a stopped or finished run.
 
 A finished experiment continues if its file asks for more: for further steps of an algorithm, or for a new algorithm.
 Each algorithm decides whether it has further steps to take; see :class:`~agl.contracts.ExtendableAlgorithm`.
@@ -26,10 +26,10 @@ class NothingMoreError(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """The beginning of a run, which counts as started once every part is built and checked.
+    """The state from which a run begins; the run counts as started once every part is built and checked.
 
     Attributes:
-        state: The state from which the run begins.
+        state: The experiment's state at the beginning.
         previous: The experiment's earlier record; ``None`` if the experiment never ran.
         reopened: States of the finished algorithms that continue, by name.
     """
@@ -39,11 +39,11 @@ class Beginning:
     reopened: Mapping[str, AlgorithmState] = field(default_factory=dict[str, AlgorithmState])
 
     async def mark_started(self, store: Store) -> None:
-        """Save the state, so that the experiment counts as one that ran before."""
+        """Save the state, which marks the experiment as started."""
         await save_progress(store, self.state, algorithms=self.reopened)
 
     async def take_back(self, store: Store) -> None:
-        """Restore the earlier record after the run was refused; a new experiment has no record to restore."""
+        """Restore the earlier record after the run was refused; does nothing for a new experiment."""
         if self.previous is not None:
             await save_progress(store, self.previous)
 
@@ -101,7 +101,7 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
 
 
 def is_of_another_agent(previous: ExperimentRecord, plan: Plan) -> bool:
-    """Return true if the experiment's earlier record names another agent."""
+    """Return true if the experiment's earlier record names an agent other than the plan's."""
     return previous.agent not in ("", plan.agent.identity)
 
 
@@ -161,7 +161,7 @@ def _refuse_outdated_steps(
     schedule: ScheduleConfig,
     states: Mapping[str, AlgorithmState],
 ) -> None:
-    """Refuse further steps of an algorithm if a later one in the schedule has tuned its resources since."""
+    """Refuse further steps of an algorithm whose resources a later algorithm in the schedule has already tuned."""
     position = _position(config, configs, schedule)
     for later in configs:
         shared = set(config.tunes).intersection(later.tunes)
@@ -174,7 +174,7 @@ def _refuse_outdated_steps(
 
 
 def _position(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], schedule: ScheduleConfig) -> int:
-    """Return an algorithm's position in the schedule; all algorithms that do not run one by one share a position."""
+    """Return the algorithm's position in the schedule; algorithms that do not run one by one share a position."""
     first = [other.name for other in configs if other.name in schedule.first]
     if config.name in first:
         # The algorithms of ``first`` run one by one before all others.

@@ -1,9 +1,9 @@
-"""Steps that wait to be saved, and the end of a run that has such steps.
+"""Defers the saving of steps, and ends a run that has unsaved steps.
 
-An algorithm with large states may let its steps wait (``defer`` of its context). The store then has the rollouts and
-metrics of such a step at once, but its state, ledger and live versions only with the next saved step. A run that
-is killed continues from the last saved step and repeats the waiting ones with the rollouts that they had collected. So
-no rollout is paid for twice, and none is trained twice into weights that still exist.
+An algorithm with large states may leave steps unsaved for a while (``defer`` of its context). The store then has the
+rollouts and metrics of such a step at once, but its state, ledger and live versions only with the next saved step. A
+run that is killed continues from the last saved step and repeats the unsaved ones with the rollouts that they had
+collected. So no rollout is paid for twice, and none is trained twice into weights that still exist.
 
 A version that was published and not saved is in the store, because rollouts name it, but it has no files. Its metadata
 in the store says so; see :data:`agl_inspect.records.state.DEFERRED`.
@@ -25,14 +25,14 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 SaveFn = Callable[[bool], Awaitable[bool]]
-"""Saves an algorithm's steps; see ``defer`` of :class:`agl.contracts.AlgorithmContext`."""
+"""A coroutine function that saves an algorithm's files; see ``defer`` of :class:`agl.contracts.AlgorithmContext`."""
 
 
 _PAGE = 1000
 
 
 async def to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work`` to its end, even if the caller is cancelled in the meantime; the cancellation is raised then."""
+    """Await ``work`` to its end even if the caller is cancelled; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     try:
         # The shield lets the cancellation arrive here while the work continues.
@@ -63,7 +63,7 @@ class Collecting:
         return self._tasks.total() > 0
 
     def stop(self) -> None:
-        """Cancel all tasks that collect rollouts now, and every later attempt to collect: the run stops."""
+        """Cancel all running collections of rollouts, and every later attempt to start one, because the run stops."""
         # Set first: a task that is cancelled below may try to collect again from an ``except`` of
         # its own.
         self._is_over = True
@@ -88,12 +88,12 @@ class Collecting:
 
 
 async def remove_unreachable(store: Store, experiment: str, states: Mapping[str, AlgorithmState]) -> int:
-    """Remove the unfinished rollouts that are pinned to versions of unsaved steps; return the number removed.
+    """Remove unfinished rollouts that are pinned to versions of unsaved steps; return how many were removed.
 
-    Those versions are no longer live, so the rollouts would run with other versions than the repeated steps expect.
-    The repeated steps enqueue them again, and their attempts get the same ids. A rollout is therefore not removed if a
-    worker that may still be running has tried it: that worker could write to the new attempt. Such a rollout goes on
-    with the live versions.
+    Those versions are no longer live, so the rollouts would run with other versions than the repeated steps expect. The
+    repeated steps enqueue the rollouts again, and the new attempts get the same ids. Therefore a rollout is not removed
+    if a worker that may still be running has tried it: that worker could write to the new attempt. Such a rollout goes
+    on with the live versions.
     """
     # Each version is looked up once; the rollouts of a step share a few of them.
     lost: dict[tuple[str, str], bool] = {}
@@ -115,7 +115,7 @@ async def remove_unreachable(store: Store, experiment: str, states: Mapping[str,
 
 
 async def _is_lost(store: Store, version: tuple[str, str], states: Mapping[str, AlgorithmState]) -> bool:
-    """Return true if a version belongs to a step after the last saved one."""
+    """Return true if the version was published by a step after the last saved one."""
     try:
         found = await store.resource(*version)
     except NotFoundError:

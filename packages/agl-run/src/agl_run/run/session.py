@@ -60,7 +60,7 @@ class Session:
         live: The live resources.
         feed: Wakes waiters when rollouts finish.
         policies: The running policies by name.
-        worker: The worker of this process; its future ``failure`` gets the worker's error if the worker fails.
+        worker: This process's worker; an error that ends the worker is set on its future ``failure``.
     """
 
     store: Store
@@ -106,7 +106,7 @@ class Session:
 
     @property
     def store_url(self) -> str:
-        """The store's URL without passwords; ``""`` if a store object was passed that does not give one."""
+        """The store's URL without passwords; ``""`` if a store object without a known URL was passed."""
         given = self.plan.store
         return without_password(store_url_of(self.plan)) if given is None else address_of(given)
 
@@ -163,18 +163,18 @@ class Session:
             await self._watch_load(context.concurrency, say)
 
     async def _watch_load(self, concurrency: int, say: Callable[[str], None]) -> None:
-        """Warn if this process runs too many rollouts on its event loop, or runs none while no worker claims any."""
+        """Warn if this process runs too many rollouts on its event loop, or if no worker claims its rollouts."""
         if not concurrency:
             await self._stack.enter_async_context(UnclaimedReport(self.store, self.plan.name, say=say))
         for text in crowded_loop(self.plan.config.runner.use, concurrency, key="runner.concurrency"):
             say(text)
 
     async def close(self) -> None:
-        """Stop everything in reverse order."""
+        """Stop all parts in the reverse order of their start."""
         await self._stack.aclose()
 
     def endpoint(self, name: str) -> LLM:
-        """Return the endpoint of a policy's server, not the gateway's; raises :class:`ConfigError` if there is none."""
+        """Return the endpoint of a policy's server itself; raises :class:`ConfigError` if there is no such policy."""
         if name not in self._served:
             hint = did_you_mean(name, self._served, otherwise=f"there are {sorted(self._served)}")
             raise ConfigError(f"there is no policy {name!r}; {hint}")
@@ -194,7 +194,7 @@ class Session:
         return version
 
     async def go_back(self, versions: Mapping[str, str]) -> None:
-        """Make earlier versions live; their policies serve them before this returns."""
+        """Make earlier versions live; returns once their policies serve them."""
         for name, version in versions.items():
             if self.live.current(name).version != version:
                 # Versions are immutable, so going back is a load of the stored one and changes no
@@ -215,14 +215,14 @@ class Session:
         self._served[name] = served
 
     def algorithm(self, config: AlgorithmConfig) -> Algorithm:
-        """Build an algorithm; if it sets ``resources``, its steps run in the fleet's cluster."""
+        """Build an algorithm; if it sets ``resources``, build one whose steps run in the fleet's cluster."""
         plan = self.plan
         if plan.fleet is not None and config.resources is not None:
             return plan.fleet.algorithm(config, self._fleet_setup())
         return plan.manager.build(plan.entry(config), **config.params)
 
     async def _reserve(self) -> None:
-        """Reserve the algorithms' shares of a cluster before workers and policies can occupy it."""
+        """Reserve the cluster shares of the algorithms before workers and policies can occupy them."""
         fleet = self.plan.fleet
         if fleet is not None:
             self._stack.push_async_callback(fleet.stop)
@@ -312,7 +312,10 @@ class Session:
         self._gateway, self._gateway_url = gateway, own_url
 
     def _agent_llms(self) -> dict[str, LLM]:
-        """Return the policies as agents call them; policies that share a model are called by their own names."""
+        """Return the LLM through which agents call each policy.
+
+        Behind a gateway, policies that share a model are called by their own names.
+        """
         llms = {name: served.llm for name, served in self._served.items()}
         if not self._gateway_url:
             return {name: _with_key(llm) for name, llm in llms.items()}
@@ -354,7 +357,7 @@ class Session:
                 self.live.set(await self.live.publish(first))
 
     async def _say_if_changed(self, name: str, resource: Resource, *, first: str) -> None:
-        """Say that a resource's value in the file has changed since the run began, and has no effect.
+        """Warn if a resource's value in the file has changed since the run began, because the change has no effect.
 
         The run keeps its own version: training may have used it, rollouts and validations are pinned to it, and a
         return to the best versions would restore it.
@@ -371,7 +374,7 @@ class Session:
             )
 
     async def _start_from_label(self, name: str) -> bool:
-        """Make live the version to which the resource's label points; return false if there is no such version."""
+        """Make the version with the resource's label live; return false if no version has the label."""
         label = self.plan.label(name)
         version = await labelled(self.store, name, label) if label else None
         if version is None:
@@ -397,13 +400,13 @@ class Session:
 
 
 def _with_key(llm: LLM) -> LLM:
-    """Return the LLM with its key if the policy runs in this process, which alone knows that key."""
+    """Return the LLM, with the API key added if the policy runs in this process, because only then it is known."""
     is_own = llm.api_key_env == POLICY_KEY_ENV
     return msgspec.structs.replace(llm, api_key=os.environ.get(POLICY_KEY_ENV, "")) if is_own else llm
 
 
 async def _load_between_calls(gateway: Gateway, name: str, policy: Policy, version: ResourceVersion) -> ServedModel:
-    """Load new weights while the gateway delays the policy's calls."""
+    """Load new weights while the gateway holds the policy's calls back."""
     # Calls wait at the gateway while the weights change, so no answer is drawn half from the old
     # and half from the new ones.
     await gateway.pause(name)
@@ -433,7 +436,7 @@ def _require_no_gateway(upstreams: list[Upstream]) -> None:
 
 
 def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> None:
-    """Refuse weights that are served under another name than agents use, since no gateway translates it."""
+    """Refuse new weights that are served under another name than agents use, if no gateway translates the name."""
     if served.model != agents_ask_for:
         raise PolicyError(
             f"policy {name!r} serves its new weights as {served.model!r} and agents ask for {agents_ask_for!r}; only "
@@ -442,7 +445,7 @@ def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> Non
 
 
 class ExperimentLock:
-    """A lock held while an experiment runs; released when its process ends or is killed.
+    """The lock that is held while an experiment runs; it is released when the process ends or is killed.
 
     The system releases the lock even after a kill. A process id in a file could mislead instead, because a restarted
     container reuses ids; the holder's id is written to such a file only for people to read. The lock protects one

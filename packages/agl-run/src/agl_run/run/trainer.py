@@ -38,7 +38,7 @@ from agl_run.run.session import store_url_of
 from agl_run.watch.failures import warn_of_failures
 
 GivenReward = str | ComponentConfig | Callable[..., Any]
-"""A reward: a registered name, a component, or a function, instance or class."""
+"""Accepted forms of a reward: a registered name, a component, a function, an instance or a class."""
 
 
 class Trainer:
@@ -362,5 +362,5 @@ def _reward(given: GivenReward) -> ComponentConfig:
 
 
 def _several(given: Any) -> tuple[Any, ...]:
-    """Return a tuple of the items, which may be given as a single item."""
+    """Return the items as a tuple; a single item may be given without a sequence."""
     return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # the caller's types say it

@@ -20,7 +20,7 @@ from agl_run.run.session import Session
 
 
 async def reached(store: Store, plan: Plan) -> ExperimentRecord | None:
-    """Return the experiment's record; ``None`` if the experiment never ran or ran another agent."""
+    """Return the experiment's record; ``None`` if the experiment has not run yet, or last ran with another agent."""
     found = await load_experiment(store, plan.name)
     return None if found is None or is_of_another_agent(found, plan) else found
 
@@ -29,7 +29,7 @@ async def reached(store: Store, plan: Plan) -> ExperimentRecord | None:
 async def trial(
     plan: Plan, *, record_as: str, progress: Progress, live: Mapping[str, str] | None = None
 ) -> AsyncGenerator[Driver]:
-    """Start the experiment's parts as the experiment ``record_as``; closes them and ``progress`` at the end.
+    """Start the experiment's parts under the name ``record_as``; close them and ``progress`` at the end.
 
     Queued rollouts of a killed trial of this name are cancelled, but those of a resumable experiment never are.
 
@@ -68,7 +68,7 @@ async def trial(
 
 
 class Tasks:
-    """Runs the agent on tasks, and reads the episodes as the experiment's first algorithm would; all in one trial."""
+    """Runs tasks within one trial, and reads the episodes as the experiment's first algorithm would."""
 
     def __init__(self, driver: Driver) -> None:
         algorithms = driver.session.plan.config.algorithm
@@ -76,7 +76,7 @@ class Tasks:
         self._collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", algorithms[0] if algorithms else None)
 
     async def run(self, tasks: Sequence[Json], *, samples: int = 1, mode: Mode) -> Sequence[Episode]:
-        """Run each task ``samples`` times and return the episodes; may be called again with further tasks."""
+        """Run each task ``samples`` times and return the episodes; may be called again with more tasks."""
         # Rounds are steps of one caller, so the ids of a further round never collide.
         collected = await self._collect(tasks, step=self._rounds, n=samples, mode=mode, keeps_all=True)
         self._rounds += 1

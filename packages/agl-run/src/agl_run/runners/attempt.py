@@ -42,17 +42,17 @@ from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.storable import storable_span
 
 STOP_GRACE_S = 5.0
-"""Seconds that a cancelled agent may take to stop before it is abandoned."""
+"""Seconds that a cancelled agent may take to stop; after that the attempt ends without it."""
 
 
 class AttemptStopped(BaseException):
-    """Raised in the thread of an agent to stop it; not an ``Exception``, so that agents do not catch it."""
+    """Raised in an agent's thread to stop the agent; not an ``Exception``, so that agents do not catch it."""
 
 
 async def run_attempt(
     agent: LoadedAgent, rollout: Rollout, active: ActiveAttempt, *, resources: NamedResources, recorder: SpanRecorder
 ) -> Outcome:
-    """Run the agent once; return the outcome, with the spans that were not drained from ``recorder`` before.
+    """Run the agent once; return the outcome, with the spans that are still in ``recorder``.
 
     Errors of the agent are in the outcome and never raised. Cancelling this coroutine stops the agent and then raises.
 
@@ -128,7 +128,7 @@ def bind_resources(resources: NamedResources, *, token: str) -> NamedResources:
 def _checked(
     active: ActiveAttempt, status: AttemptStatus, error: ErrorInfo | None
 ) -> tuple[AttemptStatus, ErrorInfo | None]:
-    """Return the agent's outcome, or a failure if the attempt is a fork that diverged, even if the agent succeeded."""
+    """Return the agent's outcome, or a failure if the attempt is a fork that diverged."""
     if not isinstance(active.responder, ForkPlayer):
         return status, error
     diverged = active.responder.divergence(is_over=status == "succeeded")
@@ -136,7 +136,7 @@ def _checked(
 
 
 def upstreams_of(rollout: Rollout, upstreams: Sequence[Upstream]) -> tuple[Upstream, ...]:
-    """Return the policies for a rollout's calls; unless the rollout trains, sampling parameters are not changed."""
+    """Return the policies that a rollout's calls use; only rollouts that train override sampling parameters."""
     # Validation measures the agent as it will be used, with the sampling that it asks for.
     if sampling_mode(rollout) == "train":
         return tuple(upstreams)
@@ -170,7 +170,7 @@ async def _run_limited(
 
 
 class _AgentExitError(Exception):
-    """Carries ``SystemExit`` and ``KeyboardInterrupt`` of an agent past the event loop, which would obey them."""
+    """Wraps an agent's ``SystemExit`` or ``KeyboardInterrupt``, so that it does not stop the event loop."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -178,7 +178,7 @@ class _AgentExitError(Exception):
 
 
 class _Invocation:
-    """One call of the agent: on the event loop if it is a coroutine function, else in a thread."""
+    """A running call of the agent: a coroutine on the event loop, or a function in a thread."""
 
     def __init__(self, agent: LoadedAgent, rollout: Rollout, resources: NamedResources) -> None:
         self._agent = agent
@@ -217,7 +217,7 @@ class _Invocation:
                 self._thread = None
 
     async def stop(self, task: "asyncio.Future[Any]") -> bool:
-        """Cancel the coroutine and interrupt the thread; return true if the agent ended in time."""
+        """Cancel the agent's coroutine and interrupt its thread; return true if the agent ended in time."""
         # Both ways at once: a coroutine may be waiting for a thread that it started here.
         self._interrupt()
         task.cancel()
@@ -236,7 +236,7 @@ class _Invocation:
 
 
 def _notice(future: "asyncio.Future[Any]") -> None:
-    """Retrieve a stopped agent's exception, so that the event loop does not report it as never retrieved."""
+    """Retrieve a stopped agent's exception, so that asyncio does not report it as never retrieved."""
     if not future.cancelled():
         # Marks it as retrieved.
         future.exception()
@@ -255,7 +255,10 @@ def _timeout_error(timeout_s: float | None, *, stopped: bool) -> ErrorInfo:
 def _read(
     status: AttemptStatus, error: ErrorInfo | None, value: Any, active: ActiveAttempt
 ) -> tuple[AttemptStatus, ErrorInfo | None, Json, tuple[Span, ...]]:
-    """Return the outcome, the output, and the span of a returned reward; an unusable value fails the attempt."""
+    """Interpret the agent's return value as status, error, output and reward spans.
+
+    A value that is neither output nor reward fails the attempt.
+    """
     if status != "succeeded":
         return status, error, None, ()
     try:
@@ -267,7 +270,7 @@ def _read(
 
 
 def reward_span(active: ActiveAttempt, reward: Reward) -> Span:
-    """Make a span that carries a reward, at the present time, as a child of the attempt's root span."""
+    """Make a span that carries a reward, with the current time, as a child of the attempt's root span."""
     return make_reward_span(
         active.rollout_id, active.attempt_id, reward, trace_id=active.trace_id, parent_id=active.root_span_id
     )
@@ -298,7 +301,7 @@ T = TypeVar("T")
 
 
 class AgentThreads(Executor):
-    """Runs every call in a daemon thread of its own.
+    """An executor that runs every call in a new daemon thread.
 
     An agent may block in a call that nothing can interrupt. A thread of a ``ThreadPoolExecutor`` would then delay the
     end of the process until that call returns.

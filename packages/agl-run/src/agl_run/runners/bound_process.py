@@ -1,4 +1,4 @@
-"""Programs that are stopped with their descendants: on request, and when this process ends, even after ``kill -9``.
+"""Runs programs that are stopped with their descendants: on request, and when this process ends in any way.
 
 Each program runs below a keeper, a small process that watches this one; see :mod:`agl_run.runners.keeper`. If a keeper
 is killed, its program dies with it and this process kills the program's session, but descendants in other sessions
@@ -20,20 +20,20 @@ GRACE_S = 2.0
 """Seconds between asking a program to stop and killing it."""
 
 _SLACK_S = 4.0
-"""Seconds, beyond the grace, after which a keeper that does not end is killed."""
+"""Seconds that a keeper gets in addition to the grace period before it is killed."""
 
 _POLL_S = 0.01
-"""Seconds between checks of a process that was asked to end."""
+"""Seconds between two checks of a process that was asked to end."""
 
 _DRAIN_S = 0.2
-"""Seconds for reading the last output of a process that has ended."""
+"""Seconds in which the last output of an ended process can still be read."""
 
 KEEPER = str(Path(__file__).with_name("keeper.py"))
 """The path of the keeper's script."""
 
 
 class BoundProcess:
-    """A running program.
+    """A running program that is stopped together with its descendants.
 
     Attributes:
         process: The keeper, or the program itself on Windows; its pipes are connected to the program.
@@ -131,7 +131,7 @@ class BoundProcess:
         self._watch = asyncio.create_task(self._watch_keeper(self._control))
 
     async def _watch_keeper(self, control: socket.socket) -> None:
-        """When the keeper ends, kill the rest of its session, which may hold the program's pipes open."""
+        """Wait for the keeper's end, and kill the rest of its session, which may hold the program's pipes open."""
         if not await asyncio.get_running_loop().sock_recv(control, 16):
             self._kill_keeper()
 
@@ -145,7 +145,10 @@ class BoundProcess:
         return await self.process.wait()
 
     async def stop(self) -> None:
-        """Ask the program and its descendants to stop, and kill them after a grace; returns at once if it has ended."""
+        """Ask the program and its descendants to stop, and kill them after a grace period.
+
+        Returns at once if the program has ended already.
+        """
         await self._end(b"")
 
     async def kill(self) -> None:
@@ -177,7 +180,7 @@ class BoundProcess:
         await self._close_pipes()
 
     async def _close_pipes(self) -> None:
-        """Close the pipes, which asyncio would keep open for as long as a descendant holds their other ends."""
+        """Close the pipes; otherwise asyncio keeps them open for as long as a descendant holds their other ends."""
         transport: asyncio.SubprocessTransport = vars(self.process)["_transport"]  # a process has no close()
         pipes = [pipe for number in range(3) if (pipe := transport.get_pipe_transport(number)) is not None]
         with suppress(TimeoutError):
@@ -190,12 +193,12 @@ class BoundProcess:
         await asyncio.sleep(0)  # they close in the loop's next turn
 
     async def _exit(self) -> None:
-        """Wait for the end of the process alone; ``wait`` may also wait for descendants that hold its pipes open."""
+        """Wait for the end of the process itself; ``wait`` may also wait for descendants that hold its pipes open."""
         while self.returncode is None:
             await asyncio.sleep(_POLL_S)
 
     def _kill_keeper(self) -> None:
-        """Kill the keeper, and also its session if it leads one."""
+        """Kill the keeper, and its whole session if the keeper is the session's leader."""
         if sys.platform == "win32":
             return
         with suppress(ProcessLookupError, PermissionError):

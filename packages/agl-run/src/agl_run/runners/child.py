@@ -30,7 +30,7 @@ FLUSH_S = 1.0
 
 
 def main() -> None:
-    """Run the parent's attempts, reading from standard input and writing to standard output."""
+    """Run the attempts that the parent sends, reading from standard input and writing to standard output."""
     # First, because output of the agent's imports must not be mixed with the messages.
     source, sink = _take_pipes()
     start = read_to_child(source)
@@ -121,7 +121,7 @@ async def _serve(
 
 
 def _credentials(start: ChildStart, token: str) -> dict[str, str]:
-    """Return the variables with which the agent's clients and programs reach the gateway; empty without a gateway."""
+    """Return the environment variables that lead the agent's clients to the gateway; empty without a gateway."""
     return client_environment(f"{start.gateway_url}/v1", token) if start.gateway_url else {}
 
 
@@ -135,7 +135,7 @@ async def _flush_loop(recorder: SpanRecorder, write: _Writer) -> None:
 
 
 async def _flushed(flusher: "asyncio.Task[None]", outcome: Outcome) -> Outcome:
-    """Stop a flusher and return the outcome; if the flusher failed and spans were lost, the outcome is a failure."""
+    """Stop the task that flushes spans, and return the outcome; if that task failed, the outcome is a failure."""
     flusher.cancel()
     (problem,) = await asyncio.gather(flusher, return_exceptions=True)
     if not isinstance(problem, Exception):

@@ -35,19 +35,19 @@ from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunContext, environment_for_a
 from agl_run.runners.span_file import SpanFile, root_of
 
 HEAD = 16_000
-"""Bytes kept from the start of the text."""
+"""Number of bytes that are kept from the start of a program's output."""
 
 TAIL = 64_000
-"""Bytes kept from the end of the text."""
+"""Number of bytes that are kept from the end of a program's output."""
 
 LINE = 1 << 20
-"""Bytes kept of the last line."""
+"""Number of bytes that are kept of the last line of a program's output."""
 
 _CHUNK = 64 * 1024
 
 
 class PrintedText:
-    """Accepts any number of bytes; keeps the first ``HEAD`` and the last ``TAIL`` bytes, and the last line."""
+    """A program's output of any length; only its first ``HEAD`` and last ``TAIL`` bytes and its last line are kept."""
 
     def __init__(self) -> None:
         self._head = b""
@@ -64,7 +64,7 @@ class PrintedText:
             self.add(chunk)
 
     def add(self, data: bytes) -> None:
-        """Add bytes."""
+        """Append output of the program."""
         self._total += len(data)
         self._follow(data)
         # The head keeps what failed first, the tail what failed last; both say more than the
@@ -79,7 +79,7 @@ class PrintedText:
             self._in_tail -= len(self._tail.popleft())
 
     def _follow(self, data: bytes) -> None:
-        """Update the last complete line that is not blank, and the line that has not ended yet."""
+        """Update the last complete line that is not blank, and the current incomplete line."""
         # Progress bars end their lines with a carriage return.
         ended, separator, rest = data.replace(b"\r", b"\n").rpartition(b"\n")
         if separator:
@@ -97,7 +97,7 @@ class PrintedText:
         return bytes(self._open).strip() or self._line.strip()
 
     def text(self) -> str:
-        """Return the kept text, with a line in place of missing bytes that gives their number."""
+        """Return the kept output as text; a line with the number of missing bytes replaces the bytes left out."""
         tail = b"".join(self._tail)[-TAIL:]
         left_out = self._total - len(self._head) - len(tail)
         if not left_out:
@@ -107,7 +107,7 @@ class PrintedText:
 
 
 class CommandRunner:
-    """Runs a command for each attempt; see the module."""
+    """Runs each attempt as a new process of a command; see the module."""
 
     def __init__(self, setup: RunContext) -> None:
         if not setup.agent.command:
@@ -118,12 +118,12 @@ class CommandRunner:
         self._running: set[BoundProcess] = set()
 
     async def start(self) -> None:
-        """Remove the folders that killed runners left behind; attempts share no state."""
+        """Remove the folders that killed runners left behind."""
         # Here and not at the end: a runner that was killed had no end.
         remove_abandoned()
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Run one attempt."""
+        """Run the command for one attempt, in a temporary folder."""
         with own_folder() as folder:
             return await self._execute(claim, folder)
 
@@ -205,7 +205,7 @@ class CommandRunner:
 async def _converse(
     process: asyncio.subprocess.Process, task: bytes, printed: PrintedText, complaints: PrintedText
 ) -> None:
-    """Send a program its task, read its output as it prints, and wait until it ends."""
+    """Send a program its task, read both of its output streams, and wait until it ends."""
     assert process.stdout is not None and process.stderr is not None  # noqa: S101, PT018  # spawned with pipes
     async with asyncio.TaskGroup() as group:
         # All at once: a program that prints before it reads would fill a pipe and wait for ever.

@@ -31,13 +31,13 @@ _TWINS = "_agl_twins"
 _IS_TWIN = "_agl_is_twin"
 _CLOSING = "_agl_closing"
 _STATE = {"_connections", "_requests", "_optional_thread_lock"}
-"""The attributes of a pool that change; httpcore has no public way to copy a pool without them."""
+"""The changing attributes of a connection pool; httpcore has no public way to copy a pool without them."""
 
 _Twins: TypeAlias = dict[asyncio.AbstractEventLoop, Any]
 
 
 def separate_loops() -> Undo:
-    """Separate the connections of event loops from now on, until the returned function is called."""
+    """Give each event loop its own connections from now on, until the returned function is called."""
     undo: list[Undo] = []
     for name in _MODULES:
         if find_spec(name) is not None:
@@ -78,7 +78,7 @@ def _close(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _close_all(twins: _Twins) -> None:
-    """Have each open loop close its own connections; the connections of a closed loop end with their sockets."""
+    """Let each running loop close its own connections; those of a closed loop end with their sockets."""
     while twins:
         loop, twin = twins.popitem()
         with suppress(RuntimeError, AttributeError):  # the loop is closed, or not one of asyncio's
@@ -94,7 +94,8 @@ def _close_soon(loop: asyncio.AbstractEventLoop, twin: Any) -> None:
 def _twin(pool: Any) -> Any:
     """Return the pool's twin for the running loop, and forget the twins of closed loops.
 
-    Without a running asyncio loop, or if another release of httpcore has other state, the pool itself is returned.
+    Without a running asyncio loop, or if another release of httpcore has different attributes, the pool itself is
+    returned.
     """
     loop = _running_loop()
     # Another release of httpcore may keep other state, and then nothing is changed rather than
@@ -112,7 +113,7 @@ def _twin(pool: Any) -> Any:
 
 
 def _twins(pool: Any) -> _Twins:
-    """Return the table of the pool's twins; when the pool is collected, the twins in it are closed."""
+    """Return the table of the pool's twins; the twins are closed when the pool is garbage-collected."""
     fresh: _Twins = {}
     # ``setdefault`` is atomic, so two threads agree on one table.
     twins: _Twins = pool.__dict__.setdefault(_TWINS, fresh)

@@ -1,4 +1,4 @@
-"""Temporary folders that do not outlive a killed process: a later process on this machine removes them.
+"""Temporary folders that are removed even if their process is killed: a later process on the machine does it.
 
 The owner holds an operating system lock on a file next to its folder, and the system releases the lock when the owner
 ends. So a folder whose lock can be taken has no owner any more. Process ids could not show this: they are reused, and
@@ -33,7 +33,7 @@ def own_folder() -> Generator[Path]:
 
 
 def _make() -> tuple[Path, FileLock]:
-    """Make a folder and take its lock; try again if another process removed the folder before it was locked."""
+    """Create and lock a folder; try again if another process removed the folder before it was locked."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         file = path.with_name(path.name + _LOCK)
@@ -48,7 +48,7 @@ def _make() -> tuple[Path, FileLock]:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of this user whose owners have ended."""
+    """Remove this user's temporary folders whose owners have ended."""
     for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_LOCK}"):
         with suppress(OSError, Timeout):  # another user's, or in use, or gone meanwhile
             # ``lstat``: a link that another user put there must not lead to a file of ours.

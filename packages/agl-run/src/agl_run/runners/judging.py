@@ -14,11 +14,11 @@ from agl_run.runners.setup import LostError
 
 
 async def judged(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    """Return the result of :func:`rewards_of`, with the errors that a worker expects.
+    """Return the result of :func:`rewards_of`; other errors than losses are raised as :class:`RewardError`.
 
     Raises:
         RewardError: The emitter failed.
-        GatewayLostError, LostError: Passed on from the emitter; the attempt has to be repeated.
+        GatewayLostError, LostError: The emitter raised the error; the attempt has to be repeated.
     """
     try:
         return await rewards_of(name, emitter, rollout, spans)

@@ -25,13 +25,13 @@ from contextlib import suppress
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals from a terminal, which the keeper ignores: they reach the program directly, and the owner reacts."""
+"""Signals from a terminal that the keeper ignores: they reach the program directly, and the owner reacts."""
 
 POLL_S = 0.02
-"""Seconds between checks of descendants that were asked to end; the system reports the end only of own children."""
+"""Seconds between two checks of descendants that are not the keeper's own children, whose end is not reported."""
 
 LAST_S = 3.0
-"""Seconds to wait for killed descendants, which may be in a system call that nothing interrupts."""
+"""Seconds to wait for killed descendants, which may be in a system call that cannot be interrupted."""
 
 
 def main(control: int, owner: int, grace_s: float, rest: str, words: list[str]) -> int:
@@ -62,7 +62,7 @@ def main(control: int, owner: int, grace_s: float, rest: str, words: list[str]) 
 
 
 def _wake_up() -> int:
-    """Return a pipe that becomes readable when a child ends or SIGTERM asks to stop."""
+    """Return the end of a pipe that becomes readable when a child ends or SIGTERM arrives."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     # A byte per signal makes select return; a full pipe is awake already.
@@ -82,7 +82,7 @@ def _prctl(option: int, value: int = 1) -> None:
 
 
 def _start(words: list[str], before: Mapping[signal.Signals, object]) -> tuple[int, int]:
-    """Start the program; return its process id and 0, or the error number in place of the 0."""
+    """Start the program; return its process id and 0, or its process id and the error number if it cannot start."""
     reading, writing = os.pipe()
     keeper = os.getpid()
     pid = os.fork()
@@ -98,7 +98,7 @@ def _start(words: list[str], before: Mapping[signal.Signals, object]) -> tuple[i
 
 
 def _become(words: list[str], before: Mapping[signal.Signals, object], keeper: int, writing: int) -> None:
-    """Turn this process into the program; never returns."""
+    """Replace this process by the program; never returns."""
     try:
         # The system itself kills the program if the keeper is killed.
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -124,14 +124,14 @@ def _tell(control: int, answer: bytes) -> None:
 
 
 def _drop_pipes() -> None:
-    """Close the program's standard streams in this process, so that only the program holds them open."""
+    """Close the program's standard streams in the keeper, so that only the program holds them open."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
 
 
 def _wait(control: int, owner: int, wake: int, grace_s: float) -> tuple[float, bool]:
-    """Wait for a signal or the owner; return the grace that now applies, and true if everything must stop."""
+    """Wait for a signal or the owner; return the current grace period, and true if everything must stop."""
     # An owner that was killed leaves its children to another parent.
     if os.getppid() != owner:
         return grace_s, True
@@ -160,7 +160,10 @@ def _reap(pid: int) -> int | None:
 
 
 def _end_descendants(grace_s: float, pid: int) -> int | None:
-    """Ask every descendant to stop, and kill them after the grace; return the program's exit code if it ended."""
+    """Ask every descendant to stop, and kill the rest after the grace period.
+
+    Returns the program's exit code if the program ended meanwhile, else ``None``.
+    """
     code: int | None = None
     now = time.monotonic()
     kill_at, give_up_at = now + grace_s, now + grace_s + LAST_S
@@ -179,7 +182,7 @@ def _end_descendants(grace_s: float, pid: int) -> int | None:
 
 
 def descendants(root: int) -> set[int]:
-    """Return the ids of all processes below ``root``, including ended ones that have not been collected."""
+    """Return the ids of all processes below ``root``, including zombies."""
     parents = _parents()
     found: set[int] = set()
     new = {root}

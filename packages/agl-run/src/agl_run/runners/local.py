@@ -24,7 +24,7 @@ from agl_run.runners.setup import RunContext
 _LOG = logging.getLogger("agl_run.runners")
 
 FLUSH_S = 1.0
-"""Seconds between writes of the spans of running attempts; a crash of this process loses at most the spans since."""
+"""Seconds between two writes of running attempts' spans; a crash of this process loses only newer spans."""
 
 
 class AsyncRunner:
@@ -47,14 +47,14 @@ class AsyncRunner:
         self._unpatch: Undo | None = None
 
     async def start(self) -> None:
-        """Install the tracers, and begin to write spans to the store."""
+        """Install the tracers, and start to write spans to the store."""
         self._set_environment()
         install_tracers(self._setup.tracers)
         self._unpatch = separate_loops()
         self._flusher = asyncio.create_task(self._flush_loop())
 
     def _set_environment(self) -> None:
-        """Set variables without which clients cannot be created; a variable that is set already stays."""
+        """Set environment variables that clients need to be created; a variable that is already set is not changed."""
         for name, value in self._setup.environment().items():
             # What a person has set wins; agents get their key from the wire hook anyway.
             if name not in os.environ:
@@ -62,7 +62,7 @@ class AsyncRunner:
                 self._environment.append(name)
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Run one attempt."""
+        """Run one attempt in this process, and return its outcome."""
         setup = self._setup
         recorder = SpanRecorder()
         attempt_id = claim.attempt.attempt_id
@@ -95,7 +95,7 @@ class AsyncRunner:
                 await self._flush()
 
     async def _flush(self) -> None:
-        """Write the pending spans; spans that the store refuses are kept until the end of their attempt."""
+        """Write the pending spans; spans that the store refuses are kept until their attempt ends."""
         # One write for all attempts: a thousand agents cost one request a second.
         drained = [(recorder, recorder.drain()) for recorder in list(self._recorders.values())]
         spans = [span for _, own in drained for span in own]

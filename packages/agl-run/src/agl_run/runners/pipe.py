@@ -13,7 +13,7 @@ _HEADER = struct.Struct("<I")
 
 
 class ChildStart(Record, frozen=True, kw_only=True, tag="start"):
-    """The first message to a child, with the settings that all its attempts share."""
+    """The first message to a child: the settings that all attempts of the child share."""
 
     agent_path: str
     folder: str
@@ -24,7 +24,7 @@ class ChildStart(Record, frozen=True, kw_only=True, tag="start"):
 
 
 class ChildRun(Record, frozen=True, kw_only=True, tag="run"):
-    """A request to run an attempt."""
+    """A message to a child that asks it to run an attempt."""
 
     rollout: Rollout
     attempt: Attempt
@@ -34,19 +34,19 @@ class ChildRun(Record, frozen=True, kw_only=True, tag="run"):
 
 
 class ChildReady(Record, frozen=True, kw_only=True, tag="ready"):
-    """Reports that the child has loaded its agent, or in ``error`` why it could not."""
+    """A message from a child that has loaded its agent, or the ``error`` that prevented it."""
 
     error: str = ""
 
 
 class ChildSpans(Record, frozen=True, kw_only=True, tag="spans"):
-    """New spans of the running attempt."""
+    """A message from a child with new spans of the running attempt."""
 
     spans: tuple[Span, ...]
 
 
 class ChildDone(Record, frozen=True, kw_only=True, tag="done"):
-    """The outcome of an attempt."""
+    """A message from a child with the outcome of an attempt."""
 
     outcome: Outcome
 
@@ -59,13 +59,13 @@ _FROM_CHILD = msgspec.msgpack.Decoder(FromChild)
 
 
 def frame(message: Any) -> bytes:
-    """Encode a message, prefixed with its length."""
+    """Encode a message with its length in front."""
     data = encode(message)
     return _HEADER.pack(len(data)) + data
 
 
 def read_to_child(stream: BinaryIO) -> ToChild | None:
-    """Read the next message to the child; ``None`` at the end of the stream. Blocks until then."""
+    """Read the next message to the child, blocking until it arrives; ``None`` at the end of the stream."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None

@@ -20,14 +20,14 @@ START_S = 60.0
 """Seconds that a child may take to start and to import its agent."""
 
 START_TRIES = 3
-"""The most starts of a child that an outside signal, such as the out-of-memory killer's, ends before it is ready."""
+"""How often a child is started if an outside signal, such as the out-of-memory killer's, ends it before it is ready."""
 
 KILL_GRACE_S = 3.0
 """Seconds after the time limit within which the child may stop its agent; after that the child is killed."""
 
 
 class ProcessRunner:
-    """Runs attempts in child processes; see the module."""
+    """Runs each attempt in a child process; see the module."""
 
     def __init__(self, setup: RunContext) -> None:
         if setup.agent.command:
@@ -42,12 +42,12 @@ class ProcessRunner:
         self._all: set[_Child] = set()
 
     async def start(self) -> None:
-        """Start one child, so that an agent that cannot be imported is reported now."""
+        """Start one child now, so that an agent that cannot be imported is reported before the first attempt."""
         # The child is used by the first attempt, so the check costs nothing.
         self._idle.append(await self._new_child())
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Run one attempt in an idle or a new child."""
+        """Run one attempt in an idle child, or in a new one."""
         setup = self._setup
         run = ChildRun(
             # Hidden fields of the task never leave this process.
@@ -73,7 +73,7 @@ class ProcessRunner:
         return outcome
 
     async def _idle_child(self) -> "_Child | None":
-        """Return an idle child, and discard those that have ended; ``None`` if no child is idle."""
+        """Return an idle child, or ``None``; idle children that have ended are discarded."""
         while self._idle:
             child = self._idle.pop()
             if child.is_alive:
@@ -139,7 +139,7 @@ class ProcessRunner:
 
 
 class _KilledAtStartError(RunError):
-    """A signal ended a child before it was ready."""
+    """A signal ended the child before it was ready for attempts."""
 
 
 class _Child:

@@ -52,7 +52,7 @@ class RecordedRun(Record, frozen=True, kw_only=True):
         agreement: The model calls that only the program's framework, or only the recording, noticed.
         exit_code: The program's exit status; 124 if it exceeded its time limit, 128 plus the signal's number if a
             signal ended it.
-        stopped_by: Name of the signal to this process that ended the program; ``""`` if it ended otherwise.
+        stopped_by: Name of the signal by which this process was asked to stop the program; ``""`` without a signal.
     """
 
     rollout_id: str
@@ -74,20 +74,20 @@ class StopRequest:
         self._task: asyncio.Task[Any] | None = None
 
     def listen(self) -> None:
-        """Begin to listen; on systems without such handlers, as Windows, only asyncio's own Ctrl-C remains."""
+        """Install the signal handlers; on Windows, which has none for asyncio, only Ctrl-C stops the program."""
         self._task = asyncio.current_task()
         with suppress(NotImplementedError, RuntimeError, ValueError):
             for number in _STOPPING:
                 asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
 
     def end(self) -> None:
-        """Remove the handlers, so that the next signal ends this process."""
+        """Remove the signal handlers, so that the next signal ends this process."""
         with suppress(NotImplementedError, RuntimeError, ValueError):
             for number in _STOPPING:
                 asyncio.get_running_loop().remove_signal_handler(number)
 
     def is_answered(self) -> bool:
-        """Return true if this request cancelled the current task, and then withdraw the cancellation."""
+        """Return true if a signal has cancelled the current task, and then withdraw that cancellation."""
         if self.number is None or self._task is None:
             return False
         # The cancellation was only the messenger; with its count left, every later timeout would
@@ -168,14 +168,14 @@ async def record_command(
 
 
 def _require_program(name: str) -> None:
-    """Refuse a program that cannot be found, before anything is recorded."""
+    """Refuse a program that cannot be found or executed, before anything is recorded."""
     if shutil.which(name) is None:
         found = "it may not be executed (chmod +x)" if Path(name).is_file() else "no such program was found"
         raise RunError(f"cannot start {name!r}: {found}; the command goes after --, as in a shell")
 
 
 async def _discard(store: Store, rollout_id: str) -> None:
-    """Remove a rollout whose program never ran."""
+    """Remove the rollout of a program that could not be started."""
     await store.cancel([rollout_id])
     await store.delete([rollout_id])
 
@@ -245,7 +245,7 @@ async def _start(command: Sequence[str], environment: dict[str, str]) -> BoundPr
 async def _end_of(
     process: BoundProcess, timeout_s: float | None, request: StopRequest
 ) -> tuple[AttemptStatus, int, ErrorInfo | None]:
-    """Wait until the program ends, or stop it at the time limit or on a signal."""
+    """Wait until the program ends, or stop it at the time limit or on a signal; return status, exit code and error."""
     try:
         async with asyncio.timeout(timeout_s):
             code = await process.wait()

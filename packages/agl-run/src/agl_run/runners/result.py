@@ -12,7 +12,7 @@ from agl.errors import RunError
 from agl.schemas import ErrorInfo, Json, Record, Reward, encode, to_json
 
 MAX_TRACEBACK = 20_000
-"""Characters of a traceback that are kept, from its end, where the error is."""
+"""The most characters of a traceback; a longer one is cut at its start, because the error is at its end."""
 
 
 class AgentResult(Record, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ def read_result(value: Any) -> AgentResult:
 
 
 def read_reward(value: Any) -> Reward | None:
-    """Convert a reward, a number or a dict of numbers to a reward, which may be infinite or NaN; else ``None``."""
+    """Return a number, a dict of numbers or a reward as a ``Reward``, even if infinite or NaN; else ``None``."""
     if isinstance(value, Reward):
         return value
     # Numbers of numpy and torch scalars are ``Real`` too.
@@ -87,7 +87,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return the text of an instance of a subclass of ``str``, which frameworks use for their results."""
+    """Return an instance of a subclass of ``str``, which frameworks use for results, as a plain string."""
     if isinstance(value, str):
         return str(value)
     raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The context of a run that all its attempts share, for the run's worker and runner."""
+"""The context that all attempts of a run share: store, agent, gateway, rewards and tracers."""
 
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -20,10 +20,10 @@ from agl_run.access.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV
 from agl_run.agents.agent import AgentSpec
 
 ADMIN_TOKEN_ENV = "AGL_TOKEN"
-"""Variable with the admin token of a served store, or, in a command's process, with the attempt's token."""
+"""Environment variable with the admin token of a served store; in a command's process, with the attempt's token."""
 
 TOKEN_FILE_ENV = "AGL_TOKEN_FILE"
-"""Variable that names a file with the admin token of a served store."""
+"""Environment variable that names a file with the admin token of a served store."""
 
 
 async def no_resources(_: Rollout) -> NamedResources:
@@ -55,7 +55,7 @@ class RunContext:
             worker's token.
         resources: Returns the resources of a rollout, with pinned versions applied.
         gateway_url: The gateway's base URL without ``/v1``; ``""`` if model calls are recorded in the process.
-        gateway: The gateway, so that an attempt ends only after its calls are in the store.
+        gateway: The gateway, which is asked to store an attempt's calls before the attempt ends.
         rewards: Reward emitters by name, run after the agent; they see the hidden keys of tasks.
         requires_calls: Whether an attempt that succeeds without any model call counts as failed.
         upstreams: The configured policies, from which the wire hook knows which calls to redirect.
@@ -85,7 +85,7 @@ class RunContext:
     ca: Path | None = None
 
     def token_of(self, claim: Claim) -> str:
-        """Return the token of a claimed attempt: the claim's own, or else a newly signed one.
+        """Return the token of a claimed attempt: the token in the claim, or else a newly signed one.
 
         Raises:
             TokenError: The claim has no token, and this worker has no key to sign one.
@@ -125,7 +125,10 @@ class RunContext:
 
 
 def environment_for_agents(setup: RunContext) -> dict[str, str]:
-    """Return this process's environment without the store's keys, and without the policy keys that a gateway adds."""
+    """Return this process's environment without keys that agents do not need.
+
+    These are the keys of the store, and the policies' keys if a gateway adds them to calls.
+    """
     # The agent does not need keys that the gateway adds, and cannot leak keys that it does not
     # have.
     held = {upstream.api_key_env for upstream in setup.upstreams} if setup.gateway_url else set[str]()
@@ -151,7 +154,7 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
 
 
 def client_environment(base_url: str, token: str) -> dict[str, str]:
-    """Return the variables that point OpenAI's and Anthropic's clients at ``base_url``."""
+    """Return the environment variables that point OpenAI's and Anthropic's clients at ``base_url``."""
     return {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,
@@ -163,7 +166,7 @@ def client_environment(base_url: str, token: str) -> dict[str, str]:
 
 
 def without_proxy(url: str) -> dict[str, str]:
-    """Return the variables that keep calls to ``url`` from the environment's proxy; empty if there is no proxy."""
+    """Return the environment variables that exempt the host of ``url`` from the proxy; empty without a proxy."""
     if not getproxies_environment():
         return {}
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
@@ -172,7 +175,7 @@ def without_proxy(url: str) -> dict[str, str]:
 
 
 class LostError(RunError):
-    """Something that an attempt needs, such as its sandbox, went away, which says nothing about the agent.
+    """Something that an attempt needs, such as its sandbox, went away; the agent is not to blame.
 
     The worker gives the attempt back, and it is repeated; the runner's ``max_losses`` limits how often.
     """
@@ -180,10 +183,10 @@ class LostError(RunError):
 
 @runtime_checkable
 class LastingRunner(Protocol):
-    """A runner that keeps a part of an attempt for the rewards, such as a workspace."""
+    """A runner that leaves something of an attempt, such as a workspace, for the rewards to examine."""
 
     async def release(self, claim: Claim, outcome: Outcome | None) -> None:
-        """Remove the rest of an attempt, such as its workspace, once it is judged and before its outcome is written.
+        """Remove what is left of an attempt, once it is judged and before its outcome is written.
 
         Args:
             claim: The attempt with which :meth:`execute` was called.

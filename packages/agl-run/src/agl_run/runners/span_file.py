@@ -16,7 +16,7 @@ from agl.contracts import Upstream
 from agl.schemas import Claim, Record, Span, decode, encode, from_json, new_span_id, new_trace_id, to_json
 
 VARIABLE = "AGL_SPAN_FILE"
-"""Environment variable with the :class:`SpanFileSettings` as JSON."""
+"""The environment variable that holds the :class:`SpanFileSettings` as JSON."""
 
 _HEADER = struct.Struct("<I")
 
@@ -47,7 +47,7 @@ def root_of(claim: Claim) -> Span:
 
 
 class SpanFile:
-    """A file to which another process appends spans."""
+    """The file to which a program in another process appends its spans."""
 
     def __init__(self, file: Path, root: Span) -> None:
         self._file = file
@@ -72,7 +72,7 @@ class SpanFile:
         return {VARIABLE: to_json(settings).decode(), "PYTHONPATH": path}
 
     def read(self) -> list[Span]:
-        """Read the spans written so far; an incomplete last one is left out."""
+        """Read the spans that are in the file so far; an incomplete last span is left out."""
         if not self._file.exists():
             return []
         data = self._file.read_bytes()

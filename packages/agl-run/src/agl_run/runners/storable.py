@@ -1,4 +1,4 @@
-"""Makes the records of an attempt fit for a store, so that an unusual value costs a part of one span, not the run.
+"""Makes the records of an attempt storable: an unusual value then costs a part of one span, not the run.
 
 Stores hold what msgpack can encode: no integers beyond 64 bits, no lone surrogates in text, no objects. Such values
 become text if :func:`agl.tracing.plain` can convert them; others are left out, and the span says so.
@@ -15,13 +15,13 @@ from agl.tracing import plain
 from agl_run.runners.result import describe_error
 
 UNFIT = (TypeError, ValueError, OverflowError, RecursionError)
-"""Errors raised when a value is encoded that no store can hold."""
+"""Errors that encoding a value raises if no store can hold it."""
 
 _ENDED_OTHERWISE = ("failed", "timeout", "lost", "cancelled")
 
 
 def storable_span(span: Span) -> Span:
-    """Return the span if a store can hold it; else a copy without the parts that do not fit, with the reason."""
+    """Return the span if a store can hold it; else a copy that leaves out the unfit parts and names the reason."""
     fault = fault_of(span)
     if not fault:
         return span
@@ -35,7 +35,7 @@ def storable_span(span: Span) -> Span:
 
 
 def storable_outcome(outcome: Outcome, refusal: Exception) -> Outcome | None:
-    """Return a storable replacement for an outcome that a store refused; ``None`` if no fault is found in it.
+    """Return a storable replacement for an outcome that a store refused; ``None`` if the outcome has no fault.
 
     A success becomes a failure with the refusal as its error. Spans of other attempts are left out, and so are spans
     whose reward is not a finite number.
@@ -63,7 +63,7 @@ def fault_of(value: object) -> str:
 
 
 def _fitting(value: Any) -> Any:
-    """Return a JSON value in a form that stores can hold; entries that are nested too deeply are left out."""
+    """Return a storable copy of a JSON value; entries that are nested too deeply are left out."""
     try:
         return plain(value)
     except RecursionError:
@@ -72,7 +72,7 @@ def _fitting(value: Any) -> Any:
 
 
 def _fitting_call(call: ModelCall) -> ModelCall:
-    """Return a call with bodies that stores can hold; its tokens are not changed."""
+    """Return a call whose request and response can be stored; its tokens do not change."""
     if not fault_of(call):
         return call
     return msgspec.structs.replace(call, request=_fitting(call.request), response=_fitting(call.response))

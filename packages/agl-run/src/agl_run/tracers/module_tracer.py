@@ -1,10 +1,10 @@
-"""Tracers that change modules of the process when these are imported: the base class, and its simplest subclass.
+"""Tracers that change modules when these are imported: the base class, and the tracer ``own-spans``.
 
 ``own-spans`` switches on the spans that frameworks create themselves, so that an agent needs no code for this.
 pydantic-ai and Microsoft's Agent Framework report agents, tools and model calls in the standard ``gen_ai.*`` spans once
 they are asked to, and the tracer ``otel`` records the spans. For smolagents, agno, LlamaIndex and DSPy, OpenInference's
-packages make spans where they are installed. Nothing changes if the user has configured the spans, or
-has switched them off in a framework that can tell this from its default.
+packages make spans where they are installed. Nothing changes if the user has configured the spans, or has switched them
+off in a framework that can tell this from its default.
 """
 
 import importlib
@@ -101,7 +101,7 @@ _INSTRUMENTORS = {
     "llama_index.core": ("llama_index", "LlamaIndexInstrumentor"),
     "smolagents": ("smolagents", "SmolagentsInstrumentor"),
 }
-"""For each framework without spans of its own, OpenInference's package and class that make them."""
+"""Modules of frameworks without spans, each with OpenInference's package and class that make spans for it."""
 
 
 class OwnSpans(ModuleTracer):

@@ -91,12 +91,12 @@ def _is_model_route(target: str) -> bool:
 
 
 def _is_told(status: int, target: str) -> bool:
-    """Return true if the response means that a model call was made, or that its key was refused."""
+    """Return true if a response with this status has to be recorded: a model call, or a refused API key."""
     return status == UNAUTHORIZED or (status < 300 and _is_model_route(target))
 
 
 def _tell(status: int, url: str, *, library: str, start_ns: int) -> None:
-    """Record an unrecorded or refused model call to ``url`` as a span, if a rollout made the call."""
+    """Record a response as a span, if a rollout made the call and the call is unrecorded or was refused."""
     attempt = current()
     if attempt is None:
         return
@@ -117,7 +117,7 @@ def _unrecorded_kind(url: str, attempt: ActiveAttempt) -> str:
 
 
 def _refused_kind(url: str, attempt: ActiveAttempt) -> str:
-    """Return ``refused`` if the key cannot be one that the run gave to the attempt, else ``""``."""
+    """Return ``refused`` if the refused key cannot be one that the run gave to the attempt, else ``""``."""
     if _is_below(url, attempt.gateway_url):
         return REFUSED
     has_no_key = os.environ.get("OPENAI_API_KEY") == PLACEHOLDER_KEY
@@ -133,7 +133,7 @@ def _is_below(url: str, root: str) -> bool:
 
 
 def _url_of(connection: Any, target: str) -> str:
-    """Return the URL of a request; ``target`` is its path, or the whole URL if the request goes to a proxy."""
+    """Return the URL of a request; ``target`` is the request's path, or its whole URL behind a proxy."""
     if not target.startswith("/"):
         return target
     tunnel = connection._tunnel_host
@@ -145,7 +145,7 @@ def _url_of(connection: Any, target: str) -> str:
 
 
 def _library_above(name: str) -> str:
-    """Return the outermost HTTP library among the callers, or ``name``; ``""`` within httpx, which is recorded."""
+    """Return the outermost HTTP library among the callers, or else ``name``; ``""`` if httpx records the call."""
     is_inside = True
     for module in _modules_above():
         if module in _WATCHED_ELSEWHERE:
@@ -157,7 +157,7 @@ def _library_above(name: str) -> str:
 
 
 def _modules_above() -> Iterator[str]:
-    """Yield the top-level modules of the calling frames, innermost first."""
+    """Yield the top-level module of each calling frame, innermost first."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         yield str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -165,7 +165,7 @@ def _modules_above() -> Iterator[str]:
 
 
 class UnrecordedCalls(ModuleTracer):
-    """Counts model calls that are not recorded; see the module."""
+    """Counts model calls that are made through HTTP clients without recording; see the module."""
 
     changes: ClassVar[Mapping[str, Callable[[ModuleType], Sequence[Undo]]]] = {
         "http.client": _wrap_http_client,

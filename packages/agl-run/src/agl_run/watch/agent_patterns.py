@@ -19,10 +19,10 @@ from agl_run.watch.observers import Batch, Observer
 _LOG = logging.getLogger("agl_run.run")
 
 SHOWN = 30
-"""The most names of agents in a message."""
+"""The most names of agents that a message lists."""
 
 _Matches = Callable[[str, str], object]
-"""Tests whether a pattern matches a name, in the way in which the pattern's user matches."""
+"""A function that tests whether a pattern matches a name, in the same way as the pattern's setting is applied."""
 
 
 class PatternReport(Observer):
@@ -49,7 +49,7 @@ class PatternReport(Observer):
         self._seen |= _names(calls)
 
     def add(self, setting: str, pattern: str, names: set[str], *, matches: _Matches) -> bool:
-        """Match a pattern with the names it may match; return true if any part of it has matched a name so far."""
+        """Match a pattern against names; return true if any alternative of it has matched a name in this run."""
         parts = set(_parts(pattern))
         # Parts that matched once are settled; the rest may match in a later batch.
         left = self._unmatched.get(setting, parts)
@@ -57,14 +57,14 @@ class PatternReport(Observer):
         return self._unmatched[setting] != parts
 
     def warn(self, setting: str, text: str) -> None:
-        """Log a warning about a setting, once in a run."""
+        """Log a warning about a setting, at most once in a run."""
         if setting not in self._warned:
             # Said once a run, since every batch would find the same.
             self._warned.add(setting)
             _LOG.warning("%s", text)
 
     def end(self) -> None:
-        """Log a warning for each pattern with a part that matched nothing, unless the pattern was reported before."""
+        """Warn of each pattern with an alternative that matched nothing, unless the pattern was reported before."""
         for setting, parts in self._unmatched.items():
             if parts:
                 named = ", ".join(map(repr, sorted(parts)))
@@ -143,7 +143,7 @@ class AgentPatternCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class _Role:
-    """A pattern in ``roles``, and how it is matched: credits match only the whole names of agents."""
+    """A pattern in ``roles``, and how to match it: a credit matches only the whole names of agents."""
 
     setting: str
     pattern: str
@@ -152,7 +152,7 @@ class _Role:
 
 
 def _roles(algorithm: AlgorithmConfig, plan: Plan) -> list[_Role]:
-    """Return the ``roles`` patterns of an algorithm, and those of its credit if it tunes weights."""
+    """Return the ``roles`` patterns of an algorithm; if it tunes weights, also those of its credit."""
     found: list[_Role] = []
     for name, pattern in _table(algorithm.params.get("roles")).items():
         setting = f"algorithm {algorithm.name!r}: roles.{name} = {pattern!r}"
@@ -183,7 +183,7 @@ def _names(calls: Sequence[Transition]) -> set[str]:
 
 
 def _parts(pattern: str) -> list[str]:
-    """Return the parts between the bars of a pattern; the whole pattern if a part is not a regular expression."""
+    """Split a pattern at its bars; return the whole pattern if one of the alternatives is not a regular expression."""
     parts = pattern.split("|")
     try:
         for part in parts:
@@ -194,7 +194,7 @@ def _parts(pattern: str) -> list[str]:
 
 
 def seen(names: set[str]) -> str:
-    """List the names of the agents that were seen, and say what to do next."""
+    """Return the names of the recorded agents, and the next step, as text for a warning."""
     if not names:
         return (
             "no call came from a named agent. Install the tracer of the agent's framework and list it under tracers, "

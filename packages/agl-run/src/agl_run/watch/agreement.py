@@ -1,6 +1,6 @@
 """Checks collected episodes for model calls that are missing from their records.
 
-Every command that collects rollouts uses this check, so that none of them ignores missing calls.
+Every command that collects rollouts uses this check, so that no command ignores missing calls.
 """
 
 import logging
@@ -25,7 +25,7 @@ UNATTRIBUTED = "unattributed calls"
 _NO_CALLS = "no calls"
 
 ATTRIBUTE = "Install the tracer of the framework that makes them, or name them in the code: with agl.operation(...)"
-"""What to do about unattributed calls."""
+"""Advice about recorded calls that belong to no agent."""
 
 _REMEDIES = {
     UNSEEN: "Point these clients at the gateway, with the base URL and key of the resource, or let them call through "
@@ -39,12 +39,12 @@ _FATES = {"drop": "they are left out of training", "error": _TRAINED, "accept": 
 
 
 def settings_by_kind(section: ExperimentSection) -> dict[str, Verdict | Literal["error"]]:
-    """Return the settings ``unseen_calls`` and ``unattributed_calls``, by the kind of calls."""
+    """Map each kind of missing calls to its setting: ``unseen_calls`` or ``unattributed_calls``."""
     return {UNSEEN: section.unseen_calls, UNATTRIBUTED: section.unattributed_calls}
 
 
 def refusal(episode: Episode, section: ExperimentSection) -> str:
-    """Return the kind of calls for which a rollout is left out of training; ``""`` if it is not left out."""
+    """Return the kind of missing calls because of which a rollout may not train; ``""`` if it may."""
     settings = settings_by_kind(section)
     return next((kind for kind, setting in settings.items() if setting != "accept" and _counts(episode, kind)), "")
 
@@ -113,20 +113,20 @@ class AgreementReport(Observer):
         return proposal("See", name, episode.rollout.rollout_id, store_url=self._store_url)
 
     def _is_new(self, kind: str, *, trains: bool) -> bool:
-        """Return true the first time that a kind is reported for such rollouts."""
+        """Return true if this kind has not been reported before for rollouts that train, or for others."""
         is_new = (kind, trains) not in self._reported
         self._reported.add((kind, trains))
         return is_new
 
 
 def describe(episodes: Sequence[Episode], kind: str) -> str:
-    """Name the clients that made the missing calls, and the next step within an experiment."""
+    """Describe the missing calls of a kind by their clients, and add the next step within an experiment."""
     text = describe_calls([call for episode in episodes for call in _found(episode, kind)], kind)
     return f"{text}. {_REMEDIES[kind]}"
 
 
 def describe_calls(calls: Sequence[LooseCall], kind: str) -> str:
-    """Name the clients that made the missing calls."""
+    """Describe missing calls by their number, their kind and their clients."""
     clients = Counter(call.client for call in calls)
     named = ", ".join(f"{client} ({count})" for client, count in clients.most_common(5))
     found = {
@@ -141,7 +141,7 @@ def _found(episode: Episode, kind: str) -> tuple[LooseCall, ...]:
 
 
 def _counts(episode: Episode, kind: str) -> bool:
-    """Return true if any missing call went to a policy's server or to an unknown one."""
+    """Return true if a missing call of this kind went to a policy's server or to an unknown server."""
     return any(not call.is_foreign for call in _found(episode, kind))
 
 

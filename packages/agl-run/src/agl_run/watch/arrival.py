@@ -1,4 +1,4 @@
-"""Ends a run that tunes a text which no model call contains: a search for a better text would be in vain."""
+"""Ends a run that tunes a text which appears in no model call, because such a search would be in vain."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from agl_run.worker.current import LiveResources
 _LOG = logging.getLogger("agl_run.run")
 
 _BREAKS = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{[^{}]*\}|\n|(?<=[.:]) ")
-"""What separates the parts of a text that are searched for: placeholders, line ends, and ends of sentences."""
+"""A regular expression for the separators in a tuned text: placeholders, line ends, and ends of sentences."""
 
 
 class ArrivalReport(Observer):
@@ -27,7 +27,7 @@ class ArrivalReport(Observer):
 
     Args:
         plan: The experiment.
-        live: The live versions of its resources.
+        live: The live versions of the experiment's resources.
         is_trial: If true, a text that does not arrive is only reported.
     """
 
@@ -74,7 +74,7 @@ class ArrivalReport(Observer):
 
 
 def _parts(resource: Resource) -> list[str]:
-    """Return the sentences of a prompt or of a JSON value's texts, without placeholders."""
+    """Return the sentences of a prompt, or of all texts in a JSON value, without placeholders."""
     value = resource.template if isinstance(resource, PromptTemplate) else None
     value = resource.value if isinstance(resource, JsonResource) else value
     parts = [" ".join(part.split()) for text in _strings(value) for part in _BREAKS.split(text)]

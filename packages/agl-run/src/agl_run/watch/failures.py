@@ -15,14 +15,14 @@ from agl_run.watch.observers import Batch, Observer
 _LOG = logging.getLogger("agl_run.run")
 
 Ended: TypeAlias = tuple[Rollout, Attempt | None]
-"""A finished rollout and the attempt that decided it, if there was one."""
+"""A finished rollout and its deciding attempt; ``None`` if it has no attempt."""
 
 MOST_FREQUENT = 3
-"""The number of different errors that a message names."""
+"""The most kinds of errors that a message names."""
 
 
 class RolloutCounts:
-    """Counts rollouts, and their errors by type and first line; errors that differ only in numbers are one kind."""
+    """Counts rollouts, and their errors by kind: the type and first line, without regard to numbers."""
 
     def __init__(self, ended: Iterable[Ended] = ()) -> None:
         self.total = 0
@@ -32,17 +32,17 @@ class RolloutCounts:
 
     @property
     def failed(self) -> int:
-        """Rollouts that did not succeed."""
+        """The number of rollouts that did not succeed."""
         return self._errors.total()
 
     @property
     def all_failed(self) -> bool:
-        """True if there are rollouts and none succeeded."""
+        """True if there is at least one rollout and no rollout succeeded."""
         return 0 < self.total == self.failed
 
     @property
     def example(self) -> str:
-        """Id of a rollout with the most frequent error; ``""`` if none failed."""
+        """Id of a rollout with the most frequent error; ``""`` if no rollout failed."""
         return next((self._first[kind][1] for kind, _ in self._errors.most_common(1)), "")
 
     @property
@@ -57,7 +57,7 @@ class RolloutCounts:
         return self._named(1)
 
     def add(self, ended: Iterable[Ended]) -> None:
-        """Count further rollouts."""
+        """Add finished rollouts to the counts."""
         for rollout, attempt in ended:
             self.total += 1
             if rollout.status != "succeeded":
@@ -78,7 +78,7 @@ class RolloutCounts:
         _LOG.warning("%s.%s", found, self.look_at(store_url))
 
     def look_at(self, store_url: str) -> str:
-        """Return the command that shows the example, to append to a message; ``""`` for a store in memory."""
+        """Return a sentence with the command that shows the example rollout; ``""`` for a store in memory."""
         return proposal("Look at one with", "show", self.example, store_url=store_url)
 
     def _named(self, limit: int) -> str:
@@ -124,5 +124,5 @@ class FailureReport(Observer):
 
 
 def warn_of_failures(episodes: Iterable[Episode], *, store_url: str) -> None:
-    """Log how many rollouts failed and why, for scripts that do not print a result."""
+    """Log how many rollouts failed and why; for scripts that print no result."""
     RolloutCounts((episode.rollout, episode.attempt) for episode in episodes).warn(store_url)

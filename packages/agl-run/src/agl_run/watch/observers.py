@@ -44,7 +44,7 @@ class Batch:
 
 
 class Observer:
-    """Watches a run; an observer overrides the methods that it needs, and the others do nothing."""
+    """The base class of observers, whose methods do nothing; an observer overrides the methods that it needs."""
 
     def rollout(self, caller: str, recording: Recording) -> None:
         """Called with each finished rollout of ``caller`` and its spans, as soon as they are read."""

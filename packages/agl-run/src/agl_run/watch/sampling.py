@@ -44,7 +44,7 @@ class SamplingReport(Observer):
         self._total: Counter[str] = Counter()
 
     def rollout(self, caller: str, recording: Recording) -> None:
-        """Count the marked calls among the spans of a rollout of ``caller``, and log each parameter once."""
+        """Count a rollout's calls with overridden or kept sampling parameters, and log each parameter once."""
         for span in recording.spans:
             # A call may have had one parameter overridden and another one kept.
             for attribute in span.attributes.keys() & _METRICS.keys():
@@ -53,12 +53,12 @@ class SamplingReport(Observer):
                 self._log_new(attribute, span)
 
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
-        """Return an algorithm's counts since its last step, without zeros."""
+        """Return an algorithm's counts since its last step; counts of zero are left out."""
         # Popped, so that each step reports its own calls.
         return {name: float(count) for name, count in self._counts.pop(caller, Counter()).items()}
 
     def end(self) -> None:
-        """Log the run's counts, if there are any."""
+        """Log the counts of the whole run, if any call was counted."""
         if self._total:
             overridden, kept = (self._total[name] for name in (semconv.SAMPLING_OVERRIDDEN, semconv.SAMPLING_KEPT))
             _LOG.warning(
@@ -79,7 +79,7 @@ class SamplingReport(Observer):
 
 
 def check_rules(policies: Mapping[str, PolicyConfig], *, trained: Iterable[str]) -> None:
-    """Raise ConfigError if ``sampling`` is set on a policy that no algorithm trains, where it has no effect."""
+    """Raise :class:`ConfigError` if ``sampling`` is set on a policy that no algorithm trains."""
     ignored = [name for name, given in policies.items() if given.sampling != "override" and name not in set(trained)]
     if ignored:
         name = ignored[0]

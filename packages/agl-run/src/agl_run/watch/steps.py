@@ -10,14 +10,14 @@ from agl_inspect.rollouts.step_tallies import StepTallies, add_tallies
 from agl_run.watch.observers import Batch, Observer
 
 _FIRST, _LAST = 10, 50
-"""The numbers of first and last steps that are remembered; the rules compare these steps."""
+"""How many of the first and of the last steps are remembered, because the rules compare these."""
 
 _SPEEDS = ("slow-rollouts", "slow-updates")
-"""Rules about a step's time, not about learning; they are left to ``agl metrics --suggest``."""
+"""Rules about the time of a step; ``agl metrics --suggest`` applies them, and a running experiment does not."""
 
 
 class StepShares(Observer):
-    """Measures what algorithms do not see of a step: failed reward emitters, and idle slots of this process.
+    """Measures two shares of a step: rollouts with failed reward emitters, and idle slots of this process.
 
     Workers on other machines are not measured.
 
@@ -32,7 +32,7 @@ class StepShares(Observer):
         self._batches: defaultdict[str, list[tuple[int, int, float, float]]] = defaultdict(list)
 
     def batch(self, batch: Batch) -> None:
-        """Add the batch's rollouts that failed in a reward emitter, and its slot times."""
+        """Count the batch's rollouts, those that failed in a reward emitter, and the slots' time."""
         if batch.is_own:
             # A broken reward fails the rollout like a broken agent does; only the share tells them
             # apart.
@@ -40,7 +40,7 @@ class StepShares(Observer):
             self._batches[batch.caller].append((len(batch.episodes), broken, batch.slot_s, batch.taken_s))
 
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
-        """Return the shares since the last step, without those that cannot be measured.
+        """Return the shares since the last step; a share that cannot be measured is left out.
 
         ``evaluator_failed_share`` is the share of rollouts that failed in a reward emitter. ``slots`` is the number of
         slots, and ``slots_idle_share`` the share of the slots' time during collection in which no agent ran.
@@ -58,18 +58,18 @@ class StepShares(Observer):
 
 
 class TallyObserver(Observer):
-    """Sums up the rollouts of each step by agent; the sums are stored before the step, so no saved step lacks them."""
+    """Tallies the rollouts of each step by agent; the tallies are stored before the step is saved."""
 
     def __init__(self, store: Store, record: ExperimentRecord) -> None:
         self._store, self._record, self._tallies = store, record, StepTallies()
 
     def batch(self, batch: Batch) -> None:
-        """Add the batch's rollouts to the sums of their step."""
+        """Add the batch's rollouts to the tallies of their step."""
         if batch.observed is not None:
             self._tallies.add(batch.caller, batch.episodes, batch.observed, step=batch.step, mode=batch.mode)
 
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
-        """Store the sums of a step; adds no metrics."""
+        """Store the tallies of a step; return no metrics."""
         # Stored before the step is saved, so a saved step never lacks its sums; a repeated one
         # replaces them.
         await add_tallies(self._store, self._record, self._tallies.take(caller, step=step, uses=uses))
@@ -89,7 +89,7 @@ class StepWatch(Observer):
         self._reported: set[tuple[str, str]] = set()
 
     async def step(self, report: StepReport, *, algorithm: str) -> None:
-        """Apply the rules to the steps so far, including this one."""
+        """Apply the rules to all remembered steps, including this one."""
         steps = self._steps[algorithm]
         steps[report.step] = report.metrics
         # The middle of a long run is forgotten: the rules compare its start with its end.

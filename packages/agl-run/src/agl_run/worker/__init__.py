@@ -1,1 +1,1 @@
-"""Workers: the claim loop, remote workers, and the record from which these learn of a running experiment."""
+"""Workers: the claim loop, remote workers, and the record that tells them about a running experiment."""

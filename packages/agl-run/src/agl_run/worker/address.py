@@ -9,11 +9,11 @@ from agl.stores import web_parts
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 _UNUSED_ADDRESS = ("192.0.2.1", 9)
-"""An address reserved for documentation (RFC 5737); nothing is sent to it."""
+"""An address reserved for documentation (RFC 5737), used to find the outgoing interface; nothing is sent there."""
 
 
 def local_url(url: str) -> str:
-    """Return ``url`` as this machine reaches it: over loopback if the gateway listens on all interfaces."""
+    """Return the URL by which this machine reaches a gateway: over loopback if it listens on all interfaces."""
     # A wildcard address cannot be called on every system.
     return _with_host(url, _WILDCARDS.get(urlsplit(url).hostname or "", ""))
 

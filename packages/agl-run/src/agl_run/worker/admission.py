@@ -1,4 +1,4 @@
-"""Admits a worker on another machine: makes its plan, and finds problems that keep it from joining."""
+"""Admits a worker on another machine: makes the worker's plan, and finds reasons why it cannot join."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ class JoinProblem:
     """The reason why a worker cannot join an experiment.
 
     Attributes:
-        kind: ``settings`` if the two sides differ, ``gateway`` if the gateway cannot be used from here.
+        kind: ``settings`` if the settings of worker and experiment differ, ``gateway`` if the worker cannot use the
+            gateway.
         text: The problem and the next step.
     """
 
@@ -65,7 +66,7 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
 
 
 def differences(serving: RunningExperiment, plan: Plan) -> JoinProblem | None:
-    """Compare the running experiment's settings and release with this machine's; ``None`` if they agree."""
+    """Return the first difference between the experiment's settings and release and this machine's, or ``None``."""
     # Records and tokens are not promised to be equal between releases, so the releases must be.
     if serving.release != agl.__version__:
         return _differs(serving, f"runs with agl-core {serving.release} and this is {agl.__version__}: install that")
@@ -80,7 +81,10 @@ def differences(serving: RunningExperiment, plan: Plan) -> JoinProblem | None:
 
 
 async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
-    """Check that this machine reaches the experiment's gateway; ``is_given`` if an option gave the gateway's URL."""
+    """Check that this machine reaches the experiment's gateway; return the problem, or ``None``.
+
+    ``is_given`` says that an option gave the gateway's URL.
+    """
     where = f"the gateway {gateway.url} of the experiment on {serving.host!r}"
     # An address that was given may be the end of a tunnel, so only the advertised one is judged by
     # its form.
@@ -107,7 +111,7 @@ async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_
 
 
 def unreachable_policies(serving: RunningExperiment) -> dict[str, str]:
-    """Return a message with the remedy for each policy that only the experiment's machine can call directly."""
+    """Map each policy that only the experiment's machine can call directly to an error text with the remedy."""
     # On the experiment's own machine everything that listens on loopback is reachable.
     if serving.is_of_this_machine:
         return {}
@@ -121,7 +125,7 @@ def unreachable_policies(serving: RunningExperiment) -> dict[str, str]:
 
 
 def check_direct_calls(serving: RunningExperiment) -> JoinProblem | None:
-    """Return a problem if there is no gateway and this machine cannot reach a policy's server."""
+    """Return a problem if there is no gateway and this machine cannot reach a policy's server; else ``None``."""
     lost = unreachable_policies(serving)
     if serving.gateway_url or not lost:
         return None

@@ -15,7 +15,7 @@ _OURS = ("placement", "concurrency")
 
 
 def with_fleet(config: ExperimentConfig, manager: PluginManager) -> tuple[ExperimentConfig, Fleet | None]:
-    """Return the configuration for each worker, and the fleet; ``None`` as the fleet if the runner runs here.
+    """Return the configuration of each worker, and the fleet; no fleet if the runner runs on this machine.
 
     Raises:
         ConfigError: A parameter of the fleet is wrong, or ``resources`` is set although there is no fleet.
@@ -51,7 +51,7 @@ def _refuse_placements(config: ExperimentConfig) -> None:
 
 
 def on_ray(config: ExperimentConfig, address: str) -> ExperimentConfig:
-    """Return the configuration with its workers on a Ray cluster; a configured runner becomes that of each worker."""
+    """Return the configuration with workers on a Ray cluster; each worker uses the runner of the given one."""
     runner = config.runner
     params = {**runner.params, "address": address}
     if runner.use != RAY:
@@ -64,7 +64,7 @@ def on_ray(config: ExperimentConfig, address: str) -> ExperimentConfig:
 
 
 def store_for_workers(url: str, gateway_url: str) -> str:
-    """Return the store's URL for other processes.
+    """Return the URL at which other processes open the experiment's store.
 
     Args:
         url: The URL of the experiment's store; ``""`` for a store object.

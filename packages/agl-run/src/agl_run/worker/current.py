@@ -11,7 +11,7 @@ from agl.schemas import LLM, NamedResources, ResourceVersion, Rollout
 from agl_run.messages import value_for_agent
 
 _CACHED = 256
-"""The most versions in the cache; the rollouts of a step share a few versions."""
+"""The most versions that are cached; the rollouts of a step share a few versions."""
 
 
 class LiveResources:
@@ -28,7 +28,7 @@ class LiveResources:
         self._pinned = PinnedResources(store, endpoints, live=self._now)
 
     def current(self, name: str) -> ResourceVersion:
-        """Return the live version; raises :class:`NotFoundError`, which lists the known resources."""
+        """Return a resource's live version; raises :class:`NotFoundError`, which lists the known resources."""
         if name not in self._live:
             hint = did_you_mean(name, self._live, otherwise=f"there are {sorted(self._live)}")
             raise NotFoundError("resource", name, hint)
@@ -39,13 +39,13 @@ class LiveResources:
         return {name: version.version for name, version in self._live.items()}
 
     def set(self, version: ResourceVersion) -> None:
-        """Make a version live."""
+        """Make a version the live one of its resource."""
         self._live[version.name] = version
         # Most rollouts use the live weights, so they are cached.
         self._pinned.keep(version)
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
-        """Store a version without making it live; return the stored one if an equal version already exists."""
+        """Store a version without making it live; if an equal version exists, return that one."""
         existing = await self._find(version.name, version.version)
         number = 2
         # A step that is repeated after a kill may publish other weights under its own version;
@@ -97,7 +97,7 @@ class PinnedResources:
         self._cache: dict[tuple[str, str], ResourceVersion] = {}
 
     def keep(self, version: ResourceVersion) -> None:
-        """Cache a version that was not read from the store."""
+        """Put a version into the cache."""
         self._cache[version.name, version.version] = version
 
     async def for_rollout(self, rollout: Rollout) -> NamedResources:

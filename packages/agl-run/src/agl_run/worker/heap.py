@@ -8,14 +8,17 @@ calls. Nearly all of these objects live as long as the program.
 import gc
 
 _MIDDLE_AFTER = 3
-"""Collections of the youngest generation before one of the middle one; with Python's 10, one takes 20 to 30 ms."""
+"""Number of collections of the youngest generation of objects before the middle generation is collected.
+
+With Python's default of 10, a collection of the middle generation takes 20 to 30 ms.
+"""
 
 _FULL_AFTER = 300
-"""Collections of the middle generation before a full collection; Python's default is 10."""
+"""Collections of the middle generation per full collection; Python's default is 10."""
 
 
 def settle_heap() -> None:
-    """Exclude all present objects from later collections, and make small collections more and full ones less frequent.
+    """Exclude all existing objects from later collections; make full collections rare and smaller ones frequent.
 
     Call this once after a program has started, and only in a program that owns its process. Long-lived garbage in
     reference cycles is found later than by default; objects whose reference count drops to zero are freed at once.

@@ -1,4 +1,4 @@
-"""The record of a running experiment in its store, from which workers on other machines learn how to join it.
+"""The record of a running experiment in its store; workers on other machines learn from it how to join.
 
 The record holds the gateway's URL, the models and versions that agents get, and the settings that a worker must share;
 it never holds a key. It is part of the trainer's presence, so it lasts as long as the trainer's lease.
@@ -24,12 +24,12 @@ from agl_run.runners.setup import RunContext
 _LOG = logging.getLogger("agl_run.run")
 
 FAREWELL_S = 6.0
-"""Seconds that an experiment waits at its end for its workers to sign off."""
+"""Seconds that an ending experiment waits for its workers to sign off."""
 
 _LOOK_S = 0.2
 
 UNCLAIMED_S = 5.0
-"""Seconds before the first report of rollouts that no worker claims; each further wait is twice the previous one."""
+"""Seconds before unclaimed rollouts are first reported; each further wait is twice the previous one."""
 
 LONGEST_UNCLAIMED_S = 120.0
 
@@ -63,7 +63,7 @@ class RunningExperiment(Record, frozen=True, kw_only=True):
 
     @property
     def host(self) -> str:
-        """Host name of the experiment's machine."""
+        """Host name of the machine on which the experiment runs."""
         return host_of(self.session)
 
     @property
@@ -73,7 +73,7 @@ class RunningExperiment(Record, frozen=True, kw_only=True):
 
 
 async def load_running(store: Store, name: str) -> RunningExperiment | None:
-    """Read the record of the running experiment; ``None`` without a record. A killed experiment leaves its record."""
+    """Read the record of the running experiment; ``None`` without one. The record of a killed experiment remains."""
     for presence in await store.presences(name, member=OWNER):
         # A trainer that starts or ends has a presence, but nothing to join.
         if "run" in presence.details:
@@ -83,7 +83,7 @@ async def load_running(store: Store, name: str) -> RunningExperiment | None:
 
 
 def settings_of(plan: Plan) -> dict[str, Json]:
-    """Return the settings that influence an attempt's behaviour and rewards, and so must be equal on all machines."""
+    """Return the settings that must be equal on all machines, because they influence attempts and rewards."""
     config = plan.config
     settings: dict[str, Json] = {
         "experiment.hidden": list(config.experiment.hidden),
@@ -98,19 +98,22 @@ def settings_of(plan: Plan) -> dict[str, Json]:
 
 
 class Invitation:
-    """Lets workers on other machines join an experiment, during ``async with Invitation(ownership, running):``."""
+    """Lets workers on other machines join the experiment.
+
+    Use it as a context manager: ``async with Invitation(ownership, running):``.
+    """
 
     def __init__(self, ownership: Ownership, running: RunningExperiment) -> None:
         self._ownership = ownership
         self._running = running
 
     async def __aenter__(self) -> "Invitation":
-        """Write the record."""
+        """Write the experiment's record to the store."""
         await self._ownership.announce(to_builtins(self._running))
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Remove the record, and wait a moment for the workers to sign off; a store that does not answer is ignored."""
+        """Remove the record, and wait a moment for the workers to sign off; errors of the store are only logged."""
         try:
             # The absence of the record is how workers learn of an orderly end.
             await self._ownership.announce({})
@@ -122,13 +125,13 @@ class Invitation:
             _LOG.warning("the store could not record for remote workers that experiment %r ended: %s", name, error)
 
     async def update(self, live: Mapping[str, str]) -> None:
-        """Write the live versions to the record."""
+        """Replace the live versions in the record."""
         # Workers read the live versions here for resources that a rollout does not pin.
         self._running = msgspec.structs.replace(self._running, live=dict(live))
         await self._ownership.announce(to_builtins(self._running))
 
     async def _see_workers_off(self) -> None:
-        """Wait for the workers to sign off; some still need this experiment's gateway, which closes next, to do so."""
+        """Wait until the workers have signed off, because some need the experiment's gateway for that."""
         store, name = self._ownership.store, self._ownership.name
         end = time.monotonic() + FAREWELL_S
         while left := [presence.member for presence in await store.presences(name) if presence.member != OWNER]:
@@ -141,7 +144,7 @@ class Invitation:
 def make_running(
     plan: Plan, context: RunContext, *, run: int, gateway_url: str, endpoints: Mapping[str, LLM], live: dict[str, str]
 ) -> RunningExperiment:
-    """Make the record of an experiment that starts now; keys in URLs are removed."""
+    """Make the record of an experiment that is about to start; keys in URLs are removed."""
     return RunningExperiment(
         run=run,
         release=agl.__version__,
@@ -163,7 +166,10 @@ def _public(upstream: Upstream) -> Upstream:
 
 
 class UnclaimedReport:
-    """Reports queued rollouts that no worker claims, during ``async with UnclaimedReport(store, name, say=print):``."""
+    """Reports queued rollouts that no worker claims.
+
+    Use it as a context manager: ``async with UnclaimedReport(store, name, say=print):``.
+    """
 
     def __init__(self, store: Store, name: str, *, say: Callable[[str], None], first_s: float = UNCLAIMED_S) -> None:
         self._store = store
@@ -173,12 +179,12 @@ class UnclaimedReport:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "UnclaimedReport":
-        """Start checking."""
+        """Start to check for unclaimed rollouts."""
         self._task = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Stop checking."""
+        """Stop the checks."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

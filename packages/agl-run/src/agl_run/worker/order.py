@@ -1,4 +1,4 @@
-"""A worker that a fleet starts: the order that describes its work, and the loop of ``agl worker`` that runs it."""
+"""The worker that a fleet starts, and the order that describes its work."""
 
 import os
 import time
@@ -24,10 +24,10 @@ from agl_run.worker.heap import settle_heap
 from agl_run.worker.remote import RemoteWorker, Tell
 
 WORKER_DAYS = 30.0
-"""Lifetime in days of the token of a worker that a fleet starts; the token is never renewed."""
+"""Lifetime in days of the token of a fleet's worker; the token is never renewed."""
 
 _KEYS = (SECRET_ENV, SECRET_FILE_ENV, WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV)
-"""Variables that an order sets or removes, because the machine's own values belong to other stores."""
+"""Environment variables that an order sets or removes, because the machine's values may be for other stores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class WorkerOrder:
     token: str = field(default="", repr=False)
 
     def for_worker(self) -> "WorkerOrder":
-        """Return the order without the keys, and with a token that is valid only for this experiment.
+        """Return a copy of the order without keys, and with a token that is valid only for this experiment.
 
         The order is returned unchanged if workers open the store themselves, which requires no token, or if the
         store's URL already contains one.
@@ -68,7 +68,7 @@ class WorkerOrder:
         return replace(self, secret="", token=token)
 
     def open_store(self) -> tuple[PluginManager, Store]:
-        """Set the order's environment variables in this process, and open the store; the caller closes the store."""
+        """Set the environment variables of the order, and open its store, which the caller closes."""
         # A machine may have keys of its own for other stores, and two of them together are refused.
         for name in _KEYS:
             os.environ.pop(name, None)
@@ -125,7 +125,7 @@ class OrderedWorker:
 
 
 def order_of(plan: Plan, *, store_url: str, secret: bytes) -> WorkerOrder:
-    """Make the order for workers elsewhere; raises :class:`ConfigError` if they cannot import the agent."""
+    """Make the order for workers on other machines; raises :class:`ConfigError` if they cannot import the agent."""
     agent = plan.agent
     # Placements are the fleet's affair; a worker has no fleet, and would refuse them.
     algorithms = tuple(msgspec.structs.replace(algorithm, resources=None) for algorithm in plan.config.algorithm)
@@ -149,7 +149,7 @@ def order_of(plan: Plan, *, store_url: str, secret: bytes) -> WorkerOrder:
 
 
 async def reclaim_lost(store: Store, experiment: str) -> None:
-    """End attempts whose workers died on this machine, without waiting for their leases to end."""
+    """End the attempts of workers that died on this machine, instead of waiting until their leases end."""
     query = RolloutQuery(experiment=experiment, status=("running",))
     lost = [
         attempt

@@ -41,7 +41,7 @@ SUMMARY_S = 10.0
 """Seconds between two summaries of the finished rollouts."""
 
 Tell = Callable[..., None]
-"""``tell(event, text, **values)`` reports an event to a person or a program; returns at once."""
+"""A function ``tell(event, text, **values)`` that reports an event to a person or a program; returns at once."""
 
 
 class RemoteWorker:
@@ -50,8 +50,8 @@ class RemoteWorker:
     Args:
         plan: The plan of this worker; see :func:`~agl_run.worker.admission.make_worker_plan`.
         store: The experiment's store; the worker does not close it.
-        tell: Reports events.
-        gateway_url: The gateway's URL from this machine; by default the advertised one.
+        tell: Reports events to the user.
+        gateway_url: The gateway's URL as seen from this machine; by default the advertised one.
         concurrency: Attempts at once, at least 1.
         stays: Whether to wait for the next run when the experiment is finished.
 
@@ -140,7 +140,7 @@ class RemoteWorker:
             await asyncio.sleep(LOOK_S)
 
     async def _check_finished(self) -> bool:
-        """Return true if the experiment is finished and this worker does not wait for its next run."""
+        """Return true if the experiment is finished and the worker need not stay for its next run."""
         state = await load_experiment(self._store, self._plan.name)
         # A record that says ``running`` without a renewed lease is a stopped experiment, which may be
         # resumed.
@@ -163,7 +163,7 @@ class RemoteWorker:
         return found
 
     def _refuse(self, serving: RunningExperiment, problem: JoinProblem, *, runs: bool) -> None:
-        """Raise a problem if the experiment certainly runs; otherwise say that the worker waits."""
+        """Raise the problem if the experiment is running and cannot be joined; else report that the worker waits."""
         if runs and (problem.kind == "settings" or not self._has_joined):
             raise ConfigError(problem.text)
         self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {problem.text}")
@@ -174,7 +174,7 @@ class RemoteWorker:
             self._tell(event, text, experiment=self._plan.name)
 
     async def _take_part(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> None:
-        """Run attempts until this start of the experiment ends, and give the running ones back."""
+        """Run attempts until this session of the experiment ends, and give unfinished attempts back."""
         member = Presence(experiment=self._plan.name, member=self._name, session=serving.session, since=time.time())
         self._said = ""
         announce = partial(self._store.announce, member)
@@ -267,7 +267,7 @@ class RemoteWorker:
             self._tell("left", reason)
 
     async def _end_reason(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> str:
-        """Return the reason why this start of the experiment has ended; ``""`` while it runs."""
+        """Return the reason why this session of the experiment has ended; ``""`` if it is still running."""
         current = await load_running(self._store, self._plan.name)
         if current is None:
             is_finished = await self._check_finished()

@@ -25,11 +25,11 @@ TIMEOUT_S = 10.0
 """Seconds that one request may take."""
 
 PATIENCE_S = 30.0
-"""Seconds without an answer after which a gateway counts as gone; equals a worker's lease."""
+"""Seconds without an answer after which a gateway counts as gone; as long as a worker's lease."""
 
 RETRY_S = 1.0
 FRESH_S = 2.0
-"""Seconds during which an answer proves that the gateway runs."""
+"""Seconds for which an answer is proof that the gateway runs."""
 
 
 class RemoteGateway:
@@ -64,7 +64,7 @@ class RemoteGateway:
         self._failed_at = float("-inf")
 
     async def look(self) -> str:
-        """Ask the gateway for its id; return ``""``, or a problem as text that continues "the gateway URL ...".
+        """Ask the gateway for its id; return ``""`` or a problem, whose text continues "the gateway URL ...".
 
         Raises:
             GatewayLostError: Another gateway answers at this URL.
@@ -90,7 +90,7 @@ class RemoteGateway:
         return time.monotonic() - self._answered_at
 
     def failed_since(self, moment: float) -> bool:
-        """Return true if a request failed after ``moment``, a time of :func:`time.monotonic`."""
+        """Return true if a request to the gateway has failed since ``moment`` (:func:`time.monotonic`)."""
         return self._failed_at >= moment
 
     async def ready(self) -> None:
@@ -133,7 +133,11 @@ class RemoteGateway:
             await asyncio.sleep(RETRY_S)
 
     def _recognise(self, answer: str) -> None:
-        """Compare an answer's ids with the first one's; the id stays the same if a restarted gateway kept all calls."""
+        """Compare the gateway's id and start in an answer with those of the first answer.
+
+        Another id means that calls may be lost, so :class:`GatewayLostError` is raised. Another start means that the
+        gateway was restarted and kept all calls.
+        """
         gateway_id, _, start = answer.partition(" ")
         self._id, self._start = self._id or gateway_id, self._start or start
         # A new id means that the spool of the earlier gateway is gone, and with it calls that were
@@ -150,7 +154,10 @@ class RemoteGateway:
         return GatewayLostError(f"the gateway {self.url} {what}")
 
     async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
-        """Return the status with the gateway's id and start, or with the problem; status 0 means no answer."""
+        """Send a request; return the status with the gateway's id and start, or with a problem.
+
+        Status 0 means that no gateway answered.
+        """
         try:
             status, answer = await asyncio.to_thread(self._request, method, path, body)
         except (OSError, http.client.HTTPException) as error:
@@ -189,7 +196,7 @@ class RemoteGateway:
 
 
 class GuardedRunner:
-    """Wraps a runner so that attempts wait for the gateway.
+    """Wraps a runner so that each attempt first waits for the gateway.
 
     If an attempt fails and the gateway did not answer during it, the attempt is given back, because the agent may not
     be the cause.
@@ -225,7 +232,7 @@ class GuardedRunner:
         return outcome
 
     async def release(self, claim: Claim, outcome: Outcome | None) -> None:
-        """Remove what the runner kept of an attempt."""
+        """Let the wrapped runner remove what it kept of an attempt."""
         if isinstance(self._runner, LastingRunner):
             await self._runner.release(claim, outcome)
 

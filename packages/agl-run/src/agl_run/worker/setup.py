@@ -1,4 +1,4 @@
-"""Builds what a worker needs from an experiment's plan: the attempts' context, the tracers and the runner."""
+"""Builds the parts of a worker from an experiment's plan: the attempts' context, the tracers and the runner."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from agl_run.plan import Plan
 from agl_run.runners.setup import RunContext, environment
 
 ALWAYS_ON = ("otel", "own-spans", "wire", "unrecorded")
-"""Tracers that are used in every experiment without being listed."""
+"""Tracers that every experiment uses without listing them."""
 
 
 class NoRunner:
@@ -28,13 +28,13 @@ class NoRunner:
         raise RunError(f"attempt {claim.attempt.attempt_id!r} was claimed where [runner] concurrency is 0")
 
     async def stop(self) -> None:
-        """Do nothing."""
+        """Do nothing, as no attempt runs."""
 
 
 def run_context(
     plan: Plan, tracers: Sequence[tuple[str, Tracer]], *, unreachable: Mapping[str, str] | None = None, **parts: Any
 ) -> RunContext:
-    """Make the context of a run, for its own process or a remote worker.
+    """Make the context of a run, for the experiment's own process or for a remote worker.
 
     Args:
         plan: The experiment.
@@ -57,7 +57,7 @@ def run_context(
 
 
 def make_runner(plan: Plan, context: RunContext) -> Runner:
-    """Build the experiment's runner; without slots, return a runner that runs no attempts."""
+    """Build the experiment's runner; if the concurrency is 0, return a runner that runs no attempts."""
     config = plan.config.runner
     # Without slots nothing is claimed, and building the runner could fail for what only workers
     # have.
@@ -73,7 +73,7 @@ def ca_of(plan: Plan) -> Path | None:
 
 
 def make_tracers(plan: Plan, stack: ExitStack) -> list[tuple[str, Tracer]]:
-    """Build the experiment's tracers with their names; their environment variables are set until ``stack`` closes."""
+    """Build the experiment's tracers with their names; the variables that they need are set until ``stack`` closes."""
     manager = plan.manager
     # A tracer that is listed although it is always on is installed once.
     names = dict.fromkeys((*plan.config.tracers, *ALWAYS_ON))

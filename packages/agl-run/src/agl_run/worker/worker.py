@@ -28,13 +28,13 @@ from agl_run.runners.storable import UNFIT, storable_outcome
 _LOG = logging.getLogger("agl_run.runners")
 
 LEASE_S = 30.0
-"""Seconds after which an attempt of a silent worker counts as lost; its lease is renewed three times in this time."""
+"""Seconds after which a silent worker's attempt is lost; the worker renews the lease three times in this time."""
 
 CLAIM_WAIT_S = 20.0
-"""Longest wait of one claim at the store, in seconds; a new rollout ends it early."""
+"""Longest time in seconds that the store holds a claim open; a new rollout is returned at once."""
 
 GIVE_BACK_S = 5.0
-"""Longest wait, in seconds, of a stopping worker for the answer to its last claim."""
+"""Longest time in seconds that a stopping worker waits for the answer to its last claim."""
 
 
 def _ignore(*_: object) -> None:
@@ -48,8 +48,8 @@ class Worker:
         context: The context of the run.
         runner: Executes attempts; started and stopped by the worker.
         finished: Called with every rollout that reaches its final status in this worker.
-        keep: Called with the ids of a rollout and its attempt, and the attempt's spans, if the spans were read to judge
-            it; code that waits for the rollout need not read them again.
+        keep: Called with rollout id, attempt id and spans of an attempt whose spans were read to judge it; code that
+            waits for the rollout need not read them again.
 
     Attributes:
         slots: Counts the running agents.
@@ -86,7 +86,7 @@ class Worker:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Stop claiming, give running attempts back to the queue, and stop the runner."""
+        """Stop claiming, give unfinished attempts back to the queue, and stop the runner."""
         # Claiming stops before attempts are given back; otherwise this worker would claim them
         # again.
         for loop in self._loops:
@@ -133,7 +133,7 @@ class Worker:
                 self._launch(claim, is_declined=_is_suspect(claim.rollout) and not was_careful)
 
     async def _claim(self, *, limit: int) -> list[Claim]:
-        """Wait for rollouts; when cancelled, give back rollouts that the store may already have handed out."""
+        """Wait for rollouts and claim them; when cancelled, give back rollouts that the store may have handed out."""
         claim = partial(
             self._context.store.claim,
             worker=self._name,
@@ -155,7 +155,7 @@ class Worker:
             raise
 
     async def _wait_for_capacity(self) -> int:
-        """Return how many attempts may start; for a suspect, wait until nothing runs, and return 1."""
+        """Return how many attempts may start now; with a suspect rollout, wait until nothing else runs and return 1."""
         # The suspect starts once nothing is left that it could take down.
         while self._is_careful and self._running:
             await asyncio.wait(list(self._running.values()))
@@ -176,7 +176,7 @@ class Worker:
         task.add_done_callback(lambda ended: self._ended(key, ended))
 
     async def _decline(self, claim: Claim) -> None:
-        """Give back a suspect, so that it is claimed again when nothing else runs."""
+        """Give back a suspect rollout, to be claimed again when nothing else runs."""
         try:
             await self._give_back(claim)
         except asyncio.CancelledError:
@@ -184,7 +184,7 @@ class Worker:
             raise
 
     def _ended(self, key: str, task: "asyncio.Task[None]") -> None:
-        """Forget an attempt; if its outcome could not be written, the worker fails."""
+        """Remove an ended attempt's task; if the outcome could not be written, the worker fails."""
         self._running.pop(key, None)
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -206,7 +206,10 @@ class Worker:
                     task.cancel()
 
     async def _renew(self, held: Sequence[str]) -> list[str]:
-        """Renew leases, and return the attempts that still belong to this worker; removed attempts affect no others."""
+        """Renew the attempts' leases, and return the attempts that still belong to this worker.
+
+        Attempts that were removed from the store are left out.
+        """
         try:
             # One request for all leases, which is what keeps hundreds of attempts cheap.
             return await self._context.store.renew(held, lease_s=LEASE_S)
@@ -234,7 +237,7 @@ class Worker:
         await self._finish(outcome)
 
     async def _outcome(self, claim: Claim) -> Outcome:
-        """Run an attempt and judge it; raises only errors after which the attempt must be given back."""
+        """Run an attempt and judge it; errors are raised only if the attempt must be given back."""
         context = self._context
         # What is reported if even the runner raises.
         outcome = Outcome(attempt_id=claim.attempt.attempt_id, status="failed")
@@ -252,7 +255,7 @@ class Worker:
             return msgspec.structs.replace(outcome, status="failed", error=describe_error(error))
 
     async def _release(self, claim: Claim, outcome: Outcome | None) -> None:
-        """Let the runner remove what it kept for the rewards; an error in this does not affect the attempt."""
+        """Let the runner remove what it kept for the rewards; an error is logged and changes nothing."""
         if not isinstance(self._runner, LastingRunner):
             return
         try:
@@ -261,7 +264,7 @@ class Worker:
             self._warnings.add(claim.attempt.attempt_id, error)
 
     async def _execute(self, claim: Claim) -> Outcome:
-        """Run the agent, and free its slot when it ends, before the outcome is written."""
+        """Run the agent, and free its slot as soon as the agent has ended."""
         try:
             return await self._runner.execute(claim)
         finally:
@@ -283,7 +286,7 @@ class Worker:
                 self._finished(rollout)
 
     async def _write(self, outcome: Outcome) -> list[Rollout]:
-        """Write an outcome; if the store refuses its contents, write a failure without them."""
+        """Write an outcome; if the store refuses its contents, write a failure in its place."""
         try:
             return await self._context.store.finish([outcome])
         except (FencedError, NotFoundError):
@@ -307,7 +310,7 @@ class Worker:
             _LOG.debug("attempt %s was not given back: %s", claim.attempt.attempt_id, error)
 
     async def _judge(self, rollout: Rollout, outcome: Outcome) -> Outcome:
-        """Add the emitters' rewards; a success without model calls becomes a failure if calls are required."""
+        """Add the emitters' rewards to a success; if calls are required and there are none, return a failure."""
         context = self._context
         # Reading the spans costs a request per attempt, which most experiments without rewards
         # never need.
@@ -334,14 +337,14 @@ class Worker:
 
 
 def _is_suspect(rollout: Rollout) -> bool:
-    """Return true if the rollout has lost so many workers that it must run alone, so as not to harm other attempts."""
+    """Return true if the rollout has lost so many workers that it must run alone to protect other attempts."""
     # Half of the losses that are allowed: early enough to protect others, late enough to spare the
     # innocent.
     return rollout.losses > 0 and 2 * rollout.losses >= rollout.retry.max_losses
 
 
 def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:
-    """Return all spans of an attempt as the store will return them: first the stored ones, then the outcome's."""
+    """Return an attempt's spans in the form and order in which the store will return them: recorded ones first."""
     spans = list(recorded)
     known = {span.span_id for span in recorded}
     for span in added:
@@ -364,7 +367,7 @@ _NO_CALLS = (
 
 
 def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
-    """Explain why no model call is recorded, with the names of clients whose calls were noticed."""
+    """Explain why an attempt has no recorded model call, and name clients whose calls were noticed."""
     clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
     if not clients:
         return _NO_CALLS
@@ -399,7 +402,7 @@ class Slots:
         return self.count - self.taken
 
     def now(self) -> tuple[float, float]:
-        """Return the time, and the total seconds for which all agents together have run until then."""
+        """Return the current time, and the total seconds for which all agents together have run until now."""
         now = self._clock()
         # An integral over time, brought up to date at each change.
         self._total_s += self.taken * (now - self._since)
@@ -407,11 +410,11 @@ class Slots:
         return now, self._total_s
 
     def take(self) -> None:
-        """Note that an agent starts."""
+        """Count an agent that starts."""
         self.now()
         self.taken += 1
 
     def leave(self) -> None:
-        """Note that an agent has ended."""
+        """Count an agent that has ended."""
         self.now()
         self.taken -= 1

@@ -43,7 +43,7 @@ _NO_CONNECTION = ("ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedP
 
 
 class WireTracer(Tracer):
-    """Records the model calls of a rollout to models that no policy of the experiment serves.
+    """Records a rollout's calls to models that no policy of the experiment serves.
 
     Without a gateway such calls are recorded even without this tracer. With a gateway, which never sees them, they are
     recorded only while the tracer is installed. The tracer names no current span.
@@ -66,7 +66,7 @@ class WireTracer(Tracer):
 
 
 def install() -> Undo:
-    """Wrap the clients that are imported now or later; the returned function restores the originals."""
+    """Wrap the HTTP clients that are imported now or later; the returned function restores the originals."""
     undo: list[Undo] = []
     watch = ImportWatch(_MODULES, lambda module: undo.extend(_wrap(module)))
     watch.start()
@@ -117,7 +117,7 @@ def _send_async(original: Callable[..., Any], tee: Any, answer: Any) -> Callable
 
 
 _IS_SENDING: ContextVar[bool] = ContextVar("agl_is_sending", default=False)
-"""Set within a wrapped ``send``, so that a client that hands its request to another one is recorded once."""
+"""True within a wrapped ``send``, so that a request which one client hands to another is recorded only once."""
 
 
 @dataclass(kw_only=True)
@@ -130,7 +130,7 @@ class _WatchedRequest:
         options: The options with which ``request`` is sent.
         call: The record of a model call, ``None`` for any other request.
         is_recorded_here: Whether the call is recorded in this process and not by the gateway.
-        canned: The prepared response to a request that a responder answers and that is therefore not sent.
+        canned: A responder's prepared response, in which case the request is not sent; otherwise ``None``.
     """
 
     given: Any
@@ -157,7 +157,7 @@ class _WatchedRequest:
             self.call.discard()
 
     def with_response(self, response: Any, tee: Any) -> Any:
-        """The response for the agent, whose bytes also go to the record of the call."""
+        """Return the response for the agent; its bytes are also copied to the call's record as the agent reads them."""
         try:
             response.request = self.given  # the copy that was sent carries the attempt's token
             if self.call is not None and not self.is_recorded_here:
@@ -241,14 +241,14 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
 
 
 def _caller_names(attempt: ActiveAttempt, call: Request | None, span_id: str) -> tuple[str, ...]:
-    """The caller's names; empty if no policy is chosen by names, because looking them up takes time."""
+    """The caller's names; empty if no policy has ``agents``, because looking the names up takes time."""
     if call is None or not any(upstream.agents for upstream in attempt.upstreams):
         return ()
     return who_within(attempt, span_id).names
 
 
 def _canned_answer(attempt: ActiveAttempt, call: Request | None, span_id: str) -> CannedAnswer | None:
-    """The responder's answer, if there is one."""
+    """The responder's answer to a call; ``None`` if a model has to answer it."""
     if attempt.responder is None or call is None:
         return None
     return attempt.responder.respond(call, agent=who_within(attempt, span_id).agent)
@@ -270,7 +270,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The target of a request.
 
     Attributes:
-        target: ``gateway`` if the request goes to the gateway, with the attempt's identity, and is recorded there;
+        target: ``gateway`` if the request goes to the gateway, with the attempt's ids and token, and is recorded there;
             ``record`` if it goes to its own URL and is recorded in this process.
         url: The URL to call: the gateway's if the request is redirected, otherwise the request's own.
         upstream: The policy that the call is for; ``None`` for models that no configured policy serves.
@@ -284,11 +284,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: Sequence[str] = ()) -> Route | None:
-    """The route of a request; ``None`` if the request is neither redirected nor recorded.
+    """Return the route of a request; ``None`` if the request is neither redirected nor recorded.
 
     Args:
         attempt: The attempt.
-        call: The model call that the request makes; ``None`` if it makes none, or if its body is not in memory. A
+        call: The model call that the request makes; ``None`` for another request, or if its body is not in memory. A
             request without a call has a route only if its URL is the gateway's.
         url: The request's URL.
         names: The caller's names, innermost first; used to choose a policy if there is a gateway.
@@ -318,7 +318,7 @@ def _is_served(url: str, upstreams: Sequence[Upstream]) -> bool:
 
 
 def is_below(url: str, root: str) -> bool:
-    """True if ``url`` is ``root`` or a path or query below it, on the same host and port."""
+    """True if ``url`` is ``root``, or a path or query below ``root`` on the same host and port."""
     root = root.rstrip("/")
     # http://host:80 must not match http://host:8000.
     return bool(root) and (url == root or url.startswith((root + "/", root + "?")))
@@ -335,13 +335,13 @@ def _content_of(request: Any) -> bytes | None:
 
 
 def _call_of(request: Any, content: bytes | None) -> Request | None:
-    """The model call that a client's request makes; ``None`` for other requests and without a body in memory."""
+    """The model call that a request makes; ``None`` for any other request, or if its body is not in memory."""
     dialect = dialect_of(request.url.path) if request.method == "POST" and content is not None else None
     return None if dialect is None or content is None else Request(dialect, content)
 
 
 def _recorded_request(request: Any, call: Request, *, wants_ids: bool) -> Any:
-    """The request with the body of ``call``, which asks for token ids if wanted; the same object if nothing changes."""
+    """Return the request with a body that asks for token ids if wanted; the same object if nothing changes."""
     body = call.prepared(want_ids=wants_ids)
     if body == request.content:
         return request
@@ -352,9 +352,9 @@ def _recorded_request(request: Any, call: Request, *, wants_ids: bool) -> Any:
 def _gateway_headers(
     attempt: ActiveAttempt, given: _Headers, *, parent_id: str, request_id: str, names: Sequence[str] = ()
 ) -> _Headers:
-    """The request's headers with the attempt's identity in place of the client's credentials.
+    """Return the request's headers with the attempt's token and ids in place of the client's credentials.
 
-    ``names`` are the caller's, innermost first.
+    ``names`` are the caller's names, innermost first.
     """
     headers = [(name, value) for name, value in given if name not in _DROPPED]
     if attempt.token:
@@ -371,7 +371,7 @@ def _gateway_headers(
 
 
 def _copy_request(request: Any, url: str, *, headers: _Headers, body: bytes | None) -> Any:
-    """A copy of ``request`` with another URL and headers; if ``body`` is ``None``, it shares the request's stream."""
+    """Copy ``request`` with another URL and headers; if ``body`` is ``None``, the copy shares the request's stream."""
     content = {"stream": request.stream} if body is None else {"content": body}
     return type(request)(request.method, url, headers=headers, extensions=request.extensions, **content)
 

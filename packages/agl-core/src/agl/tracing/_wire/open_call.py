@@ -1,4 +1,4 @@
-"""Records one model call in the process, from its request to its answer's last byte.
+"""Records one model call in the agent's process, from its request to the last byte of its answer.
 
 The answer's bytes reach the agent as they arrive, and are copied to the record on their way.
 """
@@ -25,16 +25,16 @@ _log = logging.getLogger(__name__)
 class OpenCall:
     """A call in flight; it becomes spans exactly once, when it is finished or abandoned.
 
-    Nothing here raises: a call that cannot be recorded is logged with its traceback.
+    No method raises: a call that cannot be recorded is logged with its traceback.
 
     Attributes:
-        attempt: The attempt that the call is made in.
+        attempt: The attempt that makes the call.
         request: The client's request.
-        upstream: The policy that serves it, if one does.
+        upstream: The policy that serves the call; ``None`` if no policy does.
         wants_ids: Whether token ids are requested.
         parent_id: The enclosing span.
-        request_id: Shared by the client's retries.
-        retry_count: The client's own count.
+        request_id: The id that the client's retries share.
+        retry_count: The client's own count of retries.
         about: Attributes of the call's spans that are known when it leaves, such as the caller's names and the client.
     """
 
@@ -62,12 +62,12 @@ class OpenCall:
         return f"call {id(self)}"
 
     def answered(self, response: Any) -> None:
-        """Keep the status, headers and class of ``response``, the client's own object."""
+        """Remember the status, headers and class of the client's response."""
         headers = {name.lower(): value for name, value in response.headers.items()}
         self.head = _Head(response.status_code, headers, type(response))
 
     def take(self, chunk: bytes) -> None:
-        """Add a part of the body, still encoded as the response's headers say."""
+        """Add a chunk of the body, still in the response's content encoding."""
         if self.first_s is None:
             self.first_s = self._elapsed_s()
         self.chunks.append(chunk)
@@ -84,7 +84,7 @@ class OpenCall:
         return self.attempt.spans.take(self._key) is self
 
     def abandon(self) -> None:
-        """Record the call as it is, because the attempt ends."""
+        """Record the call in its present state, because the attempt ends."""
         error = "" if self.chunks else "the attempt ended before an answer came"
         self._record(is_complete=False, error=error, body=None)
 
@@ -140,14 +140,14 @@ class OpenCall:
 
 
 class _Head(NamedTuple):
-    """A response's head, and its class."""
+    """A response's status, headers and class."""
 
     status: int = 0
     headers: Mapping[str, str] = {}
     kind: Any = None
 
     def decoded(self, body: bytes) -> bytes:
-        """Decode ``body`` by its content encoding; if the body was cut, only its readable part."""
+        """Decode ``body`` by the response's content encoding; for an incomplete body, return its readable part."""
         encoding = self.headers.get("content-encoding", "identity")
         if not body or encoding == "identity":
             return body
@@ -156,7 +156,7 @@ class _Head(NamedTuple):
 
 
 class Tee:
-    """A response's stream that copies its chunks to the record; mixed with the client's own stream class."""
+    """A response's stream that also copies its chunks to the call's record; mixed with the client's stream class."""
 
     def __init__(self, inner: Any, call: OpenCall) -> None:
         self._inner = inner
@@ -166,28 +166,28 @@ class Tee:
         self._call.finish(is_complete=False)
 
     def __iter__(self) -> Iterator[bytes]:
-        """The inner stream's chunks."""
+        """Yield the inner stream's chunks, and copy each to the record."""
         with self._watched():
             for chunk in self._inner:
                 self._call.take(chunk)
                 yield chunk
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """The inner stream's chunks."""
+        """Yield the inner stream's chunks, and copy each to the record."""
         with self._watched():
             async for chunk in self._inner:
                 self._call.take(chunk)
                 yield chunk
 
     def close(self) -> None:
-        """Close the inner stream; the unread rest counts as cut."""
+        """Close the inner stream; an answer that was not read to its end is recorded as incomplete."""
         try:
             self._inner.close()
         finally:
             self._call.finish(is_complete=False)
 
     async def aclose(self) -> None:
-        """Close the inner stream; the unread rest counts as cut."""
+        """Close the inner stream; an answer that was not read to its end is recorded as incomplete."""
         try:
             await self._inner.aclose()
         finally:
