@@ -1,4 +1,4 @@
-"""A world that apo can learn in, as a real experiment in a folder."""
+"""A world in which apo can learn, as a real experiment in a folder."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from worlds.prompts_run import HIDDEN, model_server, order_agent, order_reward
 
 @dataclass
 class Run:
-    """A finished experiment: what it returned and what it left."""
+    """A finished experiment: its result, its files and its stored data."""
 
     fit: Any
     folder: Path
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def paid(self) -> list[Rollout]:
-        """The rollouts that the budget pays for: those of the algorithm and of the trainer's validation."""
+        """The rollouts that the budget paid for: the algorithm's own and those of the trainer's validation."""
         return [rollout for rollout in self.rollouts if rollout.metadata.get("algorithm") in (self.use, "validate")]
 
     @property
@@ -60,7 +60,7 @@ class Run:
 
 
 class Listening(Quiet):
-    """Keeps what the person would be told."""
+    """Records the messages that a user would see."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -71,14 +71,14 @@ class Listening(Quiet):
 
 @contextmanager
 def serving(world: PromptWorld, optimizer: ScriptedOptimizer | None = None) -> Iterator[dict[str, Any]]:
-    """The optimiser's settings for a scripted model that serves meanwhile."""
+    """Run the scripted model while the block runs; yields the optimiser's settings for it."""
     with model_server(world, optimizer or ScriptedOptimizer()) as server:
         yield {"base_url": server.base_url, "model": "editor", "retry_s": 0.01, "wait_s": 0.2}
 
 
 @pytest.fixture
 def optimize(tmp_path: Path) -> Callable[..., Run]:
-    """Runs an algorithm in the world to its end; keyword arguments are the algorithm's."""
+    """Return a function that runs an algorithm in the world to its end; keyword arguments are the algorithm's."""
 
     def run(
         world: PromptWorld | None = None,
@@ -129,7 +129,7 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
 
 
 def read_run(fit: Any, store: Any, folder: Path, said: list[str], use: str = "apo") -> Run:
-    """The data that a finished experiment left."""
+    """Return the data of a finished experiment."""
     import asyncio
 
     async def read() -> Any:

@@ -1,4 +1,4 @@
-"""`apo` and `random` in the scripted world, as whole experiments: what they find, what they pay, why they stop."""
+"""`apo` and `random` as whole experiments in the scripted world: what they find, what they pay, why they stop."""
 
 import asyncio
 import re
@@ -199,7 +199,7 @@ def test_own_requests_are_sent(optimize: Optimize, tmp_path: Path) -> None:
 
 
 def test_editor_merges_texts_that_are_in_each_others_way(optimize: Optimize) -> None:
-    """An editor that writes everything on one line makes every two edits touch the same line."""
+    """The editor writes everything on one line, so any two edits conflict."""
     kinds: list[str] = []
 
     class OneLine(ScriptedOptimizer):

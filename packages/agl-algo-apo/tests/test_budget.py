@@ -1,4 +1,4 @@
-"""A budget is never exceeded, whatever is asked of it."""
+"""A budget is never exceeded, whatever is requested."""
 
 from typing import Any
 

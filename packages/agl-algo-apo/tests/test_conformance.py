@@ -19,7 +19,7 @@ pytestmark = pytest.mark.alone
 
 
 def play(world: PromptWorld, order: RolloutOrder) -> Episode:
-    """One rollout of the world's agent."""
+    """Run the world's agent once; returns its episode."""
     rollout, task = order.rollout, order.rollout.task
     seed = rollout.rollout_id
     text = order.resources["clerk_prompt"].format(order=order_text(task["order"], task["fields"]["clerk"]))
@@ -34,7 +34,7 @@ def play(world: PromptWorld, order: RolloutOrder) -> Episode:
 
 
 class Searches(AlgorithmConformance):
-    """The scenario in which both are tested."""
+    """The scenario in which all searches are tested."""
 
     algorithm: Any
 

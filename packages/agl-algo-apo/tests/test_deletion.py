@@ -1,4 +1,4 @@
-"""Texts keep nothing that only fits the training tasks: memorised answers, clutter, and what a merge carried along."""
+"""Texts lose what only fits the training tasks: memorised answers, clutter, and lines that a merge carried along."""
 
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +80,7 @@ def test_lines_that_only_help_on_training_tasks_are_taken_out(optimize: Optimize
 def test_measurements_of_one_step_have_purposes_of_their_own(
     optimize: Optimize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A purpose makes the ids of rollouts, so two of them with other tasks would be taken for one."""
+    """Rollout ids contain the purpose, so equal purposes with different tasks would share rollouts."""
     asked: list[tuple[int, str]] = []
     measure = Evaluator.measure
 
@@ -101,7 +101,7 @@ def test_every_line_that_a_winner_keeps_lost_something_when_it_was_taken_out(opt
     text = world.seeds()["clerk_prompt"].template
 
     class Stuffer(ScriptedOptimizer):
-        """Adds everything that it knows at once."""
+        """An optimiser that adds every rule that it knows at once."""
 
         def answer(self, text: str, *, model: str = "editor", seed: Any = None) -> str:
             said = super().answer(text, model=model, seed=seed)

@@ -1,4 +1,4 @@
-"""Demonstrations: drawn from recorded good runs, and held to the same gates as instructions."""
+"""Demonstrations are drawn from recorded good runs, and must pass the same gates as instructions."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Searches that had ended and go on: after an outage, with a larger budget, with more rounds or patience."""
+"""Searches that ended and then continue: after an outage, with a larger budget, with more rounds or patience."""
 
 import itertools
 from collections.abc import Callable

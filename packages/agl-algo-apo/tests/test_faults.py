@@ -1,4 +1,4 @@
-"""Outages are no candidate's fault: how failures of infrastructure and of the agent are told apart."""
+"""Outages do not count against candidates: failures of infrastructure are distinguished from those of the agent."""
 
 import asyncio
 import email.message
@@ -80,7 +80,7 @@ def test_error_that_a_text_can_cause_is_the_agents_own(kind: str, message: str) 
 
 
 def described(work: Callable[[], Any]) -> ErrorInfo:
-    """The error that ``work`` raises, as an attempt would have it."""
+    """Return the error that ``work`` raises, as an attempt records it."""
     try:
         work()
     except Exception as error:
@@ -136,7 +136,7 @@ def test_outage_that_the_agent_survived_is_not_its_error(work: Callable[[], None
 
 
 def is_hit(key: str, *, percent: int) -> bool:
-    """Return true if a fault strikes; the same for the same key."""
+    """Return true for ``percent`` of all keys; the answer for a key is always the same."""
     return hashlib.sha256(key.encode()).digest()[0] * 100 < percent * 256
 
 
@@ -167,7 +167,7 @@ def test_one_fifth_of_faults_of_several_kinds_is_never_scored(optimize: Callable
 
 
 class OpaqueAgent:
-    """Calls its model once and does not tell why that failed."""
+    """An agent that calls its model once and hides the reason of a failure."""
 
     def __init__(self, *, swallows: bool) -> None:
         self._swallows = swallows

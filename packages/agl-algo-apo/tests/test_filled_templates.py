@@ -21,7 +21,7 @@ def recogniser(template: str) -> FilledTemplate:
 
 
 def expression(template: str) -> "re.Pattern[str]":
-    """The regular expression of the same matches, whose time is polynomial in the text."""
+    """Return the regular expression with the same matches; it takes polynomial time in the text."""
     parts: list[str] = []
     named: set[str] = set()
     for literal, field, _, _ in string.Formatter().parse(template):

@@ -26,7 +26,7 @@ SMALL = msgspec.structs.replace(easy(), train_size=16, val_size=16)
 
 
 def run(world: PromptWorld, folder: Path, optimizer: ScriptedOptimizer, *, workers: int = 8, **params: Any) -> Any:
-    """The result file of one experiment, with the rollouts that the algorithm started as ``started``."""
+    """Run one experiment; returns its result, with the number of rollouts that the algorithm started as ``started``."""
     started: list[Rollout] = []
 
     def note(rollout: Rollout) -> None:
@@ -108,7 +108,7 @@ def test_perfect_score_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_what_joins_the_pool_was_measured_on_every_validation_task_itself(tmp_path: Path) -> None:
-    """The library's own cache would give it rewards of training tasks at the same positions."""
+    """The library's own cache would return rewards of training tasks at the same positions."""
     run(SMALL, tmp_path, ScriptedOptimizer())
     rows = (tmp_path / "work" / "orders" / "run-1" / "gepa" / "lineage.jsonl").read_text(encoding="utf-8").splitlines()
     pool = [row for row in map(json.loads, rows) if row["status"] == "pool"]

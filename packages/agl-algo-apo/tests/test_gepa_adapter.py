@@ -1,4 +1,4 @@
-"""gepa's adapter with the real library and a host that needs no experiment."""
+"""gepa's adapter with the real library, and a host without an experiment."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ SEED = "You are the clerk.\nComplete the order.\n{order}"
 
 
 class WorldHost:
-    """Measures in this process, on a world without noise."""
+    """A host that measures in this process, in a world without noise."""
 
     def __init__(self, world: PromptWorld, *, rollouts: int, optimizer: Any = None) -> None:
         self.budget = Budget(BudgetLimits(rollouts=rollouts))

@@ -18,7 +18,7 @@ from agl_algo_apo.proposals.optimizer import OptimizerSettings
 
 
 def play(world: PromptWorld, order: RolloutOrder) -> Episode:
-    """One rollout of the world's agent."""
+    """Run the world's agent once; returns its episode."""
     rollout, task = order.rollout, order.rollout.task
     text = order.resources["clerk_prompt"].format(order=order_text(task["order"], task["fields"]["clerk"]))
     answer = complete_order(text, world=world, seed=rollout.rollout_id)

@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 @pytest.fixture
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The documentation's own block runner, in an empty folder."""
+    """The documentation's own runner of code blocks, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     spec = importlib.util.spec_from_file_location("agl_docs_runner", DOCS / "tests" / "conftest.py")

@@ -1,4 +1,4 @@
-"""Prompt tuning in the manner of Agent Lightning's example of rooms: only the import line is another."""
+"""Prompt tuning as in Agent Lightning's room selection example: only the import line differs."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def first_prompt() -> PromptTemplate:
 
 
 def grade(client: OpenAI, said: str | None, expected: str) -> float:
-    """Let another model compare, as a number from 0 to 1."""
+    """Let another model compare an answer with the expected one; returns a number from 0 to 1."""
     question = f"Answer: {said}\nExpected: {expected}\nHow well do they match?"
     answer = client.chat.completions.create(model="judge", messages=[{"role": "user", "content": question}])
     return float(answer.choices[0].message.content or 0)
@@ -43,7 +43,7 @@ def grade(client: OpenAI, said: str | None, expected: str) -> float:
 
 @prompt_rollout
 def desk_finder(task: Wish, prompt_template: PromptTemplate) -> float:
-    """Asks with the prompt, and is graded by a judge."""
+    """Ask the model with the prompt; a judge gives the reward."""
     with OpenAI() as client:
         messages: list[Any] = [
             {"role": "system", "content": "You know all desks."},
@@ -54,7 +54,7 @@ def desk_finder(task: Wish, prompt_template: PromptTemplate) -> float:
 
 
 def respond(request: ModelRequest) -> Reply:
-    """Find a desk, well where the prompt holds the rule; judge an answer; criticise and edit a prompt."""
+    """Play all models: find a desk, correctly only if the prompt has the rule; judge; criticise and edit a prompt."""
     model, text = str(request.body["model"]), request.last_text
     if model == "judge":
         said, expected = re.findall(r": (\w+)", text)[:2]

@@ -1,4 +1,4 @@
-"""The optimiser's client against a real server: retries, memory, metering, endpoints that are choosy."""
+"""The optimiser's client with a real server: retries, memory, costs, and endpoints that refuse some fields."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def ask(
     say: list[str] | None = None,
     **settings: Any,
 ) -> tuple[list[str | None], Budget, int]:
-    """Ask everything at once; the answers, the budget and the number of requests that the server saw."""
+    """Ask all questions at once; returns the answers, the budget, and the number of requests that the server saw."""
     budget = Budget(limits or BudgetLimits())
 
     async def work(base_url: str) -> list[str | None]:
@@ -254,7 +254,7 @@ def test_key_and_extra_fields_are_sent(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def answer_of(folder: Path, choice: dict[str, Any], *, question: str = "q", **settings: Any) -> tuple[str, list[str]]:
-    """The model's answer where the endpoint sends this choice, and what the user was told."""
+    """Return the model's answer if the endpoint sends this choice, and the messages to the user."""
     said: list[str] = []
 
     class Endpoint(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Merge texts, and treat requests as data."""
+"""Texts are merged, and requests are data."""
 
 from pathlib import Path
 

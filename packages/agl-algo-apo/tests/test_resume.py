@@ -1,4 +1,4 @@
-"""``kill -9`` at any point: the resumed run ends as an unbroken one does, and pays for no rollout twice."""
+"""``kill -9`` at any point: the resumed run ends like an uninterrupted one, and pays for no rollout twice."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ trainer.fit(order_agent(world, latency_s=0.002, fault=count), world.train, world
 
 
 class Assassin(ScriptedOptimizer):
-    """Kills the process that asks when it asks its ``last`` question, once."""
+    """An optimiser that, once, kills the asking process at that process's ``last`` question."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Assassin(ScriptedOptimizer):
         self.last = 0
 
     def respond(self, request: ModelRequest) -> Step:
-        """The answer, to whom it may concern."""
+        """Answer a request of the optimiser or of the agent."""
         self.last -= 1
         if self.last == 0 and self.victim is not None:
             self.victim.kill()
@@ -78,7 +78,7 @@ class Assassin(ScriptedOptimizer):
 
 
 def start(folder: Path, base_url: str, *, use: str, last: int = 0, **params: Any) -> "subprocess.Popen[str]":
-    """The program, which kills itself at the start of its ``last`` rollout; 0 for never."""
+    """Start the program, which kills itself at the start of its ``last`` rollout; 0 for never."""
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, "program.py", str(folder), base_url, use, str(last), json.dumps(params)]
@@ -95,7 +95,7 @@ def end(process: "subprocess.Popen[str]", *, code: int) -> None:
 
 
 def what_was_left(folder: Path, use: str) -> tuple[Any, Any, int, int]:
-    """Result, lineage, and how many rollouts and attempts the algorithm paid for."""
+    """Return result, lineage, and the numbers of rollouts and attempts that the algorithm paid for."""
     workdir = folder / "runs/orders/run-1" / use
     result = json.loads((workdir / "result.json").read_text())
     lineage = [json.loads(line) for line in (workdir / "lineage.jsonl").read_text().splitlines()]
@@ -141,7 +141,7 @@ def test_killed_run_ends_as_an_unbroken_one_and_pays_nothing_twice(
 
 
 def progress_of(folder: Path, use: str) -> dict[str, Any]:
-    """The counters in a search's last state."""
+    """Return the counters in a search's last saved state."""
 
     async def read() -> Any:
         store = SQLiteStore(f"sqlite:///{folder / 'runs.db'}")

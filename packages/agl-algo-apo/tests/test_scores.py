@@ -1,4 +1,4 @@
-"""Reported scores: their scale, their intervals, one number in every place, and no winner that is worse."""
+"""Reported scores: their scale, their intervals, the same number everywhere, and no winner that is worse."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Optimize = Callable[..., Any]
 
 
 def percent(world: PromptWorld) -> Callable[..., Reward | None]:
-    """The world's reward, on a scale of 0 to 100."""
+    """Return the world's reward function on a scale from 0 to 100."""
     plain = OrderReward(world=msgspec.to_builtins(world))
 
     def reward(rollout: Rollout, spans: Sequence[Span]) -> Reward | None:
@@ -112,7 +112,7 @@ def test_winner_that_is_worse_than_the_first_prompt_on_fresh_rollouts_is_taken_b
 
 
 def known(split: Split, *rewards: float) -> Scores:
-    """Scores of one candidate on one task, by repeat."""
+    """Return the scores of one candidate on one task, one per repeat."""
     scores = Scores()
     for repeat, reward in enumerate(rewards):
         scores.put("a", split, 0, repeat, Measured(reward=reward, rollout=f"r-{repeat}"))

@@ -1,4 +1,4 @@
-"""The steps of a search one by one: who sees what, what is paid, what is raced, what is removed."""
+"""Single steps of a search: what the critic sees, what is paid, raced and removed."""
 
 import re
 from collections import Counter
@@ -20,11 +20,11 @@ from worlds.prompts_optimizer import ScriptedOptimizer
 Optimize = Callable[..., Any]
 
 REPEAT = re.compile(r"-(\d+)-\d{5}-\d{3}$")
-"""The end of a rollout's id: repeat, position, sample."""
+"""Matches the end of a rollout id: repeat, position, sample."""
 
 
 def paid_for(run: Any, row: Any, mode: str) -> list[Rollout]:
-    """The rollouts of one candidate."""
+    """Return the rollouts of one candidate."""
     version = row["versions"].get("clerk_prompt")
     return [rollout for rollout in run.paid if (rollout.mode, rollout.resources["clerk_prompt"]) == (mode, version)]
 

@@ -1,4 +1,4 @@
-"""The static gate: what is kept, what is rejected, and that nothing is repaired."""
+"""The static gate: what must stay, what is rejected, and that nothing is repaired."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Searches beside other algorithms and models of one experiment."""
+"""Searches together with other algorithms and models in one experiment."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from worlds.prompts_run import HIDDEN, TASK_MODEL, model_server, order_agent, or
 
 
 class Both:
-    """Two searches in one experiment, a prompt each: what they paid for, and how they ended."""
+    """A finished experiment with two searches, each on its own prompt."""
 
     def __init__(self, folder: Path, schedule: ScheduleConfig) -> None:
         self.world, store = duo(1), MemoryStore("memory://")
@@ -47,15 +47,15 @@ class Both:
         self.best = {n: (folder / f"runs/orders/run-1/{label}/best/{n}.txt").read_text() for n, label in self.items()}
 
     def items(self) -> list[tuple[str, str]]:
-        """Prompt and label of both."""
+        """Return the prompt and the label of each search."""
         return list(self.labels.items())
 
     def paid(self, label: str) -> list[Rollout]:
-        """The rollouts that one asked for."""
+        """Return the rollouts that the search with this label requested."""
         return [rollout for rollout in self.rollouts if rollout.metadata["algorithm"] == label]
 
     def others(self, rollout: Rollout, label: str) -> tuple[tuple[str, str], ...]:
-        """The versions of the other one's prompt that a rollout ran with."""
+        """Return the versions of the other search's prompt that a rollout ran with."""
         return tuple(sorted((n, v) for n, v in rollout.resources.items() if self.labels.get(n) != label))
 
     async def _read(self, store: MemoryStore) -> tuple[list[Rollout], dict[str, Any]]:
@@ -119,7 +119,7 @@ def test_failures_that_another_algorithm_paid_for_are_looked_at_first(tmp_path: 
 
 
 class Listening(Quiet):
-    """Keeps what the person would be told."""
+    """Records the messages that a user would see."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -129,7 +129,7 @@ class Listening(Quiet):
 
 
 def one_after_the_other(folder: Path, *, second_budget: int) -> tuple[Any, list[str]]:
-    """Random search and then apo on one prompt; the store, and what was said, an error last."""
+    """Run random search and then apo on one prompt; returns the store and the messages, with an error last."""
     world, store, progress = easy(1), MemoryStore("memory://"), Listening()
     with model_server(world, ScriptedOptimizer()) as server:
         served = {"base_url": server.base_url, "model": "editor"}

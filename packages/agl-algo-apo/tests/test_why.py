@@ -1,4 +1,4 @@
-"""Why each candidate was accepted or refused: what the store holds of it, and how the commands show it."""
+"""Why each candidate was accepted or refused: the stored records, and how the commands show them."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ PRICES = {"input": 1.0, "output": 2.0, "rollout": 0.001}
 
 @pytest.fixture
 def searched(optimize: Optimize, tmp_path: Path) -> Callable[..., Any]:
-    """Runs a search on a SQLite store; returns the run and a function that calls a command on that store."""
+    """Return a function that runs a search on a SQLite store; it returns the run and a function for commands there."""
 
     def run(*args: Any, **params: Any) -> tuple[Any, Callable[..., Result]]:
         path = tmp_path / "runs.db"

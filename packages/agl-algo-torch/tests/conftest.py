@@ -133,5 +133,5 @@ def saved_model(make_loaded: Any, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def model_dir(saved_model: Path, tmp_path: Path) -> Path:
-    """Directory of a tiny model of a test's own."""
+    """Directory of a tiny model that the test may change."""
     return Path(shutil.copytree(saved_model, tmp_path / "model"))

@@ -68,7 +68,7 @@ def rollouts(draw: st.DrawFn) -> list[tuple[list[int], list[int], float]]:
 
 
 def cut(name: str, rollout: tuple[list[int], list[int], float], parts: list[int]) -> list[RowSample]:
-    """Return one row per part, which trains the tokens of that part and repeats the context before them."""
+    """Return one row per part; each trains the tokens of its part and repeats the context before them."""
     ids, mask, advantage = rollout
     rows: list[RowSample] = []
     for part in sorted(set(parts)):

@@ -143,7 +143,7 @@ def test_missing_state_is_said_and_training_goes_on_from_the_live_weights(model_
 
 
 async def steps_of(bench: AlgorithmBench, state: Any, count: int, said: list[str] | None = None) -> Any:
-    """Return an algorithm that has continued from `state`, if given, and then done `count` steps."""
+    """Return an algorithm that has done `count` steps, starting from `state` if it is given."""
     algorithm = bench.scenario.make()
     await algorithm.setup(replace(bench.context(), say=([] if said is None else said).append))
     if state is not None:

@@ -1,4 +1,4 @@
-"""Whole experiments replace silent groups, also after a kill, and `agl why` reports them."""
+"""Whole experiments replace silent groups, even after a kill, and `agl why` reports the replacement."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ save_every = {save_every}
 
 
 class Told(Quiet):
-    """Collects the messages of a run."""
+    """Collects the messages that a run shows to the user."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
 def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     takes_from_memory: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill at a moment leaves a folder like a copy that is made at that moment."""
+    """A kill at some moment leaves the folder like a copy made at that moment."""
     if not takes_from_memory:
         monkeypatch.delattr(TorchPolicy, "offer_weights")  # as with vLLM, every step then writes its weights
     dead = "agl_run.run.saving.worker_is_dead"

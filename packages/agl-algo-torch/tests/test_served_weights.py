@@ -171,7 +171,7 @@ def test_whole_weights_from_memory_replace_an_adapter_and_its_base(stock: Stock)
 
 
 def changed(weights: Weights, *, config: dict[str, object]) -> Weights:
-    """Return a copy of an adapter on disk with changed fields in its configuration."""
+    """Return a copy of an adapter on disk with some fields of its configuration changed."""
     folder = Path(f"{weights.uri}-changed")
     shutil.copytree(weights.uri, folder)
     file = folder / "adapter_config.json"

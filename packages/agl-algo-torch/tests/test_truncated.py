@@ -1,4 +1,4 @@
-"""Answers cut at a limit of tokens are counted in every step, and left out of the loss with `mask_truncated`."""
+"""Answers cut at a token limit are counted in every step, and left out of the loss with `mask_truncated`."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """The models are so small that a second thread only waits for the first."""
+    """Run torch in one thread; the models are so small that a second one would only wait."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`make_model(seed=...)`: the directory of a random Qwen2 of two layers with its tokenizer."""
+    """`make_model(seed=...)` returns the directory of a random two-layer Qwen2 with its tokenizer."""
 
     def make(*, seed: int = 0) -> Path:
         target = tmp_path_factory.mktemp("model")
@@ -62,5 +62,5 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def model_dir(make_model: Callable[..., Path]) -> Path:
-    """A saved tiny model."""
+    """Directory of a saved tiny model."""
     return make_model()

@@ -1,4 +1,4 @@
-"""Adapters are published beside their base, and training goes on from one by which another stage ended."""
+"""Adapters are published with their base, and training continues from an adapter that another stage has published."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_adapter_is_merged_once_and_exactly(model_dir: Path, tmp_path: Path) 
 
 
 def test_merged_weights_are_removed_once_nothing_names_them(model_dir: Path, tmp_path: Path) -> None:
-    """Another algorithm publishes an adapter before each step; of the third it publishes one on the merged weights."""
+    """Another algorithm publishes an adapter before each step; before the third, it is one on the merged weights."""
     keys = {"trainer.total_training_steps": 5}
     bench = AlgorithmBench(scenario(model_dir, **LORA, **keys), tmp_path)
     starts = [adapter(model_dir, tmp_path / f"sft-{number}") for number in range(5)]

@@ -81,7 +81,7 @@ def test_gradient_is_that_of_the_torch_engine(
 
 
 def drift(model: Path, start: Path) -> float:
-    """The change of the other agent's answer, in nats per token."""
+    """Return the change in log-probability of the other agent's answer, in nats per token."""
 
     def logp(path: Path) -> torch.Tensor:
         ids = torch.tensor([OTHERS_QUESTION + OTHERS_ANSWER])
@@ -93,7 +93,7 @@ def drift(model: Path, start: Path) -> float:
 
 
 def trained(model_dir: Path, workdir: Path, world: World, **keys: Any) -> tuple[Path, list[dict[str, float]], Any]:
-    """The weights after a few steps, the metrics of each, and the reference that was opened."""
+    """Return the weights after a few steps, each step's metrics, and the reference that was loaded."""
     bench = AlgorithmBench(scenario(model_dir, world, **keys), workdir)
 
     async def body() -> tuple[Path, list[dict[str, float]], Any]:

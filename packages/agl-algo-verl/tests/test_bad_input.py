@@ -1,4 +1,4 @@
-"""Refuse unusable input: prompts beyond the limit, calls without token ids, models without a critic, no GPU."""
+"""Unusable input is refused: prompts over the limit, calls without token ids, models without a critic, no GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE: dict[str, Any] = {"trainer.total_training_steps": 1}
 
 
 class Silent(World):
-    """A backend that returns no token ids, for all calls or for the first of every rollout."""
+    """A backend that returns no token ids, either for all calls or for the first of every rollout."""
 
     def __init__(self, *, keeps_rows: bool) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_single_calls_without_token_ids_are_counted(model_dir: Path, tmp_path: P
 
 
 def setup_error(model_dir: Path, tmp_path: Path, **keys: Any) -> str:
-    """Faults that setup refuses, before any rollout."""
+    """Return the message with which setup refuses these keys, before any rollout."""
     bench = AlgorithmBench(scenario(model_dir, **keys), tmp_path)
 
     async def body() -> str:

@@ -1,4 +1,4 @@
-"""The choice of a replica: even, true to conversations, and quick to leave one that is gone."""
+"""The choice of a replica is balanced, keeps conversations together, and avoids replicas that are gone."""
 
 from __future__ import annotations
 

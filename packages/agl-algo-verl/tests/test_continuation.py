@@ -1,4 +1,4 @@
-"""VERL in one process goes on after its last step when it is given more."""
+"""VERL in one process continues after its last step when it gets more steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sit(bench: AlgorithmBench, state: Any = None) -> Any:
 
 
 def weights(bench: AlgorithmBench, number: int) -> dict[str, torch.Tensor]:
-    """Those of a published version."""
+    """Return the weights of a published version, by tensor name."""
     resource = bench.published[number].resource
     assert isinstance(resource, Weights)
     return dict(whole_model(resource).state_dict())

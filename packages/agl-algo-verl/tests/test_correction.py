@@ -36,7 +36,7 @@ def correction(**keys: Any) -> Correction:
 
 
 def samples_of(masks: list[list[bool]], old_B_R: torch.Tensor, behaviour_B_R: torch.Tensor) -> list[RowSample]:
-    """A rollout of one row for each mask."""
+    """Return one rollout, of a single row, for each mask."""
     return [
         RowSample(
             rollout=f"r{index}",
@@ -134,7 +134,7 @@ IMPORTANCE: dict[str, tuple[dict[str, Any], Importance]] = {
 
 
 def weighed(update: Update, importance: Importance) -> Update:
-    """The update with the importance weights that agl-algo-torch takes over whole rollouts."""
+    """Return the update with the importance weights that agl-algo-torch computes over whole rollouts."""
     objective = policy_objective(importance=importance)
     found = objective._with_importance(update.torch) if importance.needs_rollouts else update.torch
     return replace(update, torch=found)

@@ -30,16 +30,16 @@ torch_critic = pytest.importorskip("agl_algo_torch.learner.critic", reason="need
 PRECISION = pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 0.0), (torch.float32, 1e-6)], ids=["float64", "float32"]
 )
-"""In float64 the two give the same number to the last bit."""
+"""Tolerances for tests in which both packages must give bit-identical numbers in float64."""
 
 CLOSE = pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["float64", "float32"]
 )
-"""For formulas that are written out here and add up in another order."""
+"""Tolerances for formulas that the tests write out, which add up in another order."""
 
 values = st.integers(-8, 8).map(lambda n: n / 4) | st.floats(-2, 2, width=32)
 EXACT = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
-"""Estimators whose numbers are VERL's to the last bit in float64."""
+"""Estimators whose float64 results equal VERL's bit for bit."""
 
 NAMED = [
     *((name, {"algorithm.adv_estimator": name}) for name in key_tables()["estimators"]),
@@ -49,7 +49,7 @@ NAMES = pytest.mark.parametrize(("name", "keys"), NAMED, ids=[name for name, _ i
 
 
 def is_told_apart(group: list[float]) -> bool:
-    """Return true if scores differ by more than the rounding that both packages, unlike VERL itself, allow."""
+    """Return true if the scores differ by more than the rounding that both packages allow, and VERL does not."""
     return max(group) - min(group) > 1e-3
 
 
@@ -92,7 +92,7 @@ def pad(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def losses(masks: list[list[bool]], seed: int, dtype: torch.dtype, *, mode: str, dual: float) -> tuple[Any, Any]:
-    """The loss and its gradient with respect to the log-probabilities, (agl-algo-torch, VERL)."""
+    """Return loss and gradient with respect to the log-probabilities, by agl-algo-torch and by VERL."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     generator = torch.Generator().manual_seed(seed)
@@ -160,14 +160,14 @@ def test_losses_over_rollouts_differ_by_what_verl_adds_to_a_count(masks: list[li
 
 
 def draw(masks: list[list[bool]], seed: int, dtype: torch.dtype, *, count: int) -> list[torch.Tensor]:
-    """`count` padded tensors of normal numbers, [B, R] each, 0 in the padding."""
+    """Return `count` padded tensors of normal random numbers, [B, R] each, with 0 in the padding."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(count, len(mask), generator=generator, dtype=torch.float64).to(dtype) for mask in masks]
     return [pad([part[index] for part in parts]) for index in range(count)]
 
 
 def sample(mask: list[bool], values: torch.Tensor) -> RowSample:
-    """A row whose prompt is one token and whose response has this mask."""
+    """Return a row whose prompt is one token and whose response has this mask."""
     return RowSample(
         rollout="r",
         group=0,
@@ -275,7 +275,10 @@ def test_truncated_importance_weights_are_the_same_numbers(
 
 
 def policy_loss(mode: str, mask_B_R: torch.Tensor, tensors: list[torch.Tensor], **keys: Any) -> torch.Tensor:
-    """VERL's loss for the configuration that training would use; `tensors` are log-probabilities, old, advantages."""
+    """Return VERL's loss with the configuration that training would use.
+
+    `tensors` are log-probabilities, old log-probabilities and advantages.
+    """
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     verl_config = actor_config(read_settings(config(**keys))[0])

@@ -1,4 +1,4 @@
-"""Going back to an earlier state in one process: weights, moments and critic of then, and a smaller rate."""
+"""Going back to an earlier state in one process restores weights, moments and critic, and lowers the rate."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_missing_state_is_said_and_training_goes_on_from_the_live_weights(model_
 
 
 def opened_on_a_cluster(model_dir: Path, **keys: Any) -> Any:
-    """The engines of a policy and its critic, as workers of a cluster open them for a run of four steps."""
+    """Return the engines of a policy and its critic, opened like those of a cluster for a run of four steps."""
     settings = read_settings(config(**{"algorithm.adv_estimator": "gae", **keys}))[0]
     policy = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=2)
     return policy._worker, VerlCritic(str(model_dir), settings=settings, steps=2, device=policy.device)._worker

@@ -1,4 +1,4 @@
-"""VERL on a GPU: in one process in bfloat16, and with its own trainer and vLLM on Ray. Skipped where there is none."""
+"""VERL on a GPU: in one process in bfloat16, and with VERL's trainer and vLLM on Ray. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = {
     "algorithm.verl.params.actor_rollout_ref.rollout.n": 4,
     "algorithm.verl.params.actor_rollout_ref.rollout.gpu_memory_utilization": 0.2,
 }
-"""Settings that make the GPU example small; its model is then the tiny one of the CPU example."""
+"""Settings that make the GPU example small; its model is then the tiny model of the CPU example."""
 
 
 @pytest.mark.parametrize(

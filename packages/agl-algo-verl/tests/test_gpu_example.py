@@ -1,4 +1,4 @@
-"""The examples for a GPU are read as a whole here, for no test runs them."""
+"""The GPU examples are read and checked as a whole, because no test runs them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def params(content: dict[str, Any]) -> RaySettings:
 
 
 def check(settings: RaySettings) -> Any:
-    """Compose VERL's configuration and check it by VERL's own rules; a machine without a GPU hears what it lacks."""
+    """Compose VERL's configuration and check it by VERL's rules; without a GPU, expect an error that names one."""
     assert ("vllm", 1) == (settings.rollout, settings.ranks)
     with pytest.raises(ConfigError, match="needs GPUs, and this machine has none"):
         check_machine(settings, has_gpu=False)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def train(
     tmp_path: Path, model_dir: Path, world: World | None = None, **keys: Any
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics per step, and the weights at the end, those of the start if no step published any."""
+    """Return the metrics of each step, and the final weights; if no step published any, those of the start."""
     bench = AlgorithmBench(scenario(model_dir, world, **keys), tmp_path)
 
     async def body() -> list[dict[str, float]]:
@@ -165,7 +165,7 @@ def test_entropies_are_those_of_transformers(model_dir: Path) -> None:
 
 
 class Wavering:
-    """Rewards good tokens in some steps, by place, and everything alike in the others."""
+    """In some steps, rewards good tokens by position; in the others, gives every rollout the same reward."""
 
     def __init__(self, *loud: bool, rollouts: int = 8) -> None:
         self._loud, self._rollouts, self._calls = loud, rollouts, 0

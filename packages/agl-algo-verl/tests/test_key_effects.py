@@ -1,8 +1,8 @@
-"""Every key that training in one process takes changes what is trained, or is refused with its reason.
+"""Every key that training in one process accepts changes what is trained, or is refused with a reason.
 
-A run is played with one key at two values. What VERL gets from it (the configurations of its workers, every batch, the
-order of updates), what is asked of the agents and what is reported must differ. VERL's worker is replaced by one that
-records and computes nothing, so that a run takes a moment.
+A run is played with one key at two values. The input of VERL (the configurations of its workers, every batch, the
+order of updates), the requests to the agents, and the reports must differ. A recorder that computes nothing takes the
+place of VERL's worker, so that a run takes a moment.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "replay.max_staleness": (1, {**IS, "replay.share": 0.43}),
     "anchor_coef": (0.5, {}),
 }
-"""A value of each key that differs from its default, and the keys that it needs beside it."""
+"""For each key, a value that differs from the default, and the other keys that it needs."""
 
 for _home in ("actor", "critic"):
     EFFECTS |= {
@@ -169,14 +169,14 @@ ALONE = {
     "data.filter_overlong_prompts": "it needs a prompt that is too long",
     "trainer.total_epochs": "guides give it beside total_training_steps, which ends the run first",
 }
-"""Keys whose effect depends on other things than keys."""
+"""Keys whose effect depends on more than other keys, and on what."""
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "algorithm.rollout_correction.loss_type": ("reinforce", {}, "cispo"),
     "actor.use_dynamic_bsz": (False, {}, "ppo_micro_batch_size_per_gpu"),
     "reward.reward_kwargs.overlong_buffer_cfg.log": (True, LONG, "is not logged"),
 }
-"""Keys whose only other value is refused, likewise, and a part of the reason."""
+"""Keys whose only other value is refused: that value, the other keys it needs, and a part of the error message."""
 
 ELSEWHERE = {
     "trainer.v1.sampler.max_off_policy_threshold": "test_supply.py",
@@ -189,7 +189,7 @@ ELSEWHERE = {
     "entropy": "test_inproc.py",
     "probe": "test_probe.py",
 }
-"""Keys whose effect depends on more than the rollouts here, and the tests that show it."""
+"""Keys whose effect depends on more than the rollouts here, and the tests that cover them."""
 
 
 def typed_keys(shape: Any = VerlSettings, before: str = "") -> list[str]:
@@ -201,7 +201,7 @@ def typed_keys(shape: Any = VerlSettings, before: str = "") -> list[str]:
 
 
 class Recorder:
-    """VERL's training worker, which keeps what it is given and answers with numbers that say nothing."""
+    """Stands in for VERL's training worker: records its input and answers with meaningless numbers."""
 
     def __init__(self, seen: list[Any], given: Any) -> None:
         self.seen = seen
@@ -234,7 +234,7 @@ class Recorder:
 
 
 def plain(value: Any) -> Any:
-    """Return anything as text and numbers that can be compared."""
+    """Return any value as text and numbers that can be compared."""
     if isinstance(value, torch.Tensor):
         return [plain(row) for row in value.unbind()] if value.is_nested else value.tolist()
     if is_dataclass(value) and not isinstance(value, type):
@@ -251,7 +251,7 @@ def plain(value: Any) -> Any:
 
 
 class Scripted(World):
-    """Rollouts whose tokens and reward follow from their ids; some of a task are all alike."""
+    """Rollouts whose tokens and reward depend only on their ids; some rollouts of a task are equal."""
 
     def __init__(self, orders: list[str]) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class Scripted(World):
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """`play(keys)`: everything that leaves a short run with these keys."""
+    """`play(keys)` returns everything that a short run with these keys sends and reports."""
     seen: list[Any] = []
 
     def described(path: str, **options: Any) -> Any:
@@ -344,7 +344,7 @@ def test_two_runs_with_the_same_keys_leave_the_same(play: Any) -> None:
 
 @pytest.fixture(scope="module")
 def left() -> dict[str, Any]:
-    """What runs have left with the keys that others are tried with, by these keys: one run of each is enough."""
+    """A cache of the results of runs, by their keys, because one run with each base configuration is enough."""
     return {}
 
 

@@ -52,7 +52,7 @@ TRAINING: dict[str, Any] = {
 
 
 class Speller(agl.LitAgent[dict[str, Any]]):
-    """Asks for letters twice; the more of the right one, the better."""
+    """An agent that asks for letters twice; its reward is the share of right letters."""
 
     def rollout(self, task: dict[str, Any], resources: agl.NamedResources, rollout: agl.Rollout) -> float:
         """Run the agent on one task."""

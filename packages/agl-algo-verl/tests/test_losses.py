@@ -55,17 +55,17 @@ BINDING: dict[str, dict[str, Any]] = {
     "gpg": {},
     "dro": {"beta": 0.3},
 }
-"""Parameters of each loss with which its bounds bind."""
+"""Parameters of each loss that are so tight that its bounds take effect."""
 
 SHAPES = (("a", 3, 7), ("a", 5, 2), ("b", 2, 9), ("c", 8, 4), ("c", 1, 1), ("c", 4, 6))
-"""Rows by rollout, tokens of the prompt, and tokens of the response."""
+"""Rows as (rollout, tokens of the prompt, tokens of the response)."""
 
 MICRO = {"tokens": {"actor.ppo_max_token_len_per_gpu": 24}, "rows": {"actor.ppo_micro_batch_size_per_gpu": 4}}
 
 
 @dataclass
 class Update:
-    """Rows of one update for both engines, with old log-probabilities that are not the policy's."""
+    """The rows of one update for both engines; the old log-probabilities differ from the policy's."""
 
     torch: list[Any] = field(default_factory=list)
     verl: list[RowSample] = field(default_factory=list)
@@ -78,12 +78,12 @@ def policy(model_dir: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def other(make_model: Callable[..., Path]) -> Any:
-    """Another network, the reference of a KL penalty."""
+    """Another network, used as the reference of a KL penalty."""
     return AutoModelForCausalLM.from_pretrained(make_model(seed=7), dtype=torch.float32)
 
 
 def update_of(policy: Any, other: Any, *, seed: int) -> Update:
-    """Random rows, several of a rollout, with tokens in the middle of responses that are not trained."""
+    """Return random rows, several per rollout, whose responses contain untrained tokens."""
     generator = torch.Generator().manual_seed(seed)
     drawn: list[Any] = []
     for rollout, prompt, length in SHAPES:
@@ -125,14 +125,14 @@ def update_of(policy: Any, other: Any, *, seed: int) -> Update:
 
 
 def policy_objective(*, importance: Importance | None = None, **settings: Any) -> Any:
-    """The objective of agl-algo-torch, with importance weights whose floor VERL's keys may set."""
+    """Return the objective of agl-algo-torch, with importance weights whose lower bound VERL's keys may set."""
     objective = torch_objective.PolicyObjective("grpo", Objective(**settings), updates=2)
     objective._importance = importance or Importance(cap=0.0)  # its own settings know one floor only
     return objective
 
 
 def by_torch(update: Update, policy: Any, *, budget: int, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of an update and its gradient, by agl-algo-torch; `reference` is the network of a KL penalty."""
+    """Return an update's loss and gradient by agl-algo-torch; `reference` is the network of a KL penalty."""
     reference = options.pop("reference", None)
 
     class Tuned:
@@ -160,7 +160,10 @@ def by_torch(update: Update, policy: Any, *, budget: int, **options: Any) -> tup
 def by_verl(
     update: Update, model_dir: Path, *, held: Sequence[RowSample] = (), **keys: Any
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
-    """The same by VERL's engine, and the metrics; nothing is updated. `held` are rows of the anchor."""
+    """Return an update's loss, gradient and metrics by VERL's engine, without changing weights.
+
+    `held` are rows of the anchor.
+    """
     settings, _ = read_settings(config(**keys))
     worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1)
     engine = worker._worker.engine
@@ -203,7 +206,7 @@ def test_losses_and_their_gradients_are_those_of_the_torch_engine(
 
 
 def spread(tokens: TokenBatch, *, width: float = 0.5) -> LossTerms:
-    """A loss as a user would write it, which reads everything that there is of a token."""
+    """A user-defined loss that reads every field of the tokens."""
     away_M = (tokens.logp_M - tokens.old_M).clamp(-5.0, 5.0)
     entropy_M: Any = tokens.entropy_M
     noise_M = (tokens.old_M - tokens.behaviour_M).clamp(-1.0, 1.0).exp()
@@ -212,7 +215,7 @@ def spread(tokens: TokenBatch, *, width: float = 0.5) -> LossTerms:
 
 
 class Centred:
-    """One of a user that compares the tokens of an update, as a class with a parameter."""
+    """A user-defined loss that compares the tokens of an update, as a class with a parameter."""
 
     def __init__(self, *, share: float = 0.5) -> None:
         self._share = share
@@ -366,7 +369,7 @@ VERLS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "gpg": ({}, "gpg", {}),
     "dro": ({"actor.policy_loss.dro_beta": 0.3}, "dro", {"beta": 0.3}),
 }
-"""VERL's keys of each loss, our loss and its parameters."""
+"""For each of VERL's losses, VERL's keys, our loss and our parameters."""
 
 
 @pytest.mark.parametrize("mode", VERLS)

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: such an update is left out, counted and told, and several in a row end the run."""
+"""An update whose gradient is not finite is left out, counted and reported; several in a row end the run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 TRIED = 6
 broken_losses = 0
-"""The number of losses from now on that are not finite."""
+"""Number of loss computations, from now on, that return a result that is not finite."""
 
 
 def breaks(tokens: TokenBatch) -> LossTerms:
-    """REINFORCE, whose loss is not finite while `broken_losses` is above 0; a loss is tried with six tokens before."""
+    """REINFORCE, but not finite while `broken_losses` is above 0; the trial call with six tokens does not count."""
     module = sys.modules[__name__]
     if len(tokens.logp_M) == TRIED:
         return LossTerms(loss_M=-tokens.advantages_M * tokens.logp_M)
@@ -42,7 +42,7 @@ def breaks(tokens: TokenBatch) -> LossTerms:
 
 
 def train(model_dir: Path, workdir: Path, *, broken: int, **keys: Any) -> tuple[list[StepReport], list[str]]:
-    """The reports of two steps after a first one, of which the first updates are broken, and what was told."""
+    """Return the reports of two steps after a first one, and the messages; their first `broken` updates are broken."""
     settings = {"trainer.total_training_steps": 3, "rollout.n": 16, "loss": f"{__name__}:breaks", **keys}
     bench, said = AlgorithmBench(scenario(model_dir, World(), **settings), workdir), list[str]()
 

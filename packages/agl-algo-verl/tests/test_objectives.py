@@ -69,7 +69,7 @@ def pad(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def draw(masks: list[list[bool]], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask, old log-probabilities, their change, and advantages that a row's tokens share; [B, R] each."""
+    """Return mask, old log-probabilities, their change, and advantages that are equal within a row; [B, R] each."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(3, len(mask), generator=generator, dtype=F64) for mask in masks]
     mask_B_R = pad([torch.tensor(mask) for mask in masks])

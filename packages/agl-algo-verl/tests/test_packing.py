@@ -1,4 +1,4 @@
-"""Rows are packed where they can be, and otherwise padded with a reason."""
+"""Rows are packed if possible; otherwise they are padded, and a message gives the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FP32 = {"actor.fsdp_config.mixed_precision.param_dtype": "fp32"}
 
 
 def decided(keys: dict[str, Any], **machine: bool) -> tuple[bool, list[str]]:
-    """Return true if rows are packed, and the line that says so."""
+    """Return whether rows are packed, and the messages about that."""
     found, told = with_packing(read_settings(config(**keys))[0], **machine)
     return found.is_packed, told
 
@@ -101,7 +101,7 @@ def test_the_cluster_gets_the_same_choice(has_kernels: bool) -> None:
 
 
 def test_packed_passes_stay_within_the_budget_that_padded_ones_leave_far_behind() -> None:
-    """What a pass computes follows from VERL's own cut: the tokens of its rows, or its rows times the longest."""
+    """A pass costs what VERL's own division gives: the tokens of its rows, or its number of rows times the longest."""
     from verl.workers.engine.utils import prepare_micro_batches
 
     budget, lengths = 16_384, [4096, *[120] * 400]

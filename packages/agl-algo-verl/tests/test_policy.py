@@ -1,4 +1,4 @@
-"""The policy `verl`: calls reach VERL's replicas while there are some, and a policy here otherwise."""
+"""The policy `verl`: calls reach VERL's replicas while there are any, and a policy in this process otherwise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """A small server that says who it is and counts conversations."""
+    """A small server that reports its name and counts conversations."""
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
@@ -54,7 +54,7 @@ class Replica:
 
 @asynccontextmanager
 async def replicas(count: int) -> AsyncGenerator[tuple[list[Replica], list[web.AppRunner]]]:
-    """Running replicas with what stops each."""
+    """Run replicas; yields them, and the runner with which each can be stopped."""
     found, runners = [Replica() for _ in range(count)], list[web.AppRunner]()
     for replica in found:
         app = web.Application()
@@ -73,7 +73,7 @@ async def replicas(count: int) -> AsyncGenerator[tuple[list[Replica], list[web.A
 
 @asynccontextmanager
 async def dying(head: str) -> AsyncGenerator[str]:
-    """The address of a server that dies behind the head of its first answer to a call."""
+    """Yield the address of a server that dies right after the head of its first answer to a call."""
     model = b'{"data": [{"id": "inside"}]}'
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -361,7 +361,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "streamed": ("content-type: text/event-stream\r\ntransfer-encoding: chunked", {"stream": True}),
     "other protocol": ("\x15\x03 this is no header", {}),
 }
-"""The head of an answer, and what asks for it."""
+"""For each kind of answer, its HTTP head and the request fields that ask for it."""
 
 
 @pytest.mark.parametrize("version", ["", "global_step_1"])

@@ -1,4 +1,4 @@
-"""VERL's privates: what each repair does, and that it is refused where VERL is not what it expects."""
+"""Repairs of VERL's private parts: the effect of each, and that it is refused if VERL differs from what it expects."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ QUEUE = "transfer_queue.interface"
 
 
 def other(local_path: str, torch_dtype: Any) -> None:
-    """A loader of critics with other parameters: attn_implementation="flash_attention_2"."""
+    """A critic loader with other parameters, whose source still has attn_implementation="flash_attention_2"."""
 
 
 class Changed:
-    """A class of VERL's without the lines that it had."""
+    """Stands for a class of VERL that lacks the expected lines."""
 
     actor_worker_cls = LossWorker
 
@@ -124,7 +124,7 @@ def test_an_object_of_verls_that_is_not_as_expected_is_refused(
 
 
 class Trainer:
-    """A trainer of VERL's, as far as its checkpoints and its rows go."""
+    """Stands for VERL's trainer, with its methods for checkpoints and rows only."""
 
     def __init__(self) -> None:
         self.global_steps, self.saved = 4, ""
@@ -194,7 +194,7 @@ def test_a_schedule_without_an_optimizer_is_refused() -> None:
 
 
 class OptimizerParamScheduler:
-    """A schedule as Megatron has one, which is none of torch's."""
+    """Stands for a Megatron schedule, which is not one of torch's."""
 
     __module__ = "megatron.core.optimizer_param_scheduler"
 
@@ -275,14 +275,14 @@ def test_a_process_that_verl_starts_makes_the_repairs_by_the_names_of_modules() 
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of VERL's trainer, which is put back afterwards."""
+    """The module of VERL's trainer; its attributes are restored afterwards."""
     module = importlib.import_module(TRAINER)
     monkeypatch.setattr(module, "calculate_debug_metrics", module.calculate_debug_metrics)
     return module
 
 
 def batch(mask: list[list[int]]) -> Any:
-    """The input of VERL's trainer to its report: two rows whose recorded and recomputed values differ by 0.5 and 2."""
+    """Return the input of VERL's report: two rows whose recorded and recomputed values differ by 0.5 and 2."""
     from verl import DataProto
 
     recorded = torch.tensor([[-1.0, -9.0], [-3.0, -1.0]])

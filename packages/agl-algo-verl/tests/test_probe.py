@@ -1,4 +1,4 @@
-"""VERL publishes with its weights what they say of a fixed text."""
+"""VERL publishes, with its weights, their log-probabilities of a fixed text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def logprobs(uri: str, probe: WeightsProbe) -> list[float]:
-    """Those of a fresh reader of the files."""
+    """Return the log-probabilities of the probe's tokens under weights newly loaded from the files."""
     with torch.no_grad():
         ids = torch.tensor([probe.token_ids])
         logp_TV = AutoModelForCausalLM.from_pretrained(uri)(input_ids=ids).logits[0].log_softmax(-1)

@@ -1,4 +1,4 @@
-"""VERL's own trainer on a real Ray cluster on the CPU: two steps, kill -9, the step in flight again, export."""
+"""VERL's own trainer on a real Ray cluster on the CPU: two steps, `kill -9`, the interrupted step again, export."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 CALC = Path(__file__).parents[3] / "examples" / "calc"
 FORGOTTEN = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
-"""On a busy machine Ray may be started more than once, and forgets the processes of a start that failed."""
+"""On a busy machine a start of Ray may fail and be repeated; Ray then leaves the first processes unattended."""
 
 PATIENCE_S = 900
-"""Seconds on a machine that is busy; idle, everything here takes about two minutes."""
+"""Timeout in seconds for a busy machine; on an idle one, everything here takes about two minutes."""
 
 TINY = {
     "experiment.validation_limit": 2,
@@ -65,7 +65,7 @@ TINY = {
     "algorithm.verl.params.actor_rollout_ref.model.lora_rank": 4,
     "algorithm.verl.params.saving.keep": 4,
 }
-"""Settings that make the experiment small enough for a test, let it collect ahead, with a critic and adapters."""
+"""Settings for a small experiment that collects ahead and has a critic and adapters."""
 
 
 def command(*words: str) -> list[str]:
@@ -85,7 +85,7 @@ def environment() -> dict[str, str]:
 
 
 def metrics(folder: Path, name: str) -> dict[int, float]:
-    """A number of VERL's by step; a step that was repeated, because it was not saved yet, must give the same again."""
+    """Return one of VERL's metrics by step; a step that was repeated must give the same value again."""
     file = folder / "out/verl-ray/calc-verl-ray/metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     found = [(row["step"], row["value"]) for row in rows if (row["algorithm"], row["name"]) == ("verl", name)]
@@ -110,7 +110,7 @@ def wait_for_the_end(processes: list[psutil.Process], *, patience_s: float) -> N
 
 @pytest.fixture(autouse=True)
 def _address_of_an_ended_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leave an address behind, as a cluster does that was killed."""
+    """Leave the address file of a killed cluster behind."""
     with TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
         note = Path(folder, "ray", "ray_current_cluster")
         note.parent.mkdir()
@@ -154,7 +154,7 @@ def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tm
 
 
 async def trained_calls(store_file: Path, *, count: int) -> list[Transition]:
-    """The calls of the rollouts that VERL trained: `count`, each once, and no other was asked for."""
+    """Return the calls of the rollouts that VERL trained on; checks that `count` were requested, each trained once."""
     store = SQLiteStore(f"sqlite:///{store_file}")
     try:
         rollouts = await store.rollouts(RolloutQuery(experiment="calc-verl-ray", mode="train", limit=1000))
@@ -167,7 +167,7 @@ async def trained_calls(store_file: Path, *, count: int) -> list[Transition]:
 
 
 def gap_to(folder: Path, calls: list[Transition]) -> float:
-    """The largest difference between recorded log-probabilities and those of the weights in `folder`."""
+    """Return the largest difference between recorded log-probabilities and those of the weights in `folder`."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = [0.0]
     for call in calls:
@@ -180,7 +180,7 @@ def gap_to(folder: Path, calls: list[Transition]) -> float:
 
 
 class Slow(SharedWorld):
-    """A world whose groups from the third on last until the first step is over, with the weights at the start.
+    """A world in which groups, from the third on, run until the first step is over, on the weights of the start.
 
     The second call of the first rollout of each group is cut.
     """
@@ -205,7 +205,7 @@ class Slow(SharedWorld):
         return self.play_from_start(order)
 
     def play_from_start(self, order: RolloutOrder) -> Episode:
-        """Sample with the weights at the start, so that a rounded weight draws no other token."""
+        """Sample with the weights of the start, so that rounded weights do not change any token."""
         return self.play(replace(order, resources={"llm": self._start}))
 
 
@@ -220,7 +220,7 @@ def train(
     samples_from_start: bool = False,
     **keys: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Return the steps' reports and the weights after them, with rollouts of two rows each."""
+    """Train on rollouts of two rows each; returns the metrics of the steps and the weights after them."""
     world = Slow(model_dir, rows=2, **({} if reward is None else {"reward": reward}))
     asks_ahead = "trainer.v1.trainer_mode" in keys
     keys |= {"trainer.total_training_steps": steps} | ({"rollout.name": "agl_hf"} if engine == "ray" else {})
@@ -256,7 +256,7 @@ def train(
 
 
 async def served_gap(bench: AlgorithmBench) -> float:
-    """Return the distance of the served log-probabilities from those of the last published weights."""
+    """Return how far the served log-probabilities are from those of the last published weights."""
     endpoint, weights = bench.context().endpoint("llm").endpoint, bench.published[-1].resource
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "model": "llm"}
     asked |= {"logprobs": True, "return_token_ids": True}
@@ -279,7 +279,8 @@ async def served_gap(bench: AlgorithmBench) -> float:
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, start: Path) -> float:
     """Return the distance of two trained models, relative to how far training moved them.
 
-    Adam's first step has the sign of each gradient, and where that is rounding only, the order of rows decides it.
+    Adam's first step has the sign of each gradient; if a gradient is only rounding error, the order of rows decides its
+    sign.
     """
     origin = AutoModelForCausalLM.from_pretrained(start).state_dict()
     wrong = sum(float((found[name] - tensor).square().sum()) for name, tensor in expected.items())

@@ -1,4 +1,4 @@
-"""VERL's keys with engine = "ray": what goes to VERL, what is refused, and what the whole configuration is."""
+"""VERL's keys with `engine = "ray"`: those passed to VERL, those refused, and the whole configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config(**keys: Any) -> dict[str, Any]:
 
 
 def composed(**keys: Any) -> dict[str, Any]:
-    """VERL's whole configuration by dotted names."""
+    """Return VERL's whole configuration, by dotted names."""
     options = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 2, "checkpoint": None, "threads": 1}
     found: Any = OmegaConf.to_container(compose(read_ray_settings(config(**keys)), **options), resolve=True)
     return {".".join(path): value for path, value in leaves(found)}
@@ -169,18 +169,18 @@ NOT_RUN = (
 """Parts of VERL that no run of agl uses: other trainers, engines and data."""
 
 READ_ELSEWHERE = ("ray_kwargs.", "global_profiler.global_tool_config.", "data.filter_overlong_prompts")
-"""Keys that Ray's start, profilers and agl's own rows take."""
+"""Prefixes of keys that are read elsewhere: by Ray's start, by profilers, or by agl for its own rows."""
 
 
 def passed_on(strategy: Any = "fsdp2") -> set[str]:
-    """The keys of VERL's configuration without keys below them that go to VERL as a person wrote them."""
+    """Return the keys, without groups, that are passed to VERL as the user wrote them."""
     known = verl_keys(strategy)
     lowest = {name for name in known if not any(other.startswith(f"{name}.") for other in known)}
     return {name for name in lowest if "used" == classify(name, object(), engine=strategy, shape=VerlSettings)[0]}
 
 
 def words_in_verl() -> set[str]:
-    """Every attribute and short string in the source of the parts of VERL that run."""
+    """Return every attribute name and short string in the source of the parts of VERL that a run uses."""
     found: set[str] = set()
     for file in VERL.rglob("*.py"):
         if file.relative_to(VERL).as_posix().startswith(NOT_RUN):

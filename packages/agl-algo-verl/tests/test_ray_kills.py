@@ -1,7 +1,7 @@
-"""VERL on a real Ray cluster, and `kill -9` of everything around its trainer in the middle of a step.
+"""VERL on a real Ray cluster, with `kill -9` of the processes around its trainer in the middle of a step.
 
-One run of three steps: a process of the runner and then the store and gateway of `agl serve` in the first, the replica
-that serves in the second, VERL's training worker in the third. Nothing is trained twice or left out.
+In one run of three steps, the first kills a process of the runner and then the store and gateway of `agl serve`, the
+second the serving replica, and the third VERL's training worker. Nothing is trained twice or left out.
 Other runs are killed as a whole while steps wait to be saved.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PATIENCE_S = 1200
-"""Seconds to wait for anything on a machine that is busy."""
+"""Timeout in seconds for a busy machine."""
 
 STEPS, ROLLOUTS_PER_STEP = 3, 8
 
@@ -100,7 +100,7 @@ saving.save_every = {save_every}
 
 
 class Stage:
-    """The experiment's folder, its served store, and its runs."""
+    """An experiment's folder, its served store, and its runs."""
 
     def __init__(self, folder: Path, model: Path, *, steps: int = STEPS, save_every: int = 1) -> None:
         with socket.socket() as found:
@@ -127,14 +127,14 @@ class Stage:
             )
 
     def serve(self) -> subprocess.Popen[bytes]:
-        """A server of the store that answers."""
+        """Start a server of the store; returns its process once it answers."""
         server = self.start("serve", "--store", "sqlite:///runs.db", "--port", str(self.port), log="serve.txt")
         wait_for(lambda: self._answers(), server)
         return server
 
     @contextmanager
     def running(self, *words: str) -> Generator[subprocess.Popen[bytes]]:
-        """A run with a log of its own, which is killed with what it started where the test fails."""
+        """Start a run with a separate log; if the test fails, the run and its processes are killed."""
         (self.folder / "log.txt").unlink(missing_ok=True)
         process = self.start("run", "experiment.toml", *words, log="log.txt")
         try:
@@ -154,13 +154,13 @@ class Stage:
         return (self.folder / "log.txt").read_text()
 
     def attempts(self, step: int) -> list[int]:
-        """The processes of the attempts of a step that have begun, in order."""
+        """Return the processes of a step's attempts that have begun, in order."""
         file = self.folder / "started.txt"
         lines = file.read_text().splitlines() if file.is_file() else []
         return [int(line.split()[1]) for line in lines if f"-train-{step:05d}-" in line]
 
     def kill_in_step(self, step: int, run: subprocess.Popen[bytes], name: str) -> None:
-        """Kill one of a run's processes in the middle of a step: the run ends, and says how it goes on."""
+        """Kill one of a run's processes in the middle of a step; checks that the run ends and says how to continue."""
         wait_for(lambda: bool(self.attempts(step)), run)
         kill(run, name)
         assert 0 != run.wait(PATIENCE_S)
@@ -184,7 +184,7 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes]) -> None
 
 
 def kill(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Kill one of a run's processes at any depth, by its name or a word of its command."""
+    """Kill a descendant of a run's process, found by its name or a word of its command."""
     found = [
         p for p in psutil.Process(process.pid).children(recursive=True) if mark in " ".join([p.name(), *p.cmdline()])
     ]
@@ -219,7 +219,7 @@ def test_whatever_is_killed_in_the_middle_of_a_step_nothing_is_trained_twice(mod
 
 
 async def check_ledger(folder: Path, *, steps: int) -> None:
-    """Every rollout has succeeded and is trained, in one step, and every step has logged once."""
+    """Check that every rollout has succeeded and was trained in exactly one step, and that each step logged once."""
     store = SQLiteStore(f"sqlite:///{folder / 'runs.db'}")
     try:
         rollouts = await store.rollouts(RolloutQuery(experiment="kills", mode="train", limit=1000))
@@ -264,7 +264,7 @@ def test_steps_that_wait_to_be_saved_are_repeated_from_their_rollouts_after_a_ki
 
 
 def is_left(one: psutil.Process) -> bool:
-    """True for a process that is neither gone nor waits to be reaped."""
+    """Return true if the process still exists and is not a zombie."""
     try:
         return one.is_running() and one.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The parts of engine = "ray" that need no cluster: rows for VERL, checkpoints, and repairs that know their VERL."""
+"""The parts of `engine = "ray"` that need no cluster: rows for VERL, checkpoints, and repairs of VERL."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_rows_that_are_held_go_with_the_update_of_their_rollout() -> None:
 
 
 def evaluated(rows: list[RowSample], *, replayed: tuple[str, ...] = ()) -> TensorDict:
-    """Rows as VERL has them once it has recomputed log-probabilities."""
+    """Return rows in the form that VERL has after it has recomputed log-probabilities."""
     numbers = {row.rollout: number for number, row in enumerate(rows)}
     fields = {
         "response_mask": ragged([row.mask.long() for row in rows]),
@@ -142,7 +142,7 @@ def evaluated(rows: list[RowSample], *, replayed: tuple[str, ...] = ()) -> Tenso
 
 
 def drawn(count: int) -> list[RowSample]:
-    """Rollouts of two rows each, and a row that is held."""
+    """Return `count` rollouts of two rows each, and a held row."""
     generator = torch.Generator().manual_seed(3)
     rows = [sample(f"r{number // 2}", tokens=2 + number) for number in range(count)]
     noisy = [replace(row, old=0.4 * torch.randn(len(row.mask), generator=generator)) for row in rows]
@@ -276,7 +276,7 @@ def test_a_rank_without_a_row_of_an_update_joins_it_with_one_that_has_no_token(i
 
 
 class Alone(RayVERL):
-    """VERL's trainer that answers at once."""
+    """The algorithm with a cluster that answers immediately."""
 
     async def _launch(self) -> Any:
         self._request = StepRequest(step=1, addresses=())
@@ -413,7 +413,7 @@ def test_checkpoints_that_count_are_removed_except_the_newest_the_kept_and_those
 
 
 class Queues:
-    """Ray's module, connected to a cluster on which VERL's queue is found so many times."""
+    """Stands for Ray's module, connected to a cluster that reports VERL's queue a given number of times."""
 
     def __init__(self, *, times: float) -> None:
         self.times = times

@@ -1,8 +1,8 @@
-"""Every key that `engine = "ray"` passes on to VERL is read there from its own group, and not from one with a like key.
+"""Every key that `engine = "ray"` passes on to VERL is read there from its own group, not from a similar key.
 
-VERL has `use_remove_padding` in six groups and reads it from one of them. So each group has the names by which VERL's
-source calls it, and the files that do; a key counts as read where one of these files takes it from such a name, or
-where VERL's configuration copies it to a key that is read.
+VERL has `use_remove_padding` in six groups and reads it from one of them. So the tables here give, for each group, the
+names by which VERL's source refers to it, and the files that do. A key counts as read if one of these files takes it
+from such a name, or if VERL's configuration copies it to a key that is read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ READERS: tuple[tuple[str, str, str], ...] = (
     (r"algorithm\..*", r"(algorithm|config|rollout_corr_config|kl_ctrl)", r"trainer/ppo"),
     (r"data\.\w+", r"(config\.data|data_config)", ""),
 )
-"""Patterns of keys, the names of their group in VERL's source, and the files; a key may match several."""
+"""Patterns of keys, with the names of their group in VERL's source and the files; a key may match several."""
 
 OTHERWISE = {
     r".*\.optim\.warmup_style": "VERL's OptimizerConfig takes it for lr_scheduler_type",
@@ -72,14 +72,14 @@ OTHERWISE = {
     r".*\.megatron\.override_\w+_config\..*": "Megatron takes it as it is",
     r"critic\.(megatron\..*|nccl_timeout)": "a critic is refused with Megatron",
 }
-"""Patterns of keys that are taken in another way, and how."""
+"""Patterns of keys that VERL reads in another way, and how it does."""
 
 FOR_MEGATRON = ("workers/engine/megatron/", "utils/megatron", "models/mcore/")
 
 
 @cache
 def sources() -> dict[str, str]:
-    """The code of the parts of VERL that run, without docstrings, by the file's name."""
+    """Return the code of the parts of VERL that a run uses, by file name, without docstrings."""
     skipped = tuple(name for name in NOT_RUN if name not in FOR_MEGATRON)
     files = {file.relative_to(VERL).as_posix(): file for file in VERL.rglob("*.py")}
     return {
@@ -91,14 +91,14 @@ def sources() -> dict[str, str]:
 
 @cache
 def copies(strategy: str) -> dict[str, str]:
-    """The keys whose value VERL's configuration takes from another key, with their text."""
+    """Return the keys whose value VERL's configuration copies from another key, with their text."""
     name = "ppo_megatron_trainer" if strategy == "megatron" else "ppo_trainer"
     content: Any = yaml.safe_load((VERL / f"trainer/config/_generated_{name}.yaml").read_text(encoding="utf-8"))
     return {".".join(path): value for path, value in leaves(content) if "${" in str(value)}
 
 
 def is_read(key: str, strategy: str) -> bool:
-    """True if VERL reads the key from its own group."""
+    """Return true if VERL reads the key from its own group."""
     if any(re.fullmatch(pattern, key) for pattern in OTHERWISE):
         return True
     last = re.escape(key.rpartition(".")[2])

@@ -1,4 +1,4 @@
-"""Steps on a real Ray cluster that wait to be saved, and going back to one that is."""
+"""Steps on a real Ray cluster that are not saved yet, and going back to a saved one."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_steps_on_ray_wait_to_be_saved_and_an_earlier_one_continues_with_a_small
 
 
 async def served_gap_of_published(bench: AlgorithmBench) -> float | None:
-    """The gap between what serves and what is published, None where that is not written."""
+    """Return the gap between served and published weights; None if the published weights are not on disk."""
     resource = bench.published[-1].resource
     assert isinstance(resource, Weights)
     return await served_gap(bench) if Path(resource.uri).is_dir() else None
@@ -114,7 +114,7 @@ async def served_gap_of_published(bench: AlgorithmBench) -> float | None:
 def test_rates_of_a_run_on_ray_that_is_interrupted_and_continued_are_those_in_one_process(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """After its second step another algorithm has published, after its third it is continued with other rates."""
+    """Another algorithm publishes after the second step; after the third, the run continues with other rates."""
     shape = {"lr": 4e-3, "lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
     keys = {f"{role}.optim.{name}": value for role in ("actor", "critic") for name, value in shape.items()}
     keys |= {"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 2, "trainer.total_training_steps": 6}

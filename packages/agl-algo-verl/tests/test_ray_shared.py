@@ -1,4 +1,4 @@
-"""VERL's trainer on a cluster to which the runner ``ray`` has connected the process, with the agents in its workers."""
+"""VERL's trainer on a cluster to which the runner ``ray`` is connected, with the agents in that cluster's workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("openai", reason="needs openai, which the example's agent ca
 CALC = Path(__file__).parents[3] / "examples" / "calc"
 
 PATIENCE_S = 1800
-"""Seconds on a machine that is busy; idle, everything here takes about two minutes."""
+"""Timeout in seconds for a busy machine; on an idle one, everything here takes about two minutes."""
 
 SETTINGS = {
     "experiment.validation_limit": 2,
@@ -43,7 +43,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def prepared(folder: Path) -> Path:
-    """The calculator example with a model that is not trained yet."""
+    """Write the calculator example with an untrained model; returns its folder."""
     target = Path(shutil.copytree(CALC, folder / "calc", ignore=shutil.ignore_patterns("out", "tests")))
     for words in (("make_data.py", "--out", "out/data"), (str(CALC.parent / "make_model.py"),)):
         done = run(target, *words)

@@ -1,4 +1,4 @@
-"""VERL's own check of the configuration, and what Megatron, the reward loop and the rollout correction need of it."""
+"""VERL's check of its configuration, and what Megatron, the reward loop and the rollout correction require."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The relay in a process of its own: the same answers, and what becomes of them when a process ends."""
+"""The relay in a separate process: the same answers, and what happens to calls when a process ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROGRAM = "agl_algo_verl.serving.relay_program"
 
 
 def relays(of: int = 0) -> list[psutil.Process]:
-    """The relay's processes below a process, this one by default."""
+    """Return the relay processes that a process, by default this one, has started."""
     return [p for p in psutil.Process(of or None).children(recursive=True) if PROGRAM in command_of(p)]
 
 

@@ -1,4 +1,4 @@
-"""ReMax in `verl`: rollouts are compared with a greedy one of their task, which is never trained."""
+"""ReMax in `verl`: rollouts are compared with a greedy rollout of their task, which is never trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GreedyWorld(World):
-    """A world in which the greedy rollout of a task earns what `greedy` says; `None` is no reward."""
+    """A world in which the greedy rollout of a task has the reward `greedy`, or none for `None`."""
 
     def __init__(self, greedy: float | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rollouts of earlier steps that `verl` trains once more: with its own, weighted, counted and kept over a restart."""
+"""Replay in `verl`: rollouts of earlier steps are trained again, weighted, counted, and restored after a restart."""
 
 from __future__ import annotations
 

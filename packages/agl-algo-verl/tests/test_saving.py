@@ -1,4 +1,4 @@
-"""Steps that wait to be saved: what a kill between two saves leaves ends like a run that nothing disturbed."""
+"""Steps that are not saved yet: after a kill between two saves, the run ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Small:
         self.on_call: Callable[[int], None] = lambda number: None
 
     def write(self, task: dict[str, str], llm: agl.LLM) -> float:
-        """One call; the reward is arbitrary and follows from the answer."""
+        """Make one call; the reward is an arbitrary function of the answer."""
         self.calls += 1
         self.on_call(self.calls)
         with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
@@ -75,18 +75,18 @@ class Small:
         )
 
     def steps(self, kind: str) -> list[str]:
-        """The steps whose files of a kind are on disk."""
+        """Return the names of the steps that have files of a kind on disk."""
         return sorted(path.name for path in self.folder.glob(f"**/verl/{kind}/[0-9]*"))
 
     def outcome(self) -> Mapping[str, Any]:
-        """The ledger and the last weights."""
+        """Return the record of trained rollouts, and the last weights."""
         newest = max(self.folder.glob("**/verl/weights/[0-9]*"))
         state = AutoModelForCausalLM.from_pretrained(newest).state_dict()
         weights = {name: tensor.tolist() for name, tensor in state.items()}
         return {"ledger": asyncio.run(self._ledger()), "newest": newest.name, "weights": weights}
 
     def largest(self, name: str) -> float:
-        """The largest value of a metric."""
+        """Return the largest value of a metric over all steps."""
         return max(metric.value for metric in asyncio.run(self._read(lambda store: store.metrics("small", name=name))))
 
     async def _ledger(self) -> Mapping[str, int]:
@@ -109,7 +109,7 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     lora_rank: int,
     takes_from_memory: bool,
 ) -> None:
-    """A copy of the folder at some moment is what a kill at that moment would leave."""
+    """A kill at some moment leaves the folder like a copy made at that moment."""
     if not takes_from_memory:
         monkeypatch.setattr("agl_algo_verl.local.trainer.offer_of", lambda context, name: None)
     dead = "agl_run.run.saving.worker_is_dead"

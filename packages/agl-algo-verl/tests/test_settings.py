@@ -1,4 +1,4 @@
-"""VERL's configuration keys: what is used, what others decide, and what is refused with which words."""
+"""VERL's configuration keys: those used, those that the experiment decides, and those refused, with the messages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ GUIDE: dict[str, Any] = {
         "total_epochs": 2,
     },
 }
-"""The shape of a configuration for a rented machine with one GPU, as guides write it."""
+"""A configuration for a rented machine with one GPU, with the keys that guides use."""
 
 
 def test_a_guides_configuration_is_taken_and_every_foreign_key_is_answered() -> None:
@@ -119,7 +119,7 @@ def test_every_name_that_verl_registers_is_taken_or_refused_with_a_remedy() -> N
 
 
 NEEDED: dict[str, dict[str, Any]] = {"dro": {"actor.policy_loss.dro_beta": 0.1}}
-"""Keys without which a loss of VERL's is refused."""
+"""Keys that one of VERL's losses requires."""
 
 LACKING = {
     "gdpo": "credit gives one number",
@@ -127,7 +127,7 @@ LACKING = {
     "tir_optimal_token_baseline": "norm of the gradient of every token",
     "bypass_mode": "recorded log-probabilities",
 }
-"""Names that are refused, and the part of the message that says what is missing."""
+"""Names that are refused, and the part of the error message that says what is missing."""
 
 
 @pytest.mark.parametrize("read", [read_settings, read_ray_settings])

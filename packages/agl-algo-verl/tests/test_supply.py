@@ -1,4 +1,4 @@
-"""Groups that are carried over: which are taken, how old they get, and what a restart makes of them."""
+"""Groups that are carried over between steps: the order in which they are taken, their age, and restarts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def keys(*, strategy: str, ahead: int, threshold: int) -> dict[str, Any]:
 
 
 class Town:
-    """Rollouts that take as many turns of the event loop as their group was given; a long one lasts for ever."""
+    """A world in which each group takes a given number of turns of the event loop; a long one never ends."""
 
     def __init__(self, folder: Path, turns: Sequence[int] = ()) -> None:
         self.turns = list(turns)

@@ -1,4 +1,4 @@
-"""Answers that were cut or are long: masked, punished and counted as by agl-algo-torch, on the same rollouts."""
+"""Cut and long answers are masked, penalised and counted as by agl-algo-torch, on the same rollouts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rollout(group: int, place: int) -> Rollout:
 
 
 def played(group: int, place: int, *, reward: float, calls: Sequence[tuple[int, bool]], rows: int) -> Episode:
-    """A rollout of two calls; each has a number of tokens, and was cut or not."""
+    """Return a rollout of two calls; `calls` says for each how many tokens it has, and whether it was cut."""
     ids = [*PROMPT, *range(TOKENS)]
     whole = episode(rollout(group, place), ids, [0.0] * len(ids), reward, rows=rows)
     made = [

@@ -26,12 +26,12 @@ PROMPT, TOKENS = [10, 20, 30], 4
 
 
 def good_tokens(response: list[int]) -> float:
-    """The share of tokens in the upper half of the vocabulary."""
+    """Return the share of tokens in the upper half of the vocabulary."""
     return sum(token >= 128 for token in response) / len(response)
 
 
 def whole_model(weights: Weights) -> Any:
-    """A model of weights, with an adapter merged."""
+    """Return the model with these weights; an adapter is merged."""
     if weights.format == "hf":
         return AutoModelForCausalLM.from_pretrained(weights.uri)
     base: Any = AutoModelForCausalLM.from_pretrained(weights.base_model)
@@ -39,7 +39,7 @@ def whole_model(weights: Weights) -> Any:
 
 
 def adapter(model_dir: Path, folder: Path) -> Weights:
-    """An adapter on disk that changes what its base says."""
+    """Write an adapter that changes the answers of its base; returns its resource."""
     torch.manual_seed(3)
     base: Any = AutoModelForCausalLM.from_pretrained(model_dir)
     model: Any = get_peft_model(base, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"]))
@@ -52,7 +52,7 @@ def adapter(model_dir: Path, folder: Path) -> Weights:
 
 
 class World:
-    """Plays rollouts of two calls with the weights that are live; both calls are on one row, or on a row each."""
+    """Plays rollouts of two calls with the live weights; both calls are on one row, or each on its own row."""
 
     def __init__(self, reward: Callable[[list[int]], float] = good_tokens, *, rows: int = 1, bias: float = 0.0) -> None:
         self.reward, self.rows, self.bias = reward, rows, bias
@@ -86,7 +86,7 @@ OTHERS_QUESTION, OTHERS_ANSWER = [40, 50], [60, 61, 62]
 
 
 def other_call(rollout_id: str, **changes: Any) -> Transition:
-    """The call of an agent on the same weights that the agent filter leaves out."""
+    """Return a call by an agent with the same weights that is not selected for training."""
     call = Transition(
         rollout_id=rollout_id,
         attempt_id=f"{rollout_id}.1",
@@ -101,7 +101,7 @@ def other_call(rollout_id: str, **changes: Any) -> Transition:
 
 
 class SharedWorld(World):
-    """Each rollout also has a call of an agent that is not trained."""
+    """A world in which each rollout also has a call of an agent that is not trained."""
 
     def play(self, order: RolloutOrder) -> Episode:
         played = super().play(order)
@@ -109,7 +109,7 @@ class SharedWorld(World):
 
 
 def episode(rollout: Rollout, ids: list[int], logprobs: list[float], reward: float, *, rows: int = 1) -> Episode:
-    """Two calls of half the response each, on one row or on a row each."""
+    """Return an episode of two calls with half of the response each, on one row or on two."""
     middle = len(PROMPT) + (len(ids) - len(PROMPT)) // 2
     bounds = [(len(PROMPT), middle), (middle, len(ids))]
     parts = [Segment(start=a, stop=b, span_id=f"{rollout.rollout_id}/{i}") for i, (a, b) in enumerate(bounds)]
@@ -143,7 +143,7 @@ def episode(rollout: Rollout, ids: list[int], logprobs: list[float], reward: flo
 
 
 def config(**keys: Any) -> dict[str, Any]:
-    """A small configuration; names such as `actor.ppo_epochs` are put below `actor_rollout_ref`."""
+    """Return a small configuration; names such as `actor.ppo_epochs` are put below `actor_rollout_ref`."""
     nested: dict[str, Any] = {
         "algorithm": {"adv_estimator": "grpo"},
         "data": {"train_batch_size": 2},
@@ -163,7 +163,7 @@ def config(**keys: Any) -> dict[str, Any]:
 
 
 def scenario(model_dir: Path, world: World | None = None, **keys: Any) -> AlgorithmScenario:
-    """The algorithm with a small configuration in a world."""
+    """Return a scenario that runs the algorithm with a small configuration in a world."""
     return AlgorithmScenario(
         make=lambda: VERL(threads=1, **config(**keys)),
         play=(world or World()).play,

@@ -30,7 +30,7 @@ SECRET = b"a secret of the gateway's own tests"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run coroutine tests in an event loop of their own, for a limited time."""
+    """Run each coroutine test in a new event loop, with a time limit."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
@@ -42,7 +42,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @dataclass
 class Stage:
-    """One gateway at work, with the store behind it and the backend before it."""
+    """A running gateway, its store, and the model server behind it."""
 
     gateway: EmbeddedGateway
     store: Store
@@ -51,7 +51,7 @@ class Stage:
     tokens: AttemptTokens = field(default_factory=lambda: AttemptTokens(SECRET))
 
     async def open_attempt(self) -> tuple[str, str]:
-        """Enqueue and claim a rollout; returns its attempt's id and token."""
+        """Enqueue and claim a rollout; returns the id and the token of its attempt."""
         rollout = Rollout(rollout_id=new_rollout_id(), task={"question": "?", "answer": "!"}, hidden=("answer",))
         await self.store.enqueue([rollout])
         claims = await self.store.claim(worker="test")
@@ -60,16 +60,16 @@ class Stage:
         return attempt.attempt_id, token
 
     def openai(self, token: str, **settings: object) -> AsyncOpenAI:
-        """A client that calls as the attempt of ``token``."""
+        """Return an OpenAI client that calls the gateway with ``token``."""
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=token, **{"max_retries": 0, "timeout": 60.0, **settings})  # type: ignore[arg-type]
 
     async def spans(self, attempt_id: str) -> list[Span]:
-        """The attempt's spans, once they are all in the store."""
+        """Return the attempt's spans, once all of them are in the store."""
         await self.gateway.settle(attempt_id)
         return await self.store.spans(attempt_id.rpartition(".")[0], attempt_id=attempt_id)
 
     async def calls(self, attempt_id: str) -> list[ModelCall]:
-        """The attempt's model calls, once they are all in the store."""
+        """Return the attempt's model calls, once all of them are in the store."""
         return [span.call for span in await self.spans(attempt_id) if span.call is not None]
 
 
@@ -84,7 +84,7 @@ StageFactory = Callable[..., AbstractAsyncContextManager[Stage]]
 
 @pytest.fixture
 def stage(server: ScriptedModelServer, tmp_path: Path) -> StageFactory:
-    """Makes a stage: ``async with stage(upstreams=..., is_trained=...) as it``."""
+    """Return a factory of stages: ``async with stage(upstreams=..., is_trained=...) as it``."""
 
     @asynccontextmanager
     async def make(
@@ -113,7 +113,9 @@ ServiceFactory = Callable[..., AbstractAsyncContextManager[GatewayService]]
 
 @pytest.fixture
 def serving(server: ScriptedModelServer) -> ServiceFactory:
-    """Makes a service in the test's own event loop: ``async with serving(backend=..., max_body=...) as it``."""
+    """Return a factory of services in the test's event loop: ``async with serving(backend=..., max_body=...) as
+    it``.
+    """
 
     @asynccontextmanager
     async def make(

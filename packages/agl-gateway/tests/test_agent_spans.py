@@ -1,4 +1,4 @@
-"""An attempt's own token records no attributes on which rewards rely as a runner's."""
+"""With an attempt's own token, nobody can record the attributes that only runners set and rewards rely on."""
 
 from collections.abc import Awaitable, Callable
 

@@ -1,4 +1,4 @@
-"""The rules for Prometheus on the page about alerts, against what a gateway shows to it."""
+"""The Prometheus rules in the documentation of alerts work on the metrics that a gateway exports."""
 
 import re
 from pathlib import Path

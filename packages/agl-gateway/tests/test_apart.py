@@ -1,4 +1,4 @@
-"""A gateway in a process of its own: killed, stopped by a signal, paused and told new keys, it loses no call."""
+"""A gateway in a separate process loses no call when it is killed, stopped, paused or given new keys."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ Apart = Callable[..., AbstractAsyncContextManager[tuple[Stage, GatewayProcess]]]
 
 @pytest.fixture
 def apart(server: ScriptedModelServer, tmp_path: Path) -> Apart:
-    """Makes a stage whose gateway is a process of its own: ``async with apart(health_s=...) as (stage, gateway)``."""
+    """Return a factory of stages with a separate process: ``async with apart(health_s=...) as (stage, gateway)``."""
 
     @asynccontextmanager
     async def make(
@@ -62,13 +62,13 @@ def apart(server: ScriptedModelServer, tmp_path: Path) -> Apart:
 
 
 async def ask(client: openai.AsyncOpenAI, text: str) -> str:
-    """A model call; returns the answer's id."""
+    """Make a model call; returns the answer's id."""
     answer = await client.chat.completions.create(model="main_llm", messages=[{"role": "user", "content": text}])
     return answer.id
 
 
 async def ended(pid: int) -> None:
-    """Return once there is no process of that number, or only its remains."""
+    """Wait until the process ``pid`` has ended, or is a zombie."""
 
     def is_gone() -> bool:
         try:

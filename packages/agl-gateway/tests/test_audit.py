@@ -1,4 +1,4 @@
-"""What the admin token changes leaves a line that says who did what, when and with what result, and holds no secret."""
+"""Every change by the admin token is logged with its caller, time and result, and without secrets."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ TASK = "a task that no line holds"
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The lines of an audit log."""
+    """Return the parsed lines of an audit log."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -30,7 +30,7 @@ def packed(piece: bytes, *, count: int = 1, wbits: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def bombs() -> dict[str, bytes]:
-    """Bodies of some 200 KB that inflate to 200 MB, by their content-encoding."""
+    """Return bodies of some 200 KB that decompress to 200 MB, by content encoding."""
     piece, count = b"[" * (1 << 20), 200
     inner = packed(piece, count=count, wbits=GZIP)
     return {
@@ -45,7 +45,7 @@ def bombs() -> dict[str, bytes]:
 
 @contextlib.asynccontextmanager
 async def probed(url: str) -> AsyncIterator[list[float]]:
-    """Ask for ``/healthz`` every 100 ms meanwhile; the list holds the seconds of each answer."""
+    """Request ``/healthz`` every 100 ms while the block runs; the list collects the seconds of each answer."""
     waits: list[float] = []
 
     async def probe() -> None:
@@ -165,7 +165,7 @@ async def test_body_of_millions_of_values_is_refused_and_holds_up_nobody(stage, 
 
 @pytest.mark.parametrize("shift", range(16))
 async def test_brackets_in_strings_do_not_count_wherever_a_body_is_cut(shift: int):
-    """The repeated text has 16 bytes as JSON, so that the shifts move each of them to where two pieces meet."""
+    """The repeated text takes 16 bytes as JSON, so the shifts move each of its bytes to the border of two pieces."""
     text = shift * " " + '\\\\\\"[[[[\\\\' * 60_000
     await check_values(json.dumps([text, [[]] * 190_000]).encode())
     with pytest.raises(Problem, match="more than 200,000 lists"):

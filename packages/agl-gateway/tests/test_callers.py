@@ -1,4 +1,4 @@
-"""Coding agents are known by what they send anyway, and their helper calls do not train."""
+"""Coding agents are recognised by the headers and bodies that they send anyway, and their helper calls do not train."""
 
 import json
 from typing import Any

@@ -39,7 +39,7 @@ async def claude(it: Any, token: str) -> AsyncIterator[anthropic.AsyncAnthropic]
 
 
 async def row_lengths(it: Any, attempt_id: str) -> tuple[list[int], int]:
-    """The trained tokens of each row of an attempt, and the number of sampled ones."""
+    """Return the number of trained tokens in each row of an attempt, and the number of sampled tokens."""
     spans = await it.spans(attempt_id)
     (rollout,) = await it.store.rollouts(RolloutQuery(ids=(attempt_id.rpartition(".")[0],)))
     (attempt,) = await it.store.attempts(rollout.rollout_id)
@@ -133,7 +133,7 @@ async def test_parallel_calls_of_messages_and_their_results_are_one_row(stage, i
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["plain", "streamed"])
 async def test_parallel_calls_of_responses_and_their_results_are_one_row(stage, is_streamed: bool):
-    """Arguments keep their spelling; one tool is in a namespace, and one takes free text."""
+    """The arguments keep their exact text; one tool is in a namespace, and one takes free text."""
     inner = {"type": "function", "name": "add", "parameters": SCHEMA}
     tools: list[Any] = [
         {"type": "namespace", "name": "math", "tools": [inner]},
@@ -170,7 +170,7 @@ async def test_parallel_calls_of_responses_and_their_results_are_one_row(stage, 
 
 
 def chat_chunks(message: dict[str, Any], reason: str = "stop") -> list[dict[str, Any]]:
-    """A streamed chat completion, the thoughts and the text of which come in two pieces each."""
+    """Return the chunks of a streamed chat completion, with thoughts and text in two pieces each."""
     head = {"id": "chatcmpl-7", "object": "chat.completion.chunk", "created": 5, "model": "scripted"}
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     for key in ("reasoning_content", "content"):
@@ -197,13 +197,13 @@ TRANSLATIONS = {"messages": MessagesTranslation, "responses": ResponsesTranslati
 
 
 def translated(dialect: Any, asked: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the translation of a call, and the chat completion that it asks for."""
+    """Return the translation of a call, and the chat completion request that it makes."""
     translation = TRANSLATIONS[dialect]()
     return translation, translation.asked(Request(dialect, msgspec.json.encode(asked))).to_dict() or {}
 
 
 def events_of(dialect: Any, data: bytes, *, step: int = 7, asked: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """The events that a client gets for a chat completion that arrives in odd pieces; pings are left out."""
+    """Return the client's events, without pings, for a chat completion that arrives in pieces of ``step`` bytes."""
     translation, _ = translated(dialect, {"model": "m", "stream": True, **(asked or {})})
     stream = translation.stream()
     found = b"".join(stream.feed(data[at : at + step]) for at in range(0, len(data), step)) + stream.end()
@@ -266,7 +266,7 @@ ANSWERS = st.tuples(st.text(max_size=12), st.text(max_size=12), CALLS).filter(an
 
 
 def message_of(text: str, thoughts: str, calls: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """An answer as a server sends it, without what it does not have."""
+    """Return an answer's message as a server sends it; empty parts are left out."""
     listed = [
         {"id": f"c{at}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for at, (name, arguments) in enumerate(calls)
@@ -279,7 +279,7 @@ def message_of(text: str, thoughts: str, calls: Sequence[tuple[str, str]]) -> di
 @settings(max_examples=60)
 @given(ANSWERS, st.integers(1, 40))
 def test_answers_come_back_as_the_very_message(answer: Any, step: int):
-    """A client without a memory sends back the message that the server wrote, streamed or not."""
+    """A client that stores nothing else sends back the very message that the server wrote, streamed or not."""
     message = message_of(*answer)
     body = msgspec.json.encode({"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
     user = {"role": "user", "content": "go on"}
@@ -299,7 +299,7 @@ def test_answers_come_back_as_the_very_message(answer: Any, step: int):
 
 
 def _without_text(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items as Codex keeps them: without the text of thoughts."""
+    """Return the items as Codex stores them: without the text of thoughts."""
     return [
         {key: value for key, value in item.items() if key != "content" or item["type"] != "reasoning"}
         for item in output
@@ -307,7 +307,7 @@ def _without_text(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _accumulated(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The content of a streamed message, without the text of thoughts, as a client may keep it."""
+    """Return the content of a streamed message without the text of thoughts, as a client may store it."""
     blocks: list[dict[str, Any]] = []
     for event in events:
         delta = event.get("delta", {})
@@ -556,7 +556,7 @@ def test_streams_that_fail_or_have_no_end_say_so():
 
 @pytest.mark.parametrize("data", [as_stream([{"error": {"message": "no memory"}}]), b""], ids=["error", "nothing"])
 def test_response_that_fails_at_once_has_begun_before(data: bytes):
-    """OpenAI's client takes no other event than the beginning for the first."""
+    """OpenAI's client accepts no other event before ``response.created``."""
     created, begun, failed = events_of("responses", data)
     assert ["response.created", "response.in_progress", "response.failed"] == [
         event["type"] for event in (created, begun, failed)
@@ -585,7 +585,7 @@ def chat_body(message: dict[str, Any], reason: str = "stop") -> bytes:
 
 @asynccontextmanager
 async def chat_only(seen: list[str], *, statuses: list[int] | None = None, encoding: str = "") -> AsyncIterator[str]:
-    """A server that has chat completions and nothing else; it begins with the errors of ``statuses``."""
+    """Run a server that has only chat completions; its first answers are errors with these ``statuses``."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         seen.append(request.path)
@@ -637,7 +637,7 @@ async def test_frozen_model_is_asked_as_the_client_asks_unless_its_server_has_on
 
 @pytest.mark.parametrize("status", [401, 429, 503])
 async def test_error_does_not_show_that_a_server_lacks_an_api(stage, status: int):
-    """Anthropic's server, for one, answers 404 for a model that it does not know."""
+    """For example, Anthropic's server answers 404 for a model that it does not know."""
     seen: list[str] = []
     asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
     async with (
@@ -700,7 +700,7 @@ async def test_compaction_is_a_summary_by_the_policy_and_goes_on_from_it(stage):
 
 
 async def test_compaction_without_a_summary_is_an_error(stage):
-    """A policy that thinks until the context is full writes none, and the conversation would be lost."""
+    """A policy that thinks until its context is full writes no summary, and the conversation would be lost."""
     thinking = {"role": "assistant", "content": None, "reasoning_content": "where was I"}
     async with stage() as it:
         attempt_id, token = await it.open_attempt()

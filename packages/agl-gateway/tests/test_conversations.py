@@ -1,4 +1,4 @@
-"""Conversations as rollouts: they run while they go on, end by themselves or when told, and train."""
+"""Conversations become rollouts: they run while calls arrive, end when idle or on request, and train."""
 
 import asyncio
 import json
@@ -40,13 +40,13 @@ SECRET = b"a secret of the gateway's own tests"
 
 @dataclass(frozen=True, kw_only=True)
 class Talk:
-    """A client of a gateway in any process, and a view of the store."""
+    """A client of a gateway, in this or another process, with a view of the store."""
 
     url: str
     store: SQLiteStore
 
     async def say(self, conversation: str, *texts: str) -> dict[str, str]:
-        """The answer's headers; ``texts`` are all that was said, the user's turn first."""
+        """Make a call and return the response headers; ``texts`` are all turns so far, beginning with the user's."""
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
         body = {"model": "main_llm", "messages": messages}
@@ -83,7 +83,7 @@ class Talk:
         await self.store.append_spans([span])
 
     async def until_ended(self, headers: dict[str, str]) -> float:
-        """Seconds until the conversation is over."""
+        """Wait until the conversation is over; returns how many seconds that took."""
         started = time.monotonic()
 
         async def status() -> str:
@@ -108,7 +108,7 @@ def backend():
 async def serve(
     folder: Path, backend: ScriptedModelServer, *, idle_s: float = 600.0, split: str = "", client_key: str = CLIENT
 ) -> AsyncIterator[Talk]:
-    """A gateway over the folder's database, with a store object of its own as in another process."""
+    """Run a gateway on the folder's database, with a separate store object, as another process would have."""
     store = SQLiteStore(f"sqlite:///{folder}/served.db")
     versions = ("w1", "w2") if split else ("",)
     upstream = Upstream(name="main_llm", base_url=backend.base_url, model="scripted", is_trained=True)
@@ -236,7 +236,7 @@ async def test_without_a_client_token_and_a_split_nobody_converses(tmp_path, bac
 
 @pytest.fixture
 def start(tmp_path: Path, backend: ScriptedModelServer) -> Iterator[Callable[[int], "subprocess.Popen[str]"]]:
-    """Starts `agl serve` on a port, for conversations that may be silent for five seconds."""
+    """Return a function that starts `agl serve` on a port, with conversations that end after five idle seconds."""
     started: list[subprocess.Popen[str]] = []
 
     def make(port: int) -> "subprocess.Popen[str]":
@@ -263,7 +263,7 @@ def stop(process: "subprocess.Popen[str]") -> None:
 
 @pytest.mark.long
 async def test_killed_gateway_goes_on_with_its_conversations(tmp_path, start):
-    """The conversation is one attempt before and after, and ends as long after its last call as any other."""
+    """The conversation stays one attempt, and ends as long after its last call as any other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])

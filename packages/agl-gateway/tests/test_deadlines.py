@@ -1,4 +1,4 @@
-"""Requests that never end are ended, and nobody else waits for them."""
+"""Requests that never end are cut off, and no other request waits for them."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ async def connect(service: GatewayService) -> tuple[asyncio.StreamReader, asynci
 
 
 async def healthy(service: GatewayService) -> bool:
-    """Ask for ``/healthz`` on a new connection."""
+    """Return true if ``/healthz`` answers on a new connection."""
     reader, writer = await connect(service)
     writer.write(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
     answer = await reader.read()
@@ -110,7 +110,7 @@ MIB = 1024 * 1024
 
 
 async def begin(service: GatewayService, headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send the head of a request to the store, without its body."""
+    """Send the headers of a store request, without its body."""
     reader, writer = await connect(service)
     head = f"POST /store/rollouts HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{headers}"
     writer.write(f"{head}\r\nAuthorization: Bearer {ADMIN}\r\n\r\n".encode())
@@ -119,7 +119,7 @@ async def begin(service: GatewayService, headers: str) -> tuple[asyncio.StreamRe
 
 
 async def ask(service: GatewayService, *, size: int) -> bytes:
-    """Send a whole request of ``size`` bytes; returns its answer."""
+    """Send a complete request of ``size`` bytes; returns the response."""
     body = b'{"query":{}}'.ljust(size)
     reader, writer = await begin(service, f"Connection: close\r\nContent-Length: {size}")
     writer.write(body)

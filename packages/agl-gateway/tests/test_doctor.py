@@ -1,4 +1,4 @@
-"""``agl doctor`` names what is wrong with a deployment, and only that."""
+"""``agl doctor`` reports the faults of a deployment, and nothing else."""
 
 import json
 import os
@@ -33,7 +33,7 @@ class SkewedStore(MemoryStore):
 
 @pytest.fixture(autouse=True)
 def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine with nothing wrong: its own state folder, a random key, no token."""
+    """Set up a machine without faults: a separate state folder, a random key, no token."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("AGL_SECRET", "0f1e2d3c4b5a69788796a5b4c3d2e1f0")
     monkeypatch.delenv("AGL_TOKEN", raising=False)
@@ -45,7 +45,7 @@ def manager() -> PluginManager:
 
 
 async def wrong(patient: Patient, manager: PluginManager) -> dict[str, Finding]:
-    """The findings that are not well, by check."""
+    """Return the findings that are not ok, by check."""
     found = await examine(patient, manager)
     assert found
     return {finding.check: finding for finding in found if finding.state != "ok"}

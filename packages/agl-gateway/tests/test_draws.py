@@ -12,7 +12,7 @@ HEADER = "x-agl-seed"
 
 
 async def seeds_of(it, server, words, *, seed=7, model="main", at_once=False, attempts=1):
-    """Ask once for each word in the last attempt of a rollout; returns the seeds that the server got, by call."""
+    """Make a call for each word in the last attempt of a rollout; returns the seed that the server got each time."""
     metadata = {} if seed is None else {"seed": seed}
     rollout = Rollout(rollout_id=new_rollout_id(), task={}, metadata=metadata, retry=RetryPolicy(max_attempts=3))
     await it.store.enqueue([rollout])

@@ -1,4 +1,4 @@
-"""The token of an attempt that has ended appends late spans, and nothing that counts."""
+"""The token of an attempt that has ended appends late spans, but no rewards and no model calls."""
 
 import aiohttp
 import pytest
@@ -19,7 +19,7 @@ def span(attempt_id: str, name: str, **fields) -> Span:
 
 
 async def ended(it) -> tuple[str, str]:
-    """An attempt that has appended a reward with its token and then ended; its id and token."""
+    """Return id and token of an attempt that has appended a reward with its token and then ended."""
     attempt_id, token = await it.open_attempt()
     store = HttpStore(it.url, token=token)
     await store.append_spans([span(attempt_id, "in time", reward=Reward(value=0.5))])

@@ -1,4 +1,4 @@
-"""Backends that fail, clients that leave, and the load of many calls at once."""
+"""Backends that fail, clients that disconnect, and the load of many calls at once."""
 
 import asyncio
 import time

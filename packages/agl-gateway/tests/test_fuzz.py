@@ -1,4 +1,4 @@
-"""Mutated requests to every route: the gateway answers none of them with a 500, and goes on answering others."""
+"""The gateway answers no mutated request, on any route, with a 500, and stays available for others."""
 
 import asyncio
 import contextlib
@@ -50,14 +50,14 @@ HEADERS = [
 
 @dataclass
 class Sample:
-    """A request as it should be."""
+    """A valid request."""
 
     line: bytes
     body: object = None
 
 
 def samples(rollout_id: str, attempt_id: str) -> list[Sample]:
-    """One sound request for every route of a gateway."""
+    """Return a valid request for every route of a gateway."""
     message = [{"role": "user", "content": "hi"}]
     call = {"model": "main_llm", "messages": message, "n": 1, "seed": 1, "metadata": {}, "tools": [], "max_tokens": 3}
     span = {"rollout_id": rollout_id, "attempt_id": attempt_id, "span_id": "a" * 16, "name": "s", "attributes": {}}
@@ -82,14 +82,14 @@ def samples(rollout_id: str, attempt_id: str) -> list[Sample]:
 
 
 class Mutator:
-    """Makes requests out of samples, by a seed."""
+    """Makes invalid requests from samples, with a random generator of a fixed seed."""
 
     def __init__(self, seed: int, token: str) -> None:
         self._random = random.Random(seed)
         self._token = token
 
     def request(self, sample: Sample) -> bytes:
-        """Return the bytes of a request that is wrong in one or more places."""
+        """Return the bytes of a request with one or more errors."""
         body = b"" if sample.body is None else json.dumps(self._mutated(sample.body)).encode()
         line = sample.line
         if self._random.random() < 0.3:
@@ -120,7 +120,7 @@ class Mutator:
 
 
 async def exchange(service: GatewayService, request: bytes) -> tuple[bytes, float]:
-    """Send a request on a connection of its own; returns the answer's start and the seconds that it took."""
+    """Send a request on a new connection; returns the start of the response, and the seconds that it took."""
     watch = stopwatch()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
     answer = b""
@@ -135,7 +135,7 @@ async def exchange(service: GatewayService, request: bytes) -> tuple[bytes, floa
 
 @contextlib.asynccontextmanager
 async def backend() -> AsyncIterator[str]:
-    """A model API that answers everything with an empty object, so that each 500 is the gateway's own."""
+    """Run a model API that answers every request with an empty object, so that any 500 is the gateway's own."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -151,7 +151,7 @@ async def backend() -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def probing(service: GatewayService) -> AsyncIterator[list[float]]:
-    """Ask for ``/healthz`` every 100 ms; the list has the seconds that the process took over each answer."""
+    """Request ``/healthz`` every 100 ms while the block runs; the list collects the process seconds of each answer."""
     waits: list[float] = []
 
     async def probe() -> None:
@@ -172,7 +172,7 @@ async def probing(service: GatewayService) -> AsyncIterator[list[float]]:
 
 
 async def attempt_token(service: GatewayService) -> tuple[Attempt, str]:
-    """An attempt that runs, and its token."""
+    """Return a running attempt and its token."""
     await service.store.enqueue([Rollout(rollout_id=new_rollout_id(), task={})])
     attempt = (await service.store.claim(worker="w", lease_s=3600))[0].attempt
     token = service.tokens.issue(attempt.rollout_id, attempt.attempt_id, expires_at=time.time() + 3600)
@@ -180,7 +180,7 @@ async def attempt_token(service: GatewayService) -> tuple[Attempt, str]:
 
 
 async def fuzz(service: GatewayService, requests: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
-    """Send the requests, several at once; returns those that were answered with 500, with the answers."""
+    """Send the requests, several at once; returns those answered with 500, each with its response."""
     left, failed = iter(requests), list[tuple[bytes, bytes]]()
 
     async def send() -> None:
@@ -194,7 +194,7 @@ async def fuzz(service: GatewayService, requests: Iterable[bytes]) -> list[tuple
 
 
 def memory() -> int:
-    """Bytes of memory that this process uses: after a collection, and without what the allocator keeps for later."""
+    """Return the bytes of memory in use, after a garbage collection and without what the allocator keeps in reserve."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # a libc without malloc_trim
         ctypes.CDLL("libc.so.6").malloc_trim(0)

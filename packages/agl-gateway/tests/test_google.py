@@ -31,7 +31,7 @@ TOOLS = types.Tool(function_declarations=[ADD])
 
 @asynccontextmanager
 async def client(it: Any, token: str, *, base: str = "") -> AsyncIterator[Any]:
-    """Google's own client, on httpx: on aiohttp it warns about itself."""
+    """Return Google's client over httpx, because over aiohttp it emits warnings."""
     async with httpx.AsyncClient(timeout=60.0) as http:
         options = types.HttpOptions(base_url=base or it.url, httpx_async_client=http)
         yield genai.Client(api_key=token, vertexai=False, http_options=options).aio.models
@@ -73,7 +73,7 @@ async def test_stream_arrives_in_pieces_and_ends_with_its_usage(stage):
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["plain", "streamed"])
 async def test_parallel_calls_and_their_results_continue_the_very_tokens(stage, is_streamed):
-    """The arguments keep their spelling, which parsing would lose, so that both calls are one row."""
+    """The arguments keep their exact text, which parsing would lose, so both calls are in one row."""
     called = (ToolCall("add", '{ "a": [1,2] }'), ToolCall("add", '{"a":[3]}'))
     async with stage() as it:
         it.server.enqueue(Reply(text="let me see", tool_calls=called), Reply(text="6"))
@@ -174,7 +174,7 @@ async def test_model_may_have_a_colon_in_its_name(stage):
 
 
 def translated_stream(chunks: list[Any], *, is_sse: bool = True) -> bytes:
-    """Return what a client gets for the chunks of a chat completion."""
+    """Return the bytes that a client gets for the chunks of a chat completion."""
     stream = GoogleTranslation(model="m", is_streamed=True, is_sse=is_sse).stream()
     return stream.feed(b"".join(b"data: %b\n\n" % json.dumps(one).encode() for one in chunks)) + stream.end()
 
@@ -282,7 +282,7 @@ def test_odd_bodies_become_requests(body: Any):
 
 
 def test_one_object_in_place_of_a_list_is_read():
-    """Google's API takes both, and so do examples in its documentation."""
+    """Google's API accepts either form, and examples in its documentation use both."""
     body = asked(
         system_instruction={"parts": {"text": "be brief"}},
         contents={"role": "user", "parts": {"text": "hi"}},

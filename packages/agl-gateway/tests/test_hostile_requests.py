@@ -1,4 +1,4 @@
-"""Requests that nobody sends by intent get an answer of 4xx that says what is wrong, and the gateway goes on."""
+"""Malformed requests get a 4xx response that says what is wrong, and the gateway continues."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""The remote store is a store: the conformance suite through a real server."""
+"""The HTTP store passes the conformance suite of stores, through a real server."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ class TestHttpStore(StoreConformance):
 
 
 def _served(stack: ExitStack, path: Path) -> StoreLocation:
-    """A gateway over a new store, until the stack is closed."""
+    """Run a gateway on a new store until the stack is closed; returns where the store is."""
     store = SQLiteStore(f"sqlite:///{path}")
     gateway = EmbeddedGateway()
     url = asyncio.run(gateway.start(store=store, upstreams=[], secret=SECRET))

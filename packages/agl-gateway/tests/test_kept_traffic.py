@@ -1,4 +1,4 @@
-"""A gateway for production traffic keeps a share of the conversations, whole ones, and those with a good reward."""
+"""A gateway for production traffic records a share of the conversations, and those with a good reward, each whole."""
 
 import time
 from collections.abc import AsyncIterator
@@ -32,13 +32,13 @@ HOUR = 3600.0
 
 
 class Talk:
-    """A client of a gateway, and a view of its store."""
+    """A client of a gateway, with a view of the gateway's store."""
 
     def __init__(self, url: str, store: SQLiteStore) -> None:
         self.url, self.store = url, store
 
     async def say(self, conversation: str, *, stream: bool = False) -> dict[str, str]:
-        """Return the answer's headers; the answer itself is always the same."""
+        """Make a call and return the response headers; the answer's text is always the same."""
         body = {"model": "main_llm", "stream": stream, "messages": [{"role": "user", "content": "hi"}]}
         async with self._post("/v1/chat/completions", conversation, body) as reply:
             text = await reply.text()

@@ -1,4 +1,4 @@
-"""A request's body is parsed once on its way from the client to the record, in the process and in the gateway."""
+"""A request body is parsed only once in the client's process, and only once in the gateway."""
 
 import json
 import subprocess

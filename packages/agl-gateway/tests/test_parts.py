@@ -1,4 +1,4 @@
-"""The gateway's small parts: registration, counters, the gate, traces, the OpenAPI table."""
+"""The gateway's small components: registration, counters, the gate, traces, the OpenAPI document."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""An attempt that calls or records without end is stopped, and its record says why."""
+"""An attempt that makes calls or appends spans without end is stopped, and its record says why."""
 
 import openai
 import pytest

@@ -1,4 +1,4 @@
-"""A worker elsewhere, which knows the gateway only by its URL, finds every answered call before it decides."""
+"""A worker on another machine, which knows only the gateway's URL, finds every answered call before it decides."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from .conftest import StageFactory
 
 
 class BusyStore(MemoryStore):
-    """A store that is slow to write, so that a reader who does not wait comes too early."""
+    """A store with slow writes: a reader that does not wait misses the newest spans."""
 
     async def append_spans(self, spans: Sequence[Span]) -> None:
         await asyncio.sleep(0.05)

@@ -23,30 +23,30 @@ OTHER = b"a secret of somebody else entirely"
 
 
 class Runner:
-    """Runs nothing: answers each attempt with what it was told to."""
+    """A runner that runs no agent and returns prescribed outcomes."""
 
     def __init__(self, answer: Callable[[Claim], Outcome]) -> None:
         self._answer = answer
 
     async def start(self) -> None:
-        """Nothing is shared."""
+        """Do nothing."""
 
     async def execute(self, claim: Claim) -> Outcome:
-        """The answer."""
+        """Return the prescribed outcome."""
         return self._answer(claim)
 
     async def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing."""
 
 
 def failing(claim: Claim) -> Outcome:
-    """The outcome of an agent that got no answer."""
+    """Return the outcome of an agent that got no answer."""
     error = ErrorInfo(type="APIConnectionError", message="Connection error.")
     return Outcome(attempt_id=claim.attempt.attempt_id, status="failed", error=error)
 
 
 def a_claim() -> Claim:
-    """Some attempt."""
+    """Return a claim for tests in which its content does not matter."""
     rollout = Rollout(rollout_id=new_rollout_id(), task={})
     attempt = Attempt(rollout_id=rollout.rollout_id, attempt_id=f"{rollout.rollout_id}.1", number=1, worker="test")
     return Claim(rollout=rollout, attempt=attempt)

@@ -1,4 +1,4 @@
-"""A policy of several servers: which one a rollout's calls go to, and what happens when a server dies."""
+"""A policy with several servers: the server that a rollout's calls go to, and the failure of a server."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def spread(server, others):
 
 
 def serving(servers, rollout_id):
-    """The server that a rollout's calls go to."""
+    """Return the server to which a rollout's calls go."""
     by_url = {server.base_url: server for server in servers}
     return by_url[Replicas(list(by_url)).ranked(rollout_id)[0]]
 

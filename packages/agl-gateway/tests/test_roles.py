@@ -1,4 +1,4 @@
-"""Calls go to the policy that names who makes them, whatever model name the code sends."""
+"""Calls go to the policy whose ``agents`` match their caller, whatever model name the code sends."""
 
 import asyncio
 

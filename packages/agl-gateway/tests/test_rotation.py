@@ -1,4 +1,4 @@
-"""Keys are exchanged under load: no call fails meanwhile, and an old token is refused after its line is gone."""
+"""Keys are replaced under load: no call fails meanwhile, and an old token is refused once its key is removed."""
 
 import asyncio
 from pathlib import Path
@@ -24,11 +24,11 @@ from .conftest import SECRET, Stage, StageFactory
 OLD, NEW = SECRET.decode(), "another key of the gateway's own tests"
 STEPS = (f"{OLD}\n{NEW}\n", f"{NEW}\n{OLD}\n", f"{NEW}\n")
 CALLS = 25
-"""Calls that every client makes between two changes."""
+"""Number of calls that every client makes between two changes of the keys."""
 
 
 def write(path: Path, content: str) -> None:
-    """Exchange the file as a whole."""
+    """Replace the file in one atomic operation."""
     draft = path.with_name("draft")
     draft.write_text(content)
     draft.chmod(0o600)
@@ -45,7 +45,7 @@ class Agents:
         self.is_over = False
 
     async def work(self) -> None:
-        """Begin attempts with tokens of the first key."""
+        """Open attempts with tokens that the first key signed, and make their calls."""
         while not self.is_over:
             _, token = await self._stage.open_attempt()
             self.held.add(token)
@@ -96,7 +96,7 @@ async def _after(agents: Agents, calls: int) -> None:
 
 
 async def _is_refused(stage: Stage, token: str) -> bool:
-    """Whether the gateway no longer knows who signed the token."""
+    """Return true if the gateway no longer accepts the token's signature."""
     try:
         async with stage.openai(token) as client:
             await client.chat.completions.create(model="main_llm", messages=[{"role": "user", "content": "hi"}])

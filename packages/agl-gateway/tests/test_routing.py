@@ -1,4 +1,4 @@
-"""The wire hook and the gateway send a call to the same policy, whoever makes it and whatever model it names."""
+"""The wire hook and the gateway send a call to the same policy, for every caller and model name."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -36,7 +36,7 @@ def policies(draw: st.DrawFn) -> tuple[Upstream, ...]:
 
 
 def send(upstreams: tuple[Upstream, ...], model: str, names: list[str], *, gateway_url: str) -> tuple[Any, list[str]]:
-    """The request that leaves the hook, and the policies that it has recorded."""
+    """Return the request that the wire hook sends, and the policies that it has recorded."""
     sent: list[Any] = []
     recorder = SpanRecorder()
 
@@ -61,7 +61,7 @@ def send(upstreams: tuple[Upstream, ...], model: str, names: list[str], *, gatew
 
 
 def chosen(upstreams: tuple[Upstream, ...], model: str, names: tuple[str, ...] = ()) -> str | int:
-    """The policy that the gateway chooses, or the status of its refusal."""
+    """Return the policy that the gateway chooses, or the status with which it refuses the call."""
     try:
         return Router(upstreams, environ={}).choose(model, names=names).upstream.name
     except Problem as problem:

@@ -1,4 +1,4 @@
-"""In rollouts that train, the server of a policy samples from the full distribution, whatever the agent asks for."""
+"""In rollouts that train, a policy's server samples from the full distribution, whatever parameters the agent sets."""
 
 import time
 
@@ -24,7 +24,7 @@ def upstream(server, sampling):
 
 
 async def ask(it, body, *, endpoint="/chat/completions", mode="train", greedy=()):
-    """Call once in a rollout of that mode; returns the answer, what the server was asked, and the call's spans."""
+    """Make a call in a rollout of that mode; returns the answer, the request that the server got, and the spans."""
     rollout = Rollout(rollout_id=new_rollout_id(), task={}, mode=mode)
     if greedy:
         rollout = as_greedy(rollout, greedy)

@@ -27,11 +27,11 @@ headers = {{ Authorization = "Bearer {token}" }}
 include-path = "/v1/traces"
 enabled = false
 """
-"""The attempt's token for what an attempt may call; no OTLP messages, because schemathesis writes no protobuf."""
+"""Calls that an attempt may make use its token; OTLP is left out, because schemathesis writes no protobuf."""
 
 
 async def fuzzed(service: GatewayService, folder: Path, *, token: str, examples: int) -> int:
-    """Run the fuzzing phase with so many examples for each operation; returns the number of requests."""
+    """Run the fuzzing phase with ``examples`` examples per operation; returns the number of requests."""
     (folder / "schemathesis.toml").write_text(CONFIG.format(admin=ADMIN, token=token))
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json", "--phases=fuzzing"]
     command += [f"--max-examples={examples}", "--checks=not_a_server_error", "--seed=1", "--no-shrink"]

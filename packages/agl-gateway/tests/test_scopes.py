@@ -1,6 +1,6 @@
-"""Every route of a gateway, and every method of its store, answers those kinds of tokens that it is for, and no others.
+"""Every gateway route and store method accepts exactly the kinds of tokens that it is meant for.
 
-A route or a scope that is new and stands in no table here fails a test, so that none is open by accident.
+A new route or scope that is missing from the tables here fails a test, so that nothing is open by accident.
 """
 
 import re
@@ -61,20 +61,20 @@ ROUTES: dict[str, set[str]] = {
     "POST /v1beta/models/*:generateContent": CALLERS,
     "POST /v1beta/models/*:streamGenerateContent": CALLERS,
 }
-"""The tokens that each route takes while a split, and so conversations, are served and the status is protected."""
+"""The scopes that each route accepts on a gateway that serves a split and conversations, with a protected status."""
 
 WORKER = {
     *("announce", "append_spans", "attempts", "claim", "count_rollouts", "experiments", "finish", "presences"),
     *("recordings", "renew", "resource", "rollouts", "spans", "withdraw"),
 }
-"""The methods of the store that a worker's token may call."""
+"""The store methods that a worker's token may call."""
 
 REFUSED = (401, 403)
 
 
 @asynccontextmanager
 async def everything(server: ScriptedModelServer) -> AsyncIterator[tuple[GatewayService, dict[str, str]]]:
-    """A gateway with all that it can serve, and a token of each scope by its name."""
+    """Run a gateway that serves everything it can; yields it with a token of each scope, by scope."""
     store, tokens, soon = MemoryStore(), AttemptTokens(SECRET), time.time() + 600
     await store.publish([ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="hi"))])
     await store.enqueue([Rollout(rollout_id="ro-1", task={}, experiment="mine", resources={"prompt": "v1"})])
@@ -108,7 +108,7 @@ async def everything(server: ScriptedModelServer) -> AsyncIterator[tuple[Gateway
 
 
 async def status(session: aiohttp.ClientSession, url: str, name: str, token: str) -> int:
-    """The status of a route's answer to a request that no handler can carry out, or to a harmless one."""
+    """Return the status for a request to a route; the request is harmless or cannot be carried out."""
     method, _, path = name.partition(" ")
     path = path.replace("*:", "main_llm:").replace("/store/*", "/store/append_spans").replace("*", "prompt")
     headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -145,7 +145,7 @@ async def test_every_method_of_the_store_takes_the_tokens_of_its_row_and_no_othe
 
 
 def test_openapi_names_the_tokens_that_each_route_takes() -> None:
-    """``/metrics`` is described as it is without protection, and the store's methods have lists of their own."""
+    """``/metrics`` is documented as without protection; the store's methods have their own lists."""
     left_out = {"GET /metrics", "GET /openapi.json", "POST /peers", "POST /peers/metrics", "POST /store/*", "HEAD /"}
     found = {
         f"{method.upper()} {re.sub(r'{.*?}', '*', path)}": {name for one in about.get("security", []) for name in one}

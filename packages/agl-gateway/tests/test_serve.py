@@ -1,4 +1,4 @@
-"""``agl serve`` as a process: what it acknowledged survives ``kill -9``, and OTLP exporters find a home."""
+"""``agl serve`` as a process: acknowledged calls survive ``kill -9``, and OTLP exporters can send spans to it."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ KILLS = 15
 
 
 class Serve:
-    """One ``agl serve`` at a time over one database."""
+    """Runs ``agl serve`` on one database, one process at a time."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder

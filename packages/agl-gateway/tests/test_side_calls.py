@@ -1,4 +1,4 @@
-"""Requests beside model calls, such as counts of tokens, are answered and never recorded."""
+"""Requests that are no model calls, such as token counts, are answered and never recorded."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def policy_at(address: str) -> Upstream:
 
 @asynccontextmanager
 async def backend(routes: dict[str, Any], *, status: int = 200) -> AsyncIterator[tuple[str, list[Any]]]:
-    """A server with an answer for each path; gives its address and the requests that it got."""
+    """Run a server with a fixed answer per path; yields its address and the list of requests that it got."""
     seen: list[Any] = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -47,7 +47,7 @@ async def backend(routes: dict[str, Any], *, status: int = 200) -> AsyncIterator
 
 
 async def post(url: str, body: Any, token: str) -> tuple[int, Any, bool]:
-    """Status, answer, and whether the count was estimated."""
+    """Send a request; returns the status, the answer, and whether the token count was estimated."""
     headers = {"x-api-key": token} if token else {}
     async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as reply:
         return reply.status, await reply.json(), ESTIMATED_HEADER in reply.headers

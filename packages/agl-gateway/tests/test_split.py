@@ -1,4 +1,4 @@
-"""A serving split over real sockets: shares, stickiness, routing, conversations, and what the arms earned."""
+"""A serving split over real sockets: shares, stickiness, routing, conversations, and the rewards of the arms."""
 
 import asyncio
 import os
@@ -51,7 +51,7 @@ HALVES = "production=0.5,candidate=0.5"
 
 
 class Served:
-    """One gateway of several over a database, and what a client does with it."""
+    """One of several gateways on a database, with helpers for a client of it."""
 
     def __init__(self, service: GatewayService, url: str) -> None:
         self.store = service.store
@@ -59,7 +59,7 @@ class Served:
         self.http = HttpStore(url, token=ADMIN)
 
     async def open_attempt(self) -> tuple[Rollout, str]:
-        """A rollout that a client queues and claims; with its attempt's token."""
+        """Enqueue and claim a rollout; returns it with the token of its attempt."""
         (queued,) = await self.http.enqueue([Rollout(rollout_id=new_rollout_id(), task={})])
         (claim,) = await self.http.claim(worker="test", lease_s=600)
         attempt = claim.attempt
@@ -68,7 +68,7 @@ class Served:
         return claim.rollout, token
 
     async def ask(self, token: str, *, conversation: str = "", text: str = "hi", **more: Any) -> tuple[str, Any]:
-        """The answer's text and headers."""
+        """Make a call; returns the answer's text and the response headers."""
         async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0) as client:
             reply = await client.chat.completions.with_raw_response.create(
                 model="main_llm",
@@ -79,7 +79,7 @@ class Served:
             return reply.parse().choices[0].message.content or "", reply.headers
 
     async def get(self, path: str, token: str, **headers: str) -> tuple[int, Any]:
-        """Status and JSON of a GET."""
+        """Send a GET request; returns the status and the JSON body."""
         sent = {"authorization": f"Bearer {token}", **headers}
         async with aiohttp.ClientSession() as session, session.get(f"{self.url}{path}", headers=sent) as reply:
             return reply.status, await reply.json()
@@ -87,7 +87,7 @@ class Served:
 
 @asynccontextmanager
 async def serve(folder: Path, split: str | None = HALVES, upstreams: Sequence[Upstream] = ()) -> AsyncIterator[Served]:
-    """A gateway over the folder's database, with a store object of its own as in another process."""
+    """Run a gateway on the folder's database, with a separate store object, as another process would have."""
     service = GatewayService(
         store=SQLiteStore(f"sqlite:///{folder}/served.db"),
         upstreams=upstreams,
@@ -108,7 +108,7 @@ async def serve(folder: Path, split: str | None = HALVES, upstreams: Sequence[Up
 
 
 async def publish(folder: Path, *versions: ResourceVersion, labelled: Sequence[str] = ()) -> None:
-    """Publish versions, and label the first ones of each name."""
+    """Publish versions, and give each of ``labelled`` to the first version of every name."""
     store = SQLiteStore(f"sqlite:///{folder}/served.db")
     await store.publish(versions)
     names = dict.fromkeys(version.name for version in versions)
@@ -134,7 +134,7 @@ def servers():
 
 
 def two(servers: tuple[ScriptedModelServer, ScriptedModelServer]) -> list[Upstream]:
-    """One upstream for each version of the policy."""
+    """Return one upstream for each of the policy's two versions."""
     old, new = servers
     return [
         Upstream(name="main_llm", base_url=old.base_url, model="scripted", model_version="w1"),
@@ -415,7 +415,7 @@ async def test_conversation_whose_record_was_removed_is_opened_again(tmp_path, s
 
 
 class Process:
-    """`agl serve --split` as a process that can be killed."""
+    """Runs `agl serve --split` as a process that a test can kill."""
 
     def __init__(self, folder: Path, backend: str) -> None:
         self._folder = folder
@@ -437,7 +437,10 @@ class Process:
 
 
 class Traffic:
-    """Clients that queue rollouts and hold conversations, whatever becomes of the server; and what they were told."""
+    """Clients that keep queueing rollouts and making conversation calls, whatever happens to the server.
+
+    They record the answers that they get.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -473,7 +476,7 @@ class Traffic:
                 self.answered[reply.headers["x-agl-rollout-id"]] += 1
 
     async def more(self) -> None:
-        """Return once either kind has had ten more answers."""
+        """Wait until rollouts and conversations have each had ten more answers."""
         placed, answered = len(self.placed), self.answered.total()
         await eventually(lambda: len(self.placed) >= placed + 10 and self.answered.total() >= answered + 10)
 

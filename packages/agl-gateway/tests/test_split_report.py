@@ -1,4 +1,4 @@
-"""A serving split: shares, placements, what the arms earned, and promotion on that evidence."""
+"""A serving split: shares, placements, the rewards of its arms, and promotion on that evidence."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ VERSIONS = [
 
 
 async def labelled(store: Store, **pointing: str) -> None:
-    """Publish the versions; `production="prompt@v1"` points a label."""
+    """Publish the versions that the labels name; `production="prompt@v1"` points a label at a version."""
     await store.publish(VERSIONS)
     for label, target in pointing.items():
         name, _, version = target.partition("@")
@@ -50,7 +50,7 @@ async def labelled(store: Store, **pointing: str) -> None:
 async def serve(
     store: Store, rewards: dict[str, Sequence[float | None]], *, name: str = "r", experiment: str = ""
 ) -> None:
-    """Finish rollouts whose arm is the one asked for, one by reward; ``None`` has none, ``nan`` fails."""
+    """Finish one rollout per reward in each arm; ``None`` means without a reward, ``nan`` a failed rollout."""
     pins = await pins_of(store, list(SPLIT.shares))
     waiting = {label: list(values) for label, values in rewards.items()}
     for index in range(10_000):
@@ -191,7 +191,7 @@ def test_rollouts_of_one_conversation_share_an_arm() -> None:
 
 
 def test_fiellers_interval_agrees_with_a_search_and_with_welch() -> None:
-    """The ends are where |new - r old| equals t times its standard error."""
+    """At each end of the interval, |new - r old| equals t standard errors."""
     old, new = [2.0, 3.0, 4.0, 5.0, 6.0], [4.0, 5.0, 6.0, 7.0, 8.0]
     result = compare(old, new)
     assert result.ratio_low is not None
@@ -242,7 +242,7 @@ def test_report_counts_what_was_placed_between_the_present_versions() -> None:
 
 
 async def finish(store: Store, rollout: Rollout, *, status: AttemptStatus = "succeeded") -> None:
-    """Run a rollout that gets no reward."""
+    """Run a rollout without a reward."""
     await store.enqueue([rollout])
     (claim,) = await store.claim(worker="w")
     await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status=status)])
@@ -307,7 +307,7 @@ def test_arm_with_a_single_reward_has_a_mean_and_neither_interval_nor_comparison
 
 
 def test_report_leaves_out_what_is_unplaced_cancelled_or_placed_between_other_labels() -> None:
-    """A split of three arms compares each pair of them; one of two arms says nothing about a third."""
+    """A split of three arms compares every pair of them; a split of two arms says nothing about a third."""
     wide = parse_split("production=0.3,candidate=0.3,canary=0.4")
 
     async def body() -> list[SplitReport]:
@@ -333,7 +333,7 @@ def test_report_leaves_out_what_is_unplaced_cancelled_or_placed_between_other_la
 
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[..., Result]:
-    """``command("split")`` runs `agl resources split` on a store with served arms."""
+    """Return a function that runs `agl resources split` on a store with served arms: ``command("split")``."""
     path = tmp_path / "runs.db"
 
     def call(*arguments: str, rewards: dict[str, Sequence[float | None]] | None = None, tools: bool = False) -> Result:

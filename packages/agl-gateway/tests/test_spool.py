@@ -1,4 +1,4 @@
-"""Calls outlast a store that is slow, gone, full or refuses, and a gateway that ends."""
+"""Calls survive a store that is slow, away, full or refusing, and a gateway that ends."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ from .conftest import ADMIN, SECRET
 
 
 class FickleStore(MemoryStore):
-    """A store that goes away, is slow, or refuses the spans of some attempts."""
+    """A store that a test can make unavailable, slow, or refuse the spans of some attempts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ async def open_attempt(it: GatewayService) -> tuple[str, str]:
 
 
 async def call(it: GatewayService, token: str, text: str = "hi", **body: object) -> tuple[int, str, Mapping[str, str]]:
-    """One call through the gateway: status, text and headers of the answer."""
+    """Make a call through the gateway; returns status, text and headers of the response."""
     asked = {"model": "main_llm", "messages": [{"role": "user", "content": text}], **body}
     async with (
         aiohttp.ClientSession(headers={"authorization": f"Bearer {token}"}) as session,
@@ -88,7 +88,7 @@ async def call(it: GatewayService, token: str, text: str = "hi", **body: object)
 
 
 async def texts(store: MemoryStore, attempt_id: str) -> list[str]:
-    """The questions of the attempt's stored calls, in the order of the store."""
+    """Return the questions in the attempt's stored calls, in the order of the store."""
     found = await store.spans(attempt_id.rpartition(".")[0], attempt_id=attempt_id)
     return [span.call.request["messages"][0]["content"] for span in found if span.call is not None]
 
@@ -135,7 +135,7 @@ async def test_store_that_is_gone_costs_no_call_and_gets_each_once(serving, tmp_
 
 
 async def test_gauges_follow_the_queue_within_a_second(serving, tmp_path):
-    """Length and bytes with the answer of a call, and the age to a second."""
+    """The number of calls and bytes is right once a call is answered, and the age within a second."""
     store = FickleStore()
     async with serving(store=store, spool=tmp_path) as it:
         attempt_id, token = await open_attempt(it)
@@ -480,12 +480,12 @@ async def test_store_keeps_its_identity_for_all_who_ask(tmp_path):
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that ends does not try for long."""
+    """Make a gateway that stops give up on the store quickly."""
     monkeypatch.setattr("agl_gateway.record.recorder._SPOOL_STOP_S", 0.3)
 
 
 async def test_age_of_the_queue_is_that_of_its_oldest_call(serving):
-    """Calls that were queued later and are stored already do not make the oldest one younger."""
+    """Calls that were queued later, but are stored already, do not change the oldest call's age."""
     store = FickleStore()
     async with serving(store=store) as it:
         stuck, token = await open_attempt(it)

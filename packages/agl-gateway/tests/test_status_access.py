@@ -1,4 +1,4 @@
-"""The gateway's status is read by those who know its address or its token, and by no page in a browser."""
+"""The gateway's status is readable with a known host name or a token, but not by a page in a browser."""
 
 import socket
 

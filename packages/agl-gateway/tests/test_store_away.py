@@ -1,4 +1,4 @@
-"""A store that is away for a moment behind a balancer is waited for; what is not a store is named at once."""
+"""A store that is briefly unavailable behind a balancer is waited for; a server that is no store is named at once."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ DELAYS_S = (0.001, 0.002, 0.003)
 RESTART_S = (0.004, 0.005)
 
 Answer = tuple[int, bytes, str]
-"""Status, body and ``Retry-After`` of an answer."""
+"""Status, body and ``Retry-After`` header of a response."""
 
 AWAY: dict[str, Answer] = {
     "502": (502, HTML, ""),
@@ -39,7 +39,7 @@ AWAY: dict[str, Answer] = {
 
 
 class Balancer:
-    """Gives the answers in ``answers``, the last of them for ever."""
+    """Sends the responses in ``answers`` in order, and then the last one again and again."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -63,7 +63,7 @@ def result(value: object) -> Answer:
 
 @asynccontextmanager
 async def balanced(*answers: Answer) -> AsyncIterator[tuple[Balancer, HttpStore]]:
-    """A balancer with these answers, and the client of the store behind it."""
+    """Run a balancer with these responses; yields it and a client of the store behind it."""
     balancer = Balancer()
     balancer.answers = list(answers)
     app = web.Application()
@@ -81,7 +81,7 @@ async def balanced(*answers: Answer) -> AsyncIterator[tuple[Balancer, HttpStore]
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Milliseconds in place of half a minute."""
+    """Shorten the delays from half a minute to milliseconds."""
     monkeypatch.setattr(client, "RETRY_DELAYS_S", DELAYS_S)
     monkeypatch.setattr(client, "RESTART_DELAYS_S", RESTART_S)
 

@@ -1,4 +1,4 @@
-"""A stream ends with its last event, whatever words the answer is about, and nobody sees that event too early."""
+"""A stream ends with its last event, whatever its text says, and no client sees that event too early."""
 
 import asyncio
 import json
@@ -26,14 +26,14 @@ REASONS = {"/chat/completions": "stop", "/completions": "stop", "/responses": "c
 GOOGLE = "/v1beta/models/main_llm:streamGenerateContent?alt=sse"
 
 SILENCE_S = 0.15
-"""Longer than a body may stay open after the last event, where ``quick_end`` is used."""
+"""Longer than a body may stay open after the last event in tests with ``quick_end``."""
 
 PIECES = (*(f"print('data: {mark}\\n\\n') " for mark in MARKS), "and that is all")
 SPEECH = Reply(text="".join(PIECES), chunks=PIECES, chunk_delay=SILENCE_S)
-"""An answer about the ends of all streams, with a silence after each of them."""
+"""An answer whose text contains the end marks of all streams, with a pause after each."""
 
 SPOKEN = "".join(f'data: {mark}\\n\\nevent: {mark}\\ndata: {{\\"type\\": \\"{mark}\\"}}\\r\\n' for mark in MARKS)
-"""Text about the ends of all streams, as it stands within a JSON string."""
+"""Text that contains the end marks of all streams, as it appears inside a JSON string."""
 
 CHAT = 'data: {"choices": [{"index": 0, "delta": {"content": "%s"}, "finish_reason": %s}]}\n\n'
 DELTA = 'event: response.output_text.delta\ndata: {"type": "response.output_text.delta", "delta": "%s"}\n\n'
@@ -55,7 +55,7 @@ ENDS = (
 
 
 def before(end: str) -> str:
-    """Events that come before this one and are about all of them."""
+    """Return the events before the event ``end``; their text mentions it."""
     return "".join(event % SPOKEN for event in (DELTA, BLOCK, ITEM)) + CHAT % (SPOKEN, "null") + ": [DONE]\n\n"
 
 
@@ -99,7 +99,7 @@ def test_what_only_looks_like_an_end_is_none(data: str) -> None:
 
 
 async def streamed(it: Any, token: str, path: str, body: Any) -> str:
-    """The answer's bytes as text; raises where the connection breaks off."""
+    """Return the bytes of a streamed answer as text; raises if the connection breaks off."""
     headers = {"authorization": f"Bearer {token}"}
     async with aiohttp.ClientSession(headers=headers) as session, session.post(it.url + path, json=body) as reply:
         assert 200 == reply.status
@@ -108,7 +108,7 @@ async def streamed(it: Any, token: str, path: str, body: Any) -> str:
 
 @pytest.fixture
 def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The body of a stream that stays open after its last event is taken for ended soon."""
+    """Shorten the time that a body may stay open after the last event of its stream."""
     monkeypatch.setattr(streams, "_END_OF_BODY_S", 0.05)
 
 
@@ -143,7 +143,7 @@ async def test_translated_answer_about_ends_of_streams_arrives_whole_after_a_sil
 
 
 class Backend:
-    """A server that streams pieces with a silence between them, and ends the body when it is told to."""
+    """A server that streams pieces with a pause between them, and ends the body when the test tells it to."""
 
     def __init__(self, pieces: list[str], *, pause_s: float) -> None:
         self._pieces = pieces
@@ -162,7 +162,7 @@ class Backend:
 
 @asynccontextmanager
 async def streaming(*pieces: str, pause_s: float = 0.0) -> AsyncIterator[tuple[Backend, list[Upstream]]]:
-    """A backend that streams ``pieces`` and leaves the body open, and the policy that it serves."""
+    """Run a backend that streams ``pieces`` and leaves the body open; yields it with its policy's upstream."""
     backend = Backend(list(pieces), pause_s=pause_s)
     app = web.Application()
     app.router.add_post("/{path:.*}", backend.handle)
@@ -181,7 +181,7 @@ def event(kind: str, **fields: Any) -> str:
 
 
 def answer_of(endpoint: str) -> list[str]:
-    """The events of an answer about the end of streams, the last one by itself."""
+    """Return the events of an answer whose text contains end marks; the last event is a separate item."""
     text = "print('[DONE] message_stop response.completed')"
     if endpoint == "/chat/completions":
         return [CHAT % (text, "null"), CHAT % ("", '"stop"'), "data: [DONE]\n\n"]
@@ -208,7 +208,7 @@ def answer_of(endpoint: str) -> list[str]:
 async def test_last_event_ends_the_stream_though_the_body_stays_open_and_its_pieces_are_slow(
     stage, tmp_path: Path, endpoint: str
 ) -> None:
-    """It takes longer than a test may where the gateway waits for the backend's silence instead, 600 seconds."""
+    """If the gateway waited for the backend's silence instead, the test would take 600 seconds."""
     *said, last = answer_of(endpoint)
     pieces = [*said, *(last[at:end] for at, end in pairwise([0, 4, 9, len(last) - 2, len(last) - 1, len(last)]))]
     async with (

@@ -1,4 +1,4 @@
-"""A model's thoughts survive clients that keep no more of them than a field that they cannot read."""
+"""A model's thoughts survive clients that store nothing of them but a field that they cannot read."""
 
 import json
 from collections.abc import AsyncIterator
@@ -113,7 +113,7 @@ def test_text_in_which_a_seal_is_quoted_stays():
 
 @asynccontextmanager
 async def backend(body: Any, events: list[Any], seen: list[Any]) -> AsyncIterator[str]:
-    """A server that answers with thoughts and signs none of them, in events that arrive in odd pieces."""
+    """Run a server whose answers hold unsigned thoughts; its events arrive in pieces of odd sizes."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         seen.append(await request.json())
@@ -138,7 +138,7 @@ async def backend(body: Any, events: list[Any], seen: list[Any]) -> AsyncIterato
 
 
 async def answer(it: Any, path: str, token: str, body: Any) -> list[dict[str, Any]]:
-    """The answer, or its events, as the client gets them."""
+    """Return the answer, or its events, as the client gets them."""
     sent = {"authorization": f"Bearer {token}"}
     async with aiohttp.ClientSession() as session, session.post(it.url + path, json=body, headers=sent) as reply:
         text = await reply.text()
@@ -203,7 +203,7 @@ def test_foreign_thoughts_are_left_alone():
 
 
 async def test_fields_of_harnesses_reach_the_policy_and_the_record(stage):
-    """Cache marks, tools in namespaces, and system messages in the middle of a conversation stay what they are."""
+    """Cache marks, tools in namespaces, and system messages within a conversation reach both unchanged."""
     marked = {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}
     messages = {
         "model": "main_llm",

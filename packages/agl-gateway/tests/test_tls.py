@@ -1,4 +1,4 @@
-"""A gateway with a certificate of an authority that the test makes."""
+"""A gateway with a certificate from an authority that the test creates."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ params = {{ tls_cert = "cert.pem", tls_key = "key.pem" }}
 
 
 def write(authority: trustme.CA, folder: Path, *names: str) -> tuple[Path, Path]:
-    """A new certificate, for this machine unless names are given, and its key."""
+    """Write a new certificate, by default for this machine, and its key; returns their paths."""
     made = authority.issue_cert(*(names or ("localhost", "127.0.0.1")))
     cert, key = folder / "cert.pem", folder / "key.pem"
     made.private_key_pem.write_to_path(key)
@@ -76,7 +76,7 @@ def authority(tmp_path: Path) -> trustme.CA:
 
 
 async def serial(port: int, authority: trustme.CA) -> int:
-    """The number of the certificate that a new connection gets."""
+    """Return the serial number of the certificate that a new connection gets."""
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
@@ -133,7 +133,7 @@ async def test_renewed_certificate_serves_new_connections_without_a_restart(serv
 
 
 async def test_certificate_that_is_being_exchanged_is_no_error(tmp_path, authority, monkeypatch):
-    """The files may go away right after somebody has seen them."""
+    """The files may disappear right after the gateway has seen that they exist."""
     cert, key = write(authority, tmp_path)
     certificate = Certificate(cert, key)
     monkeypatch.setattr(Path, "exists", lambda path: True)
@@ -166,7 +166,7 @@ async def test_store_and_worker_trust_the_authority_of_a_file_alone(serving, tmp
 
 
 async def _asked(url: str) -> int:
-    """The cursor of the store that a gateway serves."""
+    """Return the cursor of the store that a gateway serves."""
     store = HttpStore(url, token=ADMIN)
     try:
         return await store.cursor()
@@ -215,7 +215,7 @@ async def _knows(store, number: int) -> bool:
 
 @pytest.mark.long
 def test_agents_of_an_experiment_with_a_certificate_call_its_gateway_over_tls(tmp_path, authority):
-    """In this process and in one of their own, they trust the authority by the line of the file alone."""
+    """Agents in this process and in a separate one trust the authority because of one line in the experiment's file."""
     write(authority, tmp_path)
     folder = tmp_path / "experiment"
     folder.mkdir()

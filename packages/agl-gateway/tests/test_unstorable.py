@@ -1,4 +1,4 @@
-"""Calls that no store can keep as they are, and stores that refuse for a while: nothing is lost, nobody else waits."""
+"""Calls that no store can hold unchanged, and stores that refuse for a while: nothing is lost, and no one waits."""
 
 import asyncio
 import http.client
@@ -22,7 +22,7 @@ BODY: dict[str, Any] = {"model": "main_llm", "messages": [{"role": "user", "cont
 
 
 def post(url: str, token: str, body: dict[str, Any], headers: dict[str, bytes]) -> int:
-    """Send a call with header values of any bytes, which careful clients refuse to send; returns the status."""
+    """Send a call whose header values may be any bytes, which careful clients refuse to send; returns the status."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
     try:

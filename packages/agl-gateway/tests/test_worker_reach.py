@@ -1,4 +1,4 @@
-"""A worker's token does a worker's work in its experiment, and nothing of another experiment is within its reach."""
+"""A worker's token allows a worker's tasks in its experiment, and reaches nothing of other experiments."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,7 +35,7 @@ LONG_AGO = 3600.0
 
 
 def span(attempt_id: str, *, reward: float | None = None) -> Span:
-    """A span of an attempt."""
+    """Return a span of the attempt, with a reward if one is given."""
     return Span(
         rollout_id=attempt_id.rpartition(".")[0],
         attempt_id=attempt_id,
@@ -48,7 +48,7 @@ def span(attempt_id: str, *, reward: float | None = None) -> Span:
 
 
 def rollout(name: str, experiment: str, version: str) -> Rollout:
-    """A rollout with a hidden field."""
+    """Return a rollout whose task has a hidden field."""
     task = {"question": "?", "answer": f"the answer of {experiment}"}
     resources = {"prompt": version}
     return Rollout(rollout_id=name, task=task, hidden=("answer",), experiment=experiment, resources=resources)
@@ -56,11 +56,11 @@ def rollout(name: str, experiment: str, version: str) -> Rollout:
 
 @dataclass
 class Two:
-    """A store with a running attempt and a queued rollout of each of two experiments, ``mine`` and ``other``."""
+    """A store with two experiments, ``mine`` and ``other``, each with a running attempt and a queued rollout."""
 
     it: Stage
     worker: HttpStore
-    """The store as a worker of ``mine`` sees it."""
+    """The store, opened with a worker's token for ``mine``."""
 
 
 @asynccontextmanager
@@ -143,11 +143,11 @@ FOREIGN: dict[str, Call] = {
     "move_label": lambda s: s.move_label(LabelMove(name="prompt", label="production", version="mine-1")),
     "make a token": lambda s: s.make_worker_token("other", valid_s=60),
 }
-"""Calls that a worker's token of ``mine`` does not allow."""
+"""Calls that a worker's token for the experiment ``mine`` does not allow."""
 
 
 async def snapshot(it: Stage) -> list[Any]:
-    """All that the calls could have changed."""
+    """Return everything that the calls could have changed."""
     store = it.store
     recordings = [one async for one in read_recordings(store, RolloutQuery(), spans="all")]
     presences = [await store.presences(name) for name in ("mine", "other")]

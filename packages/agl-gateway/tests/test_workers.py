@@ -1,4 +1,4 @@
-"""``agl serve --workers``: calls that are spread over processes and gateways are recorded, counted and ended as one."""
+"""``agl serve --workers``: calls spread over processes and gateways are recorded, counted and settled together."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ SECRET = "a secret of the gateway's own tests"
 
 
 class Serve:
-    """``agl serve`` with several processes over one SQLite file."""
+    """Runs ``agl serve`` with several processes on one SQLite file."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ class Serve:
         return (self.folder / "serve.log").read_text()
 
     def pids(self, count: int) -> list[int]:
-        """The processes that serve, once as many do."""
+        """Wait until ``count`` processes serve; returns their ids."""
         found: dict[str, int] = {}
         for line in self.text.splitlines():
             if " serves as " in line:
@@ -90,7 +90,7 @@ def options(server: ScriptedModelServer, folder: Path, *more: str) -> list[str]:
 
 
 async def call(url: str, key: str, text: str, *, retry: int = 0) -> int:
-    """A model call on a connection of its own, so that calls spread; returns the status."""
+    """Make a model call on a new connection, so that calls spread over processes; returns the status."""
     body = {"model": "main_llm", "messages": [{"role": "user", "content": text}]}
     headers = {"authorization": f"Bearer {key}", "x-stainless-retry-count": str(retry)}
     async with (
@@ -102,7 +102,7 @@ async def call(url: str, key: str, text: str, *, retry: int = 0) -> int:
 
 
 async def opened(store: HttpStore | MemoryStore, **metadata: object) -> tuple[str, str, str]:
-    """A running attempt: its rollout, its id and its token."""
+    """Open an attempt; returns the rollout's id, the attempt's id and the attempt's token."""
     await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=1, metadata=metadata)])  # type: ignore[arg-type]
     (claim,) = await store.claim(worker="test", lease_s=600)
     attempt = claim.attempt
@@ -117,7 +117,7 @@ async def metrics(url: str) -> dict[str, float]:
 
 
 def by_process(found: Mapping[str, float], name: str) -> Counter[str]:
-    """A metric's sum over its other labels, by process."""
+    """Return a metric's sum per process, over its other labels."""
     sums: Counter[str] = Counter()
     for key, value in found.items():
         if key.startswith(f"{name}{{"):
@@ -268,7 +268,7 @@ def test_processes_that_cannot_start_end_the_command_with_their_reason(tmp_path)
 
 
 class AwayStore(MemoryStore):
-    """A store that answers the third time."""
+    """A store that fails twice and then answers."""
 
     asked = 0
 

@@ -68,7 +68,7 @@ from agl_algo_apo.search.tools import Origin
 from agl_algo_apo.texts.lineage import PromptCandidate
 
 DOUBT_EVERY = 3
-"""The best candidate is measured again each time this many more steps have brought no improvement."""
+"""The best candidate is measured again after each further run of this many steps without an improvement."""
 
 MAX_IDLE = 4
 """The search ends after this many consecutive steps without a proposal that could be tried."""
@@ -180,7 +180,7 @@ class APO(PromptSearch):
             await self._race(parent, passed, step)  # 6 and 7
 
     async def _check_if_done(self, parent: PromptCandidate, step: int) -> None:
-        """Handle a minibatch without a failure: the best candidate may be perfect, or nothing is left to learn."""
+        """Handle a minibatch without failures: measure the best candidate on all tasks, or end the search."""
         # A perfect score on all validation tasks ends the search (`PromptSearch._decide_stop`). Only the best candidate
         # can end it; another parent without failures on D may fail elsewhere.
         if parent.id == self.best.id:
@@ -191,8 +191,8 @@ class APO(PromptSearch):
     async def _remeasure_best(self, step: int) -> None:
         """Measure the best candidate again if nothing has beaten it for a while.
 
-        The winner of many races on one set of tasks was partly lucky on it, and luck that stays in its rewards would
-        keep better texts out. A candidate that lost to that luck may be the best now.
+        The winner of many races on one set of tasks was partly lucky there, and its lucky rewards would keep better
+        texts out. A candidate that lost to such rewards may then become the best.
         """
         progress, scores, best = self.progress, self.evaluator.scores, self.best
         # After every third step without an improvement, once each. It takes up to two validation passes: the tasks that
@@ -234,9 +234,9 @@ class APO(PromptSearch):
         )
 
     async def _failures(self, parent: PromptCandidate, step: int) -> list[int]:
-        """Return training tasks on which the parent falls short: unseen ones first, then the worst.
+        """Return training tasks on which the parent falls short: those that no critic has seen first, then the worst.
 
-        A task is seen once a critic was shown its failure with this parent.
+        A task counts as seen once a critic was shown its failure with this parent.
         """
         # At most B tasks, the minibatch of the paper.
         scores, size = self.evaluator.scores, self.settings.gradient_batch_size
@@ -261,7 +261,7 @@ class APO(PromptSearch):
     async def _gate(
         self, parent: PromptCandidate, pairs: Sequence[tuple[PromptCandidate, Assignment]], step: int
     ) -> list[PromptCandidate]:
-        """Return the children that do better than the parent on the tasks whose failures they were shown.
+        """Return the children that do better than the parent on the tasks of their assignment.
 
         Two kinds of ties pass as well: a child whose tasks all got the worst reward before and after, where no gain
         could show; and every child without a loss, if no child has a gain.
@@ -292,7 +292,7 @@ class APO(PromptSearch):
         return passed
 
     def _gain(self, parent: PromptCandidate, child: PromptCandidate, tasks: Sequence[int]) -> float:
-        """Return m(p_k, D_k) - m(p, D_k) over the tasks measured for both; -1 if there are none."""
+        """Return m(p_k, D_k) - m(p, D_k) over the tasks that both have rewards on; -1 if there is no such task."""
         ours = self.evaluator.scores.rewards(child.id, "train", tasks)
         theirs = self.evaluator.scores.rewards(parent.id, "train", tasks)
         common = [task for task in tasks if task in ours and task in theirs]
@@ -300,7 +300,7 @@ class APO(PromptSearch):
         return fmean(ours[task] - theirs[task] for task in common) if common else -1.0
 
     async def _race(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
-        """Race the merged changes of all children that passed, or each child if their changes conflict."""
+        """Race the merged changes of all children that passed as one candidate, or each child if they conflict."""
         if not passed:
             return
         # Step 6: each sibling repairs another failure, and one race for all costs as much as a race for one.
@@ -326,7 +326,7 @@ class APO(PromptSearch):
                 await contest(self, [best], parent, step=step, purpose="part")
 
     async def _race_best(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
-        """Race only the child with the largest gain at the gate, because draws of demonstrations are much alike."""
+        """Race only the child with the largest gain at the gate, because draws of demonstrations hardly differ."""
         ranked = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)
         for child in ranked[1:]:
             reason = f"gate: {child.gate or 0.0:+.3f}, and {ranked[0].gate or 0.0:+.3f} of {ranked[0].id}"
@@ -337,7 +337,7 @@ class APO(PromptSearch):
     async def _merged(
         self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int
     ) -> tuple[dict[str, str], Sequence[PromptCandidate], Spent] | None:
-        """Return texts with all changes together, the children they come from, and the cost of the request.
+        """Return texts that combine all changes, the children from which they come, and the cost of the request.
 
         Changes are merged line by line. If two conflict, the editor merges the texts of the two best children; its
         request holds one resource's texts, so the two must have changed the same one.
@@ -359,7 +359,7 @@ class APO(PromptSearch):
         return None if text is None else ({**ours, name: text}, (first, second), spent)
 
     async def tidy(self, step: int) -> None:
-        """Remove changes that have not earned their place, before the final measurement."""
+        """Remove the changes that have not earned their place, before the final measurement."""
         # After an outage of the agent's servers no race could be decided.
         can_run = self.progress.stop_reason != "infrastructure"
         if can_run and self.settings.delete_every and self._deletion.unproven():

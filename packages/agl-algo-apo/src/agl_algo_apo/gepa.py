@@ -143,14 +143,14 @@ class GEPA(PromptSearch):
 
 
 class _NoLog:
-    """Drops the library's log, whose facts are in the lineage too."""
+    """A logger for the library that drops everything; the lineage has the same facts."""
 
     def log(self, message: str, *_: Any, **__: Any) -> None:
-        """Ignore a line."""
+        """Drop the message."""
 
 
 class GepaPhase:
-    """Answers the library's adapter during one phase, from the search.
+    """Answers the calls of the library's adapter during one phase, with the search's own tools.
 
     Attributes:
         detail: The reason why the last refused text was refused.
@@ -175,7 +175,7 @@ class GepaPhase:
         self._share = None if left is None or phases <= 1 else left // phases
 
     def close(self) -> None:
-        """Mark as beaten every candidate that was tried but did not join the pool."""
+        """End the phase: mark every candidate that was tried but did not join the pool as beaten."""
         # Accepted candidates are in the pool by now, refused ones are `rejected`.
         lineage = self._search.lineage
         for candidate in lineage.all():
@@ -202,7 +202,7 @@ class GepaPhase:
         return candidate.reason
 
     async def measure(self, texts: TextByName, places: Sequence[TaskPlace]) -> None:
-        """Measure unknown rewards; texts that are then measured on all validation tasks join the pool."""
+        """Measure the rewards that are not known yet; a candidate measured on all validation tasks joins the pool."""
         search = self._search
         # `refusal` is called first, so the candidate is known.
         candidate = search.lineage[candidate_id(texts)]
@@ -219,11 +219,11 @@ class GepaPhase:
             self._enter(candidate)
 
     def known(self, texts: TextByName, place: TaskPlace) -> Measured | None:
-        """Return the outcome of these texts on a task; ``None`` if it is unknown."""
+        """Return the known outcome of these texts on a task; ``None`` if there is none."""
         return self._search.evaluator.scores.get(candidate_id(texts), *place)
 
     async def evidence(self, name: str, texts: TextByName, measured: Sequence[Measured]) -> list[EvidenceRun]:
-        """Return rollouts as evidence about one component."""
+        """Return rollouts as evidence about the component ``name``."""
         search = self._search
         # pi_j, the component under review, of this candidate; its runs are the evidence.
         self._parent = candidate_id(texts)
@@ -237,7 +237,7 @@ class GepaPhase:
         return runs
 
     async def ask(self, request: str, number: int) -> str:
-        """Return the optimiser's answer to the phase's ``number``-th request."""
+        """Ask the optimiser's model; ``number`` counts the phase's requests. Returns the text of the answer."""
         search = self._search
         answer = await search.editor.ask(request, seed=f"{search.context.seed}/{self._step}/{number}")
         self._origin, self._critique = self._origin._replace(spent=answer.spent), before_text(answer.text)
@@ -248,7 +248,10 @@ class GepaPhase:
         return self._search.budget.spent.rollouts
 
     def stop_reason(self) -> Stopped:
-        """Return the reason to stop: a perfect score, or no room for a proposal in the budget or the phase's share."""
+        """Return the reason to stop: a perfect score, or no room for a proposal in the budget or the phase's share.
+
+        The result is ``""`` to continue.
+        """
         search = self._search
         # A perfect score on all of D_pareto ends the search.
         rewards = search.evaluator.scores.rewards(search.best.id, "val").values()
@@ -264,7 +267,7 @@ class GepaPhase:
         return ""
 
     def _enter(self, candidate: PromptCandidate) -> None:
-        """Add a candidate to the pool; if it is the best so far, it becomes the search's best and is written out."""
+        """Add a candidate to the pool; if it is the best so far, make it the search's best and write it out."""
         search = self._search
         # Measured again after a resume; it has already been recorded.
         if candidate.status == "pool":
@@ -283,7 +286,7 @@ class GepaPhase:
             write_best(search.context.workdir, candidate.texts)
 
     def _note_minibatch(self, candidate: PromptCandidate, *, has_passed: bool) -> None:
-        """Record a candidate's result against its parent on the training tasks that both have run."""
+        """Record how a candidate compares with its parent on the training tasks that both have run."""
         search = self._search
         rival = candidate.parents[0] if candidate.parents else search.progress.seed
         report = GateReport(gate="gate on its minibatch", has_passed=has_passed, step=self._step, rival=rival)

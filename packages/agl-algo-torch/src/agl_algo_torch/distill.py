@@ -146,7 +146,7 @@ class Distill(OnPolicy):
         self._tuned = TunedPolicy("distill", settings=settings, saving=saving)
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check the policy and the tasks, and that the teacher answers and has the policy's tokenizer."""
+        """Check the policy and the tasks, and check that the teacher answers and uses the policy's tokenizer."""
         await super().setup(context)
         self._teacher = self._find_teacher(context)
         # q is asked about token ids, so both must split a text alike.
@@ -188,7 +188,7 @@ class Distill(OnPolicy):
         return self._report(metrics, trained=[row.rollout for row in rows], published=published, uses=uses)
 
     async def close(self) -> None:
-        """Drop the model and the teacher."""
+        """Release the model and the teacher."""
         await super().close()
         if hasattr(self, "_teacher"):
             await self._teacher.close()
@@ -207,7 +207,7 @@ class Distill(OnPolicy):
         return ServedTeacher(lambda: context.endpoint(name), name=name, say=context.say)
 
     def _rows(self, groups: Sequence[Sequence[Episode]]) -> tuple[list[RowSample], dict[str, float]]:
-        """Return the rows that train, with the rewards' part of the advantages, and the metrics of the batch."""
+        """Return the rows to train, whose advantages so far come from rewards only, and the metrics of the batch."""
         # The rewards' part: reward_coef A_i at every token of call i, by credit and estimator.
         if self._reward_coef:
             batch = prepare(groups, credit=self._context.credit, estimator=self._estimator.call)
@@ -261,14 +261,16 @@ class Distill(OnPolicy):
 
 
 def taught(sample: RowSample, scores_T: Tensor) -> RowSample:
-    """Return the sample with the teacher's part added to its advantages; `scores_T` is log q of each token."""
+    """Return the sample with log q - log pi added to each token's advantage; `scores_T` is the teacher's log q."""
     # A_t = log q(y_t) - log pi(y_t), pi being the sampler's record: -A_t is the k1 estimate of KL(pi || q) at token t.
     gap_T = (scores_T - sample.behaviour) * sample.mask
     return replace(sample, advantages=sample.advantages + gap_T)
 
 
 def _gap(samples: Sequence[RowSample], scores: Sequence[Tensor]) -> dict[str, float]:
-    """Return as metrics the estimated reverse KL per token in nats, and the share of tokens that the teacher scored."""
+    """Return two metrics: the estimated reverse KL per token, in nats, and the share of tokens that the teacher
+    scored.
+    """
     # KL(pi || q) per token, estimated by the mean of log pi(y_t) - log q(y_t) over all tokens of the step.
     tokens = sum(sample.trained_tokens for sample in samples)
     gaps = [float((s.behaviour - q_T)[s.trained].sum()) for s, q_T in zip(samples, scores, strict=True)]

@@ -192,7 +192,7 @@ class GRPO(OnPolicy):
         held: Sequence[RowSample],
         tokens: TokenNumbers | None = None,
     ) -> dict[str, float]:
-        """Do one optimizer update on whole rollouts, or none if no row has a gradient; returns the metrics."""
+        """Do one optimizer update on whole rollouts and return its metrics; without any gradient, do nothing."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
         # The objective, equation 3, with r_t = pi_theta(o_t | q, o_<t) / pi_theta_old(o_t | q, o_<t):
         #   J = 1/G sum_i 1/|o_i| sum_t { min(r_t A_t, clip(r_t, 1 - eps, 1 + eps) A_t) - beta KL_t(pi_theta, pi_ref) }
@@ -251,13 +251,13 @@ class GRPO(OnPolicy):
         await super().restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        """Return to the weights and optimizer moments of an earlier state, with `rate` times the learning rate."""
         self._replay.pool.clear()  # what other weights drew
         await asyncio.to_thread(self._write_replay, self._tuned.step, ())
         await super().go_back(state, rate=rate)
 
     def measure_update(self, weights: Weights, rows: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of a step's updates on rows of (tokens, trained tokens), for `agl check --forecast`."""
+        """Measure the seconds of a step's updates on rows of (tokens, trained tokens), for `agl check --forecast`."""
         learner = self._tuned.tried_out(weights)
 
         def update(samples: Sequence[RowSample]) -> None:

@@ -121,7 +121,7 @@ def gae(rewards_N: Tensor, values_N: Tensor, *, gamma: float, lam: float) -> tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValuedRow:
-    """A row with the critic's `values` before the update and the `targets` of training, both [T], 0 at other tokens."""
+    """A row with the critic's `values` before the update and the value `targets`, both [T], 0 at other tokens."""
 
     sample: RowSample
     values: Tensor  # V_old(s_t), [T]
@@ -281,7 +281,7 @@ class PPO(OnPolicy):
         return self._report(metrics, trained=[sample.rollout for sample in samples], published=published, uses=uses)
 
     def _returns(self, group: Sequence[Episode]) -> list[dict[str, float]]:
-        """Return, for each episode of a group, the return G_k of every call k by span id."""
+        """Return, for each episode of a group, the return G_k of every call k, by span id."""
         credited = zip(group, self._context.credit.assign(group), strict=True)
         return [
             {credit.span_id: _return_of(credit) for credit in self._overlong.applied(episode, credits)}
@@ -289,7 +289,7 @@ class PPO(OnPolicy):
         ]
 
     def _rows(self, episode: Episode, returns: Mapping[str, float]) -> list[tuple[RowSample, Tensor]]:
-        """Return the trained rows of an episode, each with the rewards at the row's tokens, [T]."""
+        """Return the trained rows of an episode, each with the rewards at its tokens, [T]."""
         if self._mask_truncated:
             returns = without_truncated(episode, returns)
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
@@ -301,7 +301,7 @@ class PPO(OnPolicy):
     def _evaluate(
         self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[tuple[RowSample, Tensor]]
     ) -> list[ValuedRow]:
-        """Return all rows with values, advantages and targets, and with log pi_old if a step has several updates."""
+        """Return all rows with values, advantages and targets; with several updates per step, also with log pi_old."""
         learner.use_threads()
         samples = self._objective.prepared([sample for sample, _ in rows], learner=learner, skips_silent=False)
         # V_old(s_t) of all rows by one pass without gradient: the same values serve GAE and the clip of the value loss.
@@ -320,7 +320,7 @@ class PPO(OnPolicy):
         return self._whitened(valued) if self._gae.is_whitened else valued
 
     def _whitened(self, rows: list[ValuedRow]) -> list[ValuedRow]:
-        """Return the rows with advantages of mean 0 and deviation 1 under the weights of the loss.
+        """Return the rows with advantages scaled to mean 0 and deviation 1, weighted as in the loss.
 
         If all advantages are equal, they become 0. The statistics are those of the whole step, not of one update.
         """
@@ -389,7 +389,7 @@ class PPO(OnPolicy):
         held: Sequence[RowSample],
         tokens: TokenNumbers | None = None,
     ) -> dict[str, float]:
-        """Do one update of the critic, and one of the policy once the critic's warm-up is over; returns metrics."""
+        """Do one update of the critic and, after the critic's warm-up, one of the policy; returns metrics."""
         learner.use_threads()
         samples = [row.sample for row in rows]  # of this step; the critic learns from these alone
         # Critic and policy weight a token alike, so both see a rollout with the same share.
@@ -423,7 +423,10 @@ class PPO(OnPolicy):
     def _replayed(
         self, version: str, samples: Sequence[RowSample], *, uses: Mapping[str, tuple[CallUse, ...]]
     ) -> Replayed[RowSample]:
-        """Return the old rows that a step replays, and store the step's own rows; does nothing during the warm-up."""
+        """Return the old rows that a step replays, and add the step's own rows to the buffer.
+
+        During the critic's warm-up, nothing is replayed or added.
+        """
         # Rollouts of the warm-up are not kept: their A_t come from values near 0.
         if self._tuned.step < self._critic_settings.warmup:
             return Replayed()
@@ -432,11 +435,11 @@ class PPO(OnPolicy):
         return replayed
 
     def state(self) -> Mapping[str, Json]:
-        """Return the state of `OnPolicy`, and the number of the critic's updates."""
+        """Return the state of `OnPolicy` together with the critic's number of updates."""
         return {**super().state(), "critic_updates": self._critic_updates}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint: policy, critic, their optimizer moments, old rollouts and the KL reference."""
+        """Continue from a checkpoint: policy, critic, moments of both, rollouts to replay, KL reference."""
         # The count alone is in the state; weights and moments of V are next to the policy's checkpoint.
         done = state.get("critic_updates")
         self._critic_updates = None if done is None else int(done)
@@ -445,7 +448,7 @@ class PPO(OnPolicy):
         await self._open_critic()
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        """Return to the weights and optimizer moments of an earlier state, with `rate` times the learning rate."""
         self._replay.pool.clear()  # what other weights drew
         self._critic = None  # V of other weights is wrong here; that of the earlier state is read again below
         await asyncio.to_thread(self._write_others, self._tuned.step, ())
@@ -453,7 +456,7 @@ class PPO(OnPolicy):
         await self._open_critic()
 
     async def close(self) -> None:
-        """Drop the model, the critic and the reference."""
+        """Release the model, the critic and the reference."""
         await super().close()
         self._critic = None
 
@@ -471,8 +474,8 @@ class PPO(OnPolicy):
     def _make_critic(self, learner: PolicyLearner, *, step: int = 0) -> CriticLearner:
         """Return the critic of a step's checkpoint, or a new critic for step 0.
 
-        After going back, the factor of the policy's learning rate applies to the critic too, and the curve of the rate
-        goes on from the updates done.
+        After going back, the factor of the policy's learning rate applies to the critic too, and the critic's
+        learning-rate schedule continues from the number of updates done.
         """
         optim = msgspec.structs.replace(self._critic_optim, lr=self._critic_optim.lr * self._tuned.rate)
         # A copy of the policy's network as it is now: it already knows the language and has only the head to learn.
@@ -485,7 +488,7 @@ class PPO(OnPolicy):
 
 
 def _return_of(credit: CallCredit) -> float:
-    """Return the call's return; raises ConfigError for a finished advantage."""
+    """Return the return of a call; raises ConfigError if the credit gives a finished advantage instead."""
     # A finished advantage has its baseline taken off already, and V would be a second one.
     if credit.is_advantage:
         raise ConfigError(
@@ -496,7 +499,7 @@ def _return_of(credit: CallCredit) -> float:
 
 
 def _value_metrics(rows: Sequence[ValuedRow]) -> dict[str, float]:
-    """Return the share of the targets' variance that the critic explains, the mean value and the number of rows.
+    """Return the metrics of the critic: the explained share of the targets' variance, the mean value, and row count.
 
     The share is 1 for a perfect critic, 0 for a constant one, and negative for one that is worse than a constant.
     """

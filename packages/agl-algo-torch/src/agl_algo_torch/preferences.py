@@ -90,7 +90,7 @@ ReferenceKind = Literal["start", "behaviour"]
 Pairing = Literal["extremes", "all"]
 
 MIN_GAP = 1e-6
-"""Rewards closer than this count as equal: the difference may come from rounding in their sums."""
+"""Rewards whose difference is smaller than this count as equal: rounding in a sum may cause such a difference."""
 
 
 def sigmoid(x: float) -> float:
@@ -132,7 +132,7 @@ def kto_loss(ratio: float, *, point: float, is_good: bool, beta: float) -> tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """The log-ratio r of a rollout, summed over the policy's tokens in nats, and the number of these tokens."""
+    """The log-ratio r of a rollout, in nats, summed over the policy's tokens, and the number of those tokens."""
 
     total: float  # r = log pi(rollout) - log ref(rollout)
     tokens: int
@@ -159,17 +159,20 @@ class Example:
 
 
 Judgement = tuple["Mapping[str, float]", dict[str, float]]
-"""The slopes -d loss / d r by rollout id (the update's mean loss, each rollout's log-ratio r), and the metrics."""
+"""The slopes by rollout id, and the metrics of an update.
+
+A slope is -d loss / d r, where the loss is the update's mean loss and r the rollout's log-ratio.
+"""
 
 
 class PreferenceAlgorithm(Supplied, ABC):
-    """Trains one policy against a reference; a subclass makes the examples and computes their loss."""
+    """Base of the algorithms that train on preferences; a subclass makes the examples and computes the loss."""
 
     name: ClassVar[str]
     left_out: ClassVar[str]
-    """Reason that is shown for a rollout in no example: why it teaches nothing."""
+    """Text that says why a rollout that is in no example teaches nothing."""
     read: ClassVar[Callable[[Path], list[WrittenExample]]]
-    """Reads the examples from the file `data`."""
+    """Reads the examples in the file `data`."""
 
     def __init__(
         self,
@@ -183,7 +186,7 @@ class PreferenceAlgorithm(Supplied, ABC):
         saving: Saving,
         idle: Mapping[str, bool],
     ) -> None:
-        """Take the settings; `idle` maps each further setting that has no effect with `data` to whether it is set.
+        """Store the settings; `idle` maps each further setting that has no effect with `data` to whether it is set.
 
         Raises ConfigError if `data` is given together with a setting that would then have no effect.
         """
@@ -202,26 +205,26 @@ class PreferenceAlgorithm(Supplied, ABC):
 
     @abstractmethod
     def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Example]:
-        """Return the examples from a step's groups; rollouts without a reward or without trained tokens are in none."""
+        """Return the examples made of a step's groups; rollouts without a reward or trained tokens are left out."""
 
     @abstractmethod
     def judge(self, examples: Sequence[Example], ratios: Mapping[str, Ratio]) -> Judgement:
-        """Return the slopes of an update's mean loss, and metrics that include the loss; `ratios` are by rollout id."""
+        """Return the slopes of an update's mean loss, and metrics that include the loss; `ratios` is by rollout id."""
 
     @abstractmethod
     def counts(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Return how many examples of each kind a step has, as metrics."""
+        """Return metrics with the number of a step's examples of each kind."""
 
     @abstractmethod
     def notes(self, examples: Sequence[Example]) -> dict[str, str]:
-        """Return, by rollout id, a note about how the examples use each rollout."""
+        """Return, by rollout id, a note on the examples that contain the rollout."""
 
     def weighed(self, examples: list[Example]) -> list[Example]:
-        """Return the examples of a step with their weights set; by default all keep the weight 1."""
+        """Return a step's examples with their weights set; by default every weight is 1."""
         return examples
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that one policy with reachable weights is tuned; read `data`, or prepare the supply of rollouts.
+        """Check that exactly one policy with reachable weights is tuned; read `data`, or prepare the rollout supply.
 
         Raises ConfigError if there is both `data` and a source.
         """
@@ -294,7 +297,7 @@ class PreferenceAlgorithm(Supplied, ABC):
         return given, examples, rows
 
     def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of `tasks` tasks a step draws and how often it runs each; (0, 0) with `data`."""
+        """Return how many of `tasks` tasks a step draws, and how many rollouts per task; (0, 0) with `data`."""
         return (0, 0) if self._data else super().step_size(tasks)
 
     async def _train(self, learner: PolicyLearner, examples: list[Example], rows: list[RowSample]) -> dict[str, float]:
@@ -320,7 +323,7 @@ class PreferenceAlgorithm(Supplied, ABC):
         return averaged(reports)
 
     def _reference_sums(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
-        """Return log ref(rollout) by rollout id, in nats; it stays the same during a step's updates."""
+        """Return log ref(rollout) in nats, by rollout id; the values hold for all updates of a step."""
         if self._reference == "behaviour":
             # The sampler recorded log pi_behaviour of every token that it drew; the mask removes what it read.
             return _rollout_sums(rows, [row.behaviour * row.mask for row in rows])
@@ -425,13 +428,13 @@ class DPO(PreferenceAlgorithm):
         )
 
     def pair_loss(self, chosen: Ratio, rejected: Ratio) -> tuple[float, float, float, float]:
-        """Return a pair's margin, its loss, and -d loss / d r of its chosen and its rejected rollout."""
+        """Return the margin of a pair, its loss, and -d loss / d r of the chosen and of the rejected rollout."""
         margin = chosen.total - rejected.total  # m = r(w) - r(l), in nats
         loss, slope = dpo_loss(margin, beta=self._beta)
         return margin, loss, slope, -slope  # dm / dr is 1 for w and -1 for l
 
     def judge(self, examples: Sequence[Example], ratios: Mapping[str, Ratio]) -> Judgement:
-        """Return the slopes and the metrics of the pairs' mean loss."""
+        """Return the slopes of the pairs' mean loss, and its metrics."""
         margins: list[float] = []
         losses: list[float] = []
         factors: defaultdict[str, float] = defaultdict(float)  # adds up over the pairs that a rollout is in
@@ -447,14 +450,14 @@ class DPO(PreferenceAlgorithm):
         return factors, {"loss": mean(losses), "margin": mean(margins), "accuracy": accuracy}
 
     def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Example]:
-        """Return the pairs of all groups."""
+        """Return the pairs of all groups; the two rollouts of a pair have the same task."""
         # A pair is two answers to one task. With a `group_key` a group has several tasks, and the policy's chances of
         # answers to different prompts do not compare.
         same = [rollouts for group in groups for rollouts in by_task(group).values()]
         return [pair for rollouts in same for pair in make_pairs(rollouts, gap=self._min_gap, pairing=self._pairing)]
 
     def notes(self, examples: Sequence[Example]) -> dict[str, str]:
-        """Return how often each rollout is chosen and rejected."""
+        """Return, by rollout id, in how many pairs the rollout is chosen and rejected."""
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for pair in examples:
             found[pair.chosen]["chosen"] += 1
@@ -478,7 +481,7 @@ class IPO(DPO):
     name = "ipo"
 
     def pair_loss(self, chosen: Ratio, rejected: Ratio) -> tuple[float, float, float, float]:
-        """Return a pair's margin per token, its loss, and -d loss / d r of its chosen and its rejected rollout."""
+        """Return the margin of a pair per token, its loss, and -d loss / d r of the chosen and the rejected rollout."""
         # h_pi of the paper, with r as the mean per token: m = r(w) / |w| - r(l) / |l|.
         margin = chosen.total / chosen.tokens - rejected.total / rejected.tokens
         # tau of the paper is beta here, the weight of KL(pi_theta || pi_ref) as for DPO.
@@ -556,7 +559,7 @@ class KTO(PreferenceAlgorithm):
         )
 
     def judge(self, examples: Sequence[Example], ratios: Mapping[str, Ratio]) -> Judgement:
-        """Return the slopes and the metrics of the labelled rollouts' weighted mean loss."""
+        """Return the slopes of the weighted mean loss of the labelled rollouts, and its metrics."""
         # z estimates KL(pi || pi_ref): the mean of r over rollouts of the policy, at least 0 as a divergence is. It is
         # data here, without gradient, as in the paper.
         point = max(0.0, mean([ratio.total for ratio in ratios.values()]))
@@ -576,7 +579,7 @@ class KTO(PreferenceAlgorithm):
         return factors, {"loss": mean(losses), "margin": margin, "reference_kl": point}
 
     def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Example]:
-        """Return one example for each rollout that is good or bad."""
+        """Return one example for each rollout that counts as good or bad."""
         found: list[Example] = []
         for group in groups:
             rewards = {e.rollout.rollout_id: e.reward for e in group if _can_teach(e) and e.reward is not None}
@@ -606,14 +609,14 @@ class KTO(PreferenceAlgorithm):
         return {"good": float(good), "bad": float(len(examples) - good)}
 
     def notes(self, examples: Sequence[Example]) -> dict[str, str]:
-        """Return whether each rollout is good or bad, and how much it counts."""
+        """Return, by rollout id, whether the rollout counts as good or bad, and its weight."""
         return {
             label.rollouts[0]: f"{'good' if label.chosen else 'bad'}, counts {label.weight:.3g}" for label in examples
         }
 
 
 def _can_teach(episode: Episode) -> bool:
-    """Return true for an episode that has a reward and tokens of the policy."""
+    """Return true if the episode has a reward and tokens that the policy wrote."""
     return episode.reward is not None and any(any(row.mask) for row in episode.rows)
 
 
@@ -639,7 +642,7 @@ def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> lis
 
 
 def _rollout_sums(rows: Sequence[RowSample], values: Sequence[Tensor]) -> dict[str, float]:
-    """Return, by rollout id, the sum of `values` ([T] per row, 0 outside of the mask) over the rollout's rows."""
+    """Return the sum of `values`, one [T] per row and 0 outside its mask, over each rollout's rows, by rollout id."""
     # log pi(rollout) = sum over its turns and tokens of log pi(y_t | everything before y_t), in however many rows.
     sums: defaultdict[str, float] = defaultdict(float)
     for row, value in zip(rows, values, strict=True):

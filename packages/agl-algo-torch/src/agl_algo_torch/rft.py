@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 NONE_GOOD = (
     "silent, dropped: no rollout of its group has min_reward, and the step took further tasks in its place (refill)"
 )
-"""Shown by `agl why` for the calls of a group that was replaced."""
+"""Note that `agl why` shows for the calls of a group that was replaced."""
 
 NOT_IMITATED = "its rollout is not among those that are imitated (min_reward, best)"
 
@@ -147,7 +147,7 @@ class RFT(Supplied):
         )
 
     def _good(self, group: Sequence[Episode]) -> list[Episode]:
-        """Return the rollouts of a group that are imitated: the highest reward, then the lowest id first."""
+        """Return the rollouts of a group to imitate, by falling reward, then by id."""
         # A rollout without a reward is not known to be good, so it is not imitated.
         good = [e for e in group if e.reward is not None and e.reward >= self._min_reward]
         # The id breaks ties, so that a repeated step keeps the same rollouts.
@@ -155,7 +155,7 @@ class RFT(Supplied):
         return good[: self._best or None]  # `best` 0 keeps all; otherwise easy tasks cannot fill the batch
 
     async def _has_none(self, group: Sequence[Episode]) -> bool:
-        """Return true if the group has no rollout to imitate."""
+        """Return true if no rollout of the group is to be imitated."""
         return not self._good(group)
 
     async def _train(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:

@@ -67,7 +67,7 @@ NOTHING_TO_LEARN = (
     "silent, dropped: nothing could be said about its group, or all of it succeeded, and the step took further tasks "
     "in its place (refill)"
 )
-"""Shown by `agl why` for the calls of a group that was replaced."""
+"""Note that `agl why` shows for the calls of a group that was replaced."""
 
 Divergence = Literal["jsd", "reverse", "forward"]
 """The divergence of the policy p from the teacher q, both given as log-probabilities in nats, per token:
@@ -78,7 +78,7 @@ Divergence = Literal["jsd", "reverse", "forward"]
 """
 
 _LEAST = 1e-9
-"""Lower bound on the total probability of the tokens outside of the K likeliest, so that its logarithm is finite."""
+"""Lower bound on the total probability of all but the K likeliest tokens, so that its logarithm is finite."""
 
 
 def scaled_logprobs(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
@@ -89,14 +89,14 @@ def scaled_logprobs(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
 
 
 def likeliest(logp_M_V: Tensor, *, count: int) -> Tensor | None:
-    """Return the ids of the K = `count` likeliest tokens, [M, K], or None for 0 or at least V, the whole vocabulary."""
+    """Return the ids of the `count` likeliest tokens, [M, K]; None, for all tokens, if `count` is 0 or at least V."""
     if not 0 < count < logp_M_V.shape[1]:
         return None
     return logp_M_V.detach().topk(count, dim=1).indices
 
 
 def among(logp_M_V: Tensor, chosen_M_K: Tensor | None) -> Tensor:
-    """Return the log-probabilities of the K chosen tokens and the total of all others, [M, K + 1].
+    """Return the log-probabilities of the K chosen tokens, and that of all others together, [M, K + 1].
 
     With `chosen_M_K` None every token is chosen, and the result is `logp_M_V` itself.
     """
@@ -110,7 +110,7 @@ def among(logp_M_V: Tensor, chosen_M_K: Tensor | None) -> Tensor:
 
 
 def divergence(policy_M_K: Tensor, teacher_M_K: Tensor, *, kind: Divergence) -> Tensor:
-    """Return the divergence at each token in nats, [M], differentiable in both arguments."""
+    """Return the divergence of policy and teacher at each token in nats, [M], differentiable in both arguments."""
     # D(p || q), p the policy with its gradient and q the teacher without.
     if kind == "reverse":
         return _kl(policy_M_K, teacher_M_K)
@@ -239,13 +239,13 @@ class SDPO(OnPolicy):
         return self._report(metrics, trained=trained, published=published, uses=uses)
 
     async def _is_silent(self, group: Sequence[Episode]) -> bool:
-        """Return true if a group of this step has no lessons to teach and, with `grpo_coef`, no different rewards."""
+        """Return true if nothing can be learned from a group: no lessons and, with `grpo_coef`, equal rewards."""
         return await self._teaching.is_silent(group) and (not self._grpo_coef or self._groups.is_equal(group))
 
     def _update(
         self, learner: PolicyLearner, rows: Sequence[TaughtRow], samples: Sequence[RowSample], *, tokens: TokenNumbers
     ) -> dict[str, float]:
-        """Do one optimizer update, or none if no row has a gradient; returns the metrics."""
+        """Do one optimizer update and return its metrics; without a gradient in any row, do nothing."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
         metrics = self._add_divergence(learner, rows, tokens) | self._add_grpo(learner, samples, tokens)
         if not metrics:
@@ -258,7 +258,7 @@ class SDPO(OnPolicy):
         """Add the gradient of the divergence from the teacher.
 
         Returns the mean divergence per token, the mean gap by which the teacher prefers the sampled token, and the
-        share of tokens at which the teacher does not count; `{}` if it counts at no token.
+        share of tokens at which the teacher is ignored; `{}` if it is ignored at every token.
         """
         policies = [row.policy for row in rows]
         weight, total = loss_weights(policies, aggregation=self._aggregation)
@@ -286,7 +286,7 @@ class SDPO(OnPolicy):
         return {name: value / tokens for name, value in sums.items()} if sums["unheard_share"] < tokens else {}
 
     def _needs_agreement(self, batch: MicroBatch, rows: Sequence[TaughtRow]) -> Tensor:
-        """Return, for every trained token, whether the teacher counts only if it agrees with the token, [M] bool."""
+        """Return for every trained token whether the teacher counts only if it agrees with the token, [M] bool."""
         solved = torch.tensor(
             [rows[index].is_solved and self._teacher.teach_successes == "agreed" for index in batch.rows]
         )
@@ -298,7 +298,7 @@ class SDPO(OnPolicy):
     def _taught(
         self, learner: PolicyLearner, calls: Sequence[RowSample], chosen_M_K: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the teacher's log-probabilities of the chosen tokens, [M, K + 1], and of the sampled ones, [M].
+        """Return the teacher's log-probabilities of the chosen tokens, [M, K + 1], and of the sampled tokens, [M].
 
         `calls` are in the order of their tokens in the policy's rows.
         """
@@ -321,7 +321,7 @@ class SDPO(OnPolicy):
         return torch.cat([part for _, part, _ in parts])[order_M], torch.cat([y for _, _, y in parts])[order_M]
 
     def _teacher_logprobs(self, learner: PolicyLearner, batch: MicroBatch) -> Tensor:
-        """Return log q for every trained token of a micro-batch of the teacher's contexts, [m, V]."""
+        """Return log q for every trained token of a micro-batch in the teacher's contexts, [m, V]."""
         logp_m_V = scaled_logprobs(batch.logits(learner.loaded.model), temperature_M=batch.temperature_M)
         # If the policy at the start has a share in the teacher, it takes another forward pass.
         if not self._teacher.start:

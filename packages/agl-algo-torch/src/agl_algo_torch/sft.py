@@ -172,7 +172,7 @@ class SFT:
         return learner.apply({"loss": summed, "tokens": float(tokens)})
 
     def _batch(self, update: int) -> list[Dialogue]:
-        """Return the dialogues of an update; they depend only on the update's number, so no state holds them."""
+        """Return the dialogues of an update, which depend only on the update's number, so they need not be saved."""
         epoch, index = divmod(update, self._batches)
         order = list(range(len(self._dialogues)))
         if self._is_shuffled:
@@ -190,7 +190,7 @@ class SFT:
         await self._tuned.restore(state)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true while `updates` exceeds the updates done; with the default of one epoch always false."""
+        """Return true if fewer than `updates` updates are done; always false with the default, one epoch."""
         del tasks, sources_go_on
         return int(state["updates"]) < self._updates
 

@@ -24,7 +24,7 @@ NAME = "cpu"
 
 
 class _Device(ModuleType):
-    """A namespace of device functions for the CPU, with the names that VERL expects, like those of `torch.cuda`."""
+    """Device functions of the CPU, under the names that VERL expects, like those of `torch.cuda`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)

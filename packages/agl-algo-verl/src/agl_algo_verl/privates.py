@@ -70,23 +70,23 @@ READ = "data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id,
 """The line that reads rows from VERL's queue."""
 
 UPDATED = "grad_norm = self.optimizer_step()"
-"""The line in which VERL's engine updates the weights, after a backward pass."""
+"""The line with which VERL's engine updates the weights, after a backward pass."""
 
 QUEUE = 'name="TransferQueueController", namespace="transfer_queue"'
-"""The name of the actor that holds VERL's queue, as the queue's `init` writes it."""
+"""The name of the Ray actor that holds VERL's queue, as the source of the queue's `init` writes it."""
 
 SAVED = 'f"global_step_{self.global_steps}"'
-"""The expression for the name of a checkpoint's directory."""
+"""The expression in VERL's source for the name of a checkpoint's directory."""
 
 LARGEST, MEAN, ENTROPY = "agl/logprob_gap", "agl/logprob_gap_mean", "agl/entropy"
-"""Names, among VERL's metrics, of the largest and mean gap of log-probabilities and of the mean entropy."""
+"""Names of metrics logged with VERL's: the largest and the mean log-probability gap, and the mean entropy."""
 
 ROLLOUT = ("agl_hf", "async"), "agl_algo_verl.ray.replica.HFRollout"
 """Key and class name of the replica `agl_hf` in the training worker."""
 
 
 def repair_process_group() -> None:
-    """Give the second half of the process group's backend the device name `cuda`."""
+    """Name the second device in the process group's backend `cuda`, because torch refuses two halves with one name."""
     module = _module("verl.utils.distributed")
     _expect_line(module, "initialize_global_process_group_ray", GROUP)
     _expect_attributes(module, "get_device_name", where=module.__name__)
@@ -109,7 +109,7 @@ def repair_critic() -> None:
 
 
 def load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
-    """Return the network of a critic; its value head is always initialised with the same numbers."""
+    """Load the network of a critic; its new value head always starts from the same numbers."""
     _module("torch").manual_seed(0)
     return _module("transformers").AutoModelForTokenClassification.from_pretrained(
         local_path, torch_dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
@@ -117,7 +117,7 @@ def load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remo
 
 
 def repair_pinned_memory() -> None:
-    """Make VERL's engine offload weights to ordinary memory."""
+    """Make VERL's engine offload weights to ordinary memory, not to pinned memory."""
     module = _module("verl.workers.engine.fsdp.transformer_impl")
     _expect_attributes(module, "CPUOffloadPolicy", where=module.__name__)
     if not isinstance(module.CPUOffloadPolicy, partial):
@@ -131,7 +131,7 @@ def _unpinned(policy: Any, *, pin_memory: bool = False) -> Any:
 
 
 def register_replica() -> None:
-    """Register the replica `rollout.name = "agl_hf"` with VERL, in its trainer and its workers."""
+    """Register the replica `agl_hf` (the value of `rollout.name`) with VERL's trainer and workers."""
     base = _module("verl.workers.rollout.base")
     table = getattr(base, "_ROLLOUT_REGISTRY", None)
     known = cast("dict[Any, Any]", table) if isinstance(table, dict) else {}
@@ -149,7 +149,7 @@ def _replica() -> type:
 
 
 def use_loss_worker() -> None:
-    """Make VERL's workers and trainers in this process train with `loss_worker.py`; does nothing if there are none."""
+    """Make VERL's workers and trainers in this process train with `loss_worker.py`; without workers, do nothing."""
     workers, trainers = sys.modules.get("verl.workers.engine_workers"), sys.modules.get(TRAINER)
     if workers is None:
         return
@@ -183,9 +183,9 @@ def report_tokens() -> None:
 
 
 def with_tokens(report: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Return VERL's report, extended by means over trained tokens in nats, and by the largest gap.
+    """Wrap VERL's report so that it adds the mean gap and the mean entropy over trained tokens, and the largest gap.
 
-    The gap of a token is |log pi_old - log pi_behaviour|.
+    All are in nats. The gap of a token is |log pi_old - log pi_behaviour|.
     """
 
     @wraps(report)
@@ -203,7 +203,7 @@ def with_tokens(report: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict
 
 
 def introduce_trainer() -> None:
-    """Make VERL's trainers in this process set the attribute `trainer` of the agent loop manager that they use."""
+    """Make VERL's trainers in this process set the attribute `trainer` of their agent loop manager."""
     module = _module(TRAINER)
     trainer: Any = getattr(module, "PPOTrainer", None)
     fit: Any = getattr(trainer, "fit", _absent)
@@ -214,7 +214,7 @@ def introduce_trainer() -> None:
 
 
 def _absent() -> None:
-    """Stands for a function that VERL does not have."""
+    """Placeholder for a function that VERL does not have."""
 
 
 def _introducing(fit: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -227,7 +227,7 @@ def _introducing(fit: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def save_checkpoint(trainer: Any, *, step: int) -> None:
-    """Make VERL's trainer, which has begun the step after `step`, save a checkpoint as at the end of `step`."""
+    """Save a checkpoint of VERL's trainer as at the end of `step`, although the next step has begun."""
     _expect_attributes(trainer, "global_steps", where=_type_name(trainer))
     _expect_line(type(trainer), "_save_checkpoint", SAVED)
     begun = trainer.global_steps
@@ -241,7 +241,7 @@ def save_checkpoint(trainer: Any, *, step: int) -> None:
 def before_advantages(trainer: Any, complete: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
     """Make a trainer of VERL call `complete(batch, metrics)` each time before it computes advantages.
 
-    The trainer reads the rows from its queue again after the call. The options that `complete` returns are passed to
+    After the call, the trainer reads the rows from its queue again. The options that `complete` returns are passed to
     the training workers with the rows; entries that it adds to `metrics` are logged.
     """
     name, kind = "_compute_advantage", cast("Any", type(trainer))
@@ -261,7 +261,7 @@ def before_advantages(trainer: Any, complete: Callable[[Any, dict[str, Any]], di
 
 @contextmanager
 def without_update(engine: Any) -> Generator[None]:
-    """Inside the block, VERL's engine runs the passes of its updates but leaves weights and moments unchanged."""
+    """Inside the block, VERL's engine runs forward and backward passes but leaves weights and moments unchanged."""
     _expect_line(type(engine), "train_batch", UPDATED)
     _expect_attributes(engine, "optimizer_step", where=_type_name(engine))
     engine.optimizer_step = lambda: 0.0  # the norm of the gradient
@@ -272,7 +272,7 @@ def without_update(engine: Any) -> Generator[None]:
 
 
 def balancer_of(client: Any) -> Any:
-    """Return the VERL actor that knows the addresses of all replicas."""
+    """Return the Ray actor of VERL that knows the addresses of all replicas."""
     balancer = getattr(client, "_load_balancer", None)
     _expect(
         hasattr(balancer, "get_all_servers"),
@@ -283,14 +283,14 @@ def balancer_of(client: Any) -> Any:
 
 
 def schedule_of(engine: Any) -> Any:
-    """Return the schedule of an engine's learning rate, torch's `LambdaLR`."""
+    """Return an engine's learning-rate schedule, torch's `LambdaLR`."""
     schedule = getattr(engine, "lr_scheduler", None)
     _expect_attributes(schedule, "base_lrs lr_lambdas last_epoch step", where=f"{_type_name(engine)}.lr_scheduler")
     return schedule
 
 
 def use_rate_of_schedule(engine: Any, *, peak: float | None = None, place: int | None = None) -> None:
-    """Set the optimizer's learning rate to that of the schedule's next update, after a checkpoint was loaded.
+    """After loading a checkpoint, set the optimizer's learning rate to the schedule's value for the next update.
 
     A checkpoint contains the rate that was next when it was saved. If the run has more steps than it had then, the
     schedule falls more slowly, and that rate is too low.
@@ -311,7 +311,7 @@ def use_rate_of_schedule(engine: Any, *, peak: float | None = None, place: int |
 
 @contextmanager
 def with_own_settings(engine: Any) -> Generator[None]:
-    """Inside the block, loading a checkpoint keeps the optimizer's present settings and learning rate.
+    """Inside the block, loading a checkpoint keeps the optimizer's current settings and learning rate.
 
     A checkpoint contains the settings of the run that saved it, and a run may be continued with others. Megatron's
     schedule is not torch's, and decides by itself which of the two apply.
@@ -329,7 +329,7 @@ def with_own_settings(engine: Any) -> Generator[None]:
 
 
 def _groups_of(engine: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups of an engine's optimizer."""
+    """Return the parameter groups of the engine's optimizer."""
     optimizer: Any = getattr(engine, "optimizer", None)
     _expect_attributes(optimizer, "param_groups", where=f"{_type_name(engine)}.optimizer")
     return optimizer.param_groups
@@ -340,7 +340,7 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_queue(ray: Any) -> bool:
-    """Return true if the cluster to which Ray is connected has a queue of VERL's."""
+    """Return true if the connected Ray cluster already has a queue of VERL."""
     _expect_line(_module("transfer_queue.interface"), "init", QUEUE)
     try:
         ray.get_actor("TransferQueueController", namespace="transfer_queue")
@@ -350,7 +350,7 @@ def has_queue(ray: Any) -> bool:
 
 
 def tensors_of(engine: Any) -> Iterable[tuple[str, Tensor]]:
-    """Return the names and full tensors of an engine's weights."""
+    """Return the weights of an engine as (name, whole tensor)."""
     found = engine.get_per_tensor_param() if hasattr(engine, "get_per_tensor_param") else None
     is_pair = isinstance(found, tuple) and len(cast("tuple[Any, ...]", found)) == 2
     _expect(is_pair, "get_per_tensor_param() -> (names with tensors, adapters)", where=_type_name(engine))
@@ -358,7 +358,7 @@ def tensors_of(engine: Any) -> Iterable[tuple[str, Tensor]]:
 
 
 def open_as_language_model(worker: Any) -> None:
-    """Make a training worker open its network, even a value model, with VERL's loader of language models."""
+    """Make a training worker load its network, even a value model, with VERL's loader of language models."""
     _expect_line(_module("verl.workers.engine.fsdp.transformer_impl"), "FSDPEngine", LOADER)
     _expect_attributes(getattr(worker, "model_config", None), "model_type", where=f"{_type_name(worker)}.model_config")
     worker.model_config.model_type = "language_model"
@@ -386,7 +386,7 @@ def _expect_attributes(owner: Any, names: str, *, where: str) -> None:
 
 
 def _expect(holds: bool, what: str, *, where: str) -> None:
-    """Raise ConfigError unless `holds`, that is, unless VERL is as this package expects."""
+    """Raise ConfigError, which names `what` and `where`, unless VERL is as this package expects (`holds`)."""
     check_version()
     if not holds:
         raise ConfigError(

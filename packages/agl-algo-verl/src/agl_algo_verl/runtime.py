@@ -1,9 +1,4 @@
-"""Prepares VERL in this process: its version, its platform, and a process group of one.
-
-VERL reads its platform from the environment when it is imported, so `prepare` must precede any import of it. Training
-in one process patches nothing of VERL. The process group is created here, before VERL would create one with a backend
-name that torch refuses on the CPU. All other preparation uses VERL's own switches.
-"""
+"""Return advice on settings that work but for which there is a better choice."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings.settings import VerlSettings
 
 OLDEST, BELOW = (0, 9, 1), (0, 10)
-"""The versions of VERL that this package supports: from `OLDEST` up to, but not including, `BELOW`."""
+"""The oldest supported version of VERL, and the first version that is no longer supported."""
 
 INSTALL = 'pip install "verl>=0.9.1,<0.10"'
 
@@ -42,7 +37,7 @@ def check_version() -> None:
 
 
 def attention(*, use_remove_padding: bool) -> str:
-    """Return transformers' name of the attention: flash-attn, VERL's default, if rows are packed, else `sdpa`."""
+    """Return transformers' name for the attention: flash-attn, VERL's default, for packed rows; else `sdpa`."""
     return "flash_attention_2" if use_remove_padding else "sdpa"
 
 
@@ -63,7 +58,7 @@ def own_device() -> torch.device:
 
 
 def prepare() -> torch.device:
-    """Make VERL importable here; returns the device on which it trains; idempotent.
+    """Prepare the environment so that VERL can be imported; returns the device on which it trains. Idempotent.
 
     Raises ConfigError for a wrong version, for a process in a larger process group, and if VERL was already imported
     with another platform.

@@ -15,13 +15,16 @@ _torch: Any = torch
 
 
 def verl_part(path: str) -> Any:
-    """Import and return `module:attribute`; call `runtime.prepare` before requesting a part of VERL."""
+    """Import a module and return one of its attributes, both named by `path` as `module:attribute`.
+
+    Call `runtime.prepare` before requesting a part of VERL.
+    """
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def from_bytes(data: bytes, kind: str) -> Tensor:
-    """Return packed numbers as a tensor with its own memory; `kind` is numpy's name of the type, such as `<i4`."""
+    """Return packed numbers as a tensor with its own memory; `kind` is the numbers' numpy type, such as `<i4`."""
     return _torch.from_numpy(np.frombuffer(data, dtype=kind).copy())
 
 

@@ -47,10 +47,10 @@ RESTART_DELAYS_S = (4.0, 8.0, 16.0)
 """Further delays for a store that has answered before and may be restarting."""
 
 _NO_STORE = (502, 504)
-"""Statuses that a balancer sends when the store does not answer it; a store never sends them itself."""
+"""Statuses that a load balancer sends when the store does not answer; a store itself never sends them."""
 
 _AWAY = 503
-"""The status of a balancer without a store, of a busy store, and of a store with a failing database."""
+"""The status that a balancer sends without a store, and that a store sends if it is busy or its database fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +67,12 @@ class StoreReply:
 
     @property
     def is_passing(self) -> bool:
-        """True if no store answered, or a busy one did, so that the same request may be tried again."""
+        """True if the same request may be tried again, because no store answered or the store was busy."""
         return self.status in _NO_STORE or (self.status == _AWAY and (bool(self.retry_after) or self.fault() is None))
 
     @property
     def retry_after_s(self) -> float:
-        """The seconds in ``Retry-After``; 0 if the header is absent or holds a date."""
+        """Seconds to wait according to the ``Retry-After`` header; 0 if the header is absent or holds a date."""
         return float(self.retry_after) if self.retry_after.isdecimal() else 0.0
 
     @property
@@ -81,7 +81,7 @@ class StoreReply:
         return self.body[:120].decode("utf-8", "replace")
 
     def fault(self) -> Fault | None:
-        """Return the error in the body of a store's answer; ``None`` if the body holds no such error."""
+        """Return the store's error in the response body; ``None`` if the body is not one."""
         try:
             return msgspec.msgpack.decode(self.body, type=Fault)
         except msgspec.DecodeError:
@@ -89,18 +89,18 @@ class StoreReply:
 
 
 class Pauses:
-    """The pauses between the attempts to send one request."""
+    """Chooses the pauses between the attempts to send one request."""
 
     def __init__(self) -> None:
         self._tries = 0
         self._paused_s = 0.0
 
     def next_s(self, delays: Sequence[float], *, asked_s: float = 0.0) -> float | None:
-        """Return the next of ``delays``, or ``asked_s`` if that is longer, but never more than the longest of
-        ``delays``.
+        """Return the seconds to pause before the next attempt; ``None`` to give up.
 
-        Returns ``None`` after as many pauses as there are ``delays``, or after pauses that lasted as long as all of
-        them together.
+        The pause is the next of ``delays``, or ``asked_s`` if that is longer, but at most the longest of ``delays``.
+        The result is ``None`` after ``len(delays)`` pauses, or once the pauses together lasted as long as all
+        ``delays``.
         """
         left_s = sum(delays) - self._paused_s
         if self._tries >= len(delays) or left_s < delays[0]:
@@ -210,7 +210,7 @@ class HttpStore:
         await self._thread.stop()
 
     async def call(self, method: Method, params: dict[str, Any]) -> Any:
-        """Call a method of the contract; ``params`` are its arguments by name."""
+        """Call a method of the store contract; ``params`` maps the method's parameter names to the arguments."""
         if self._is_closed:
             raise StoreError(f"the store {self._url} was closed; open it again to use it")
         self._thread.start()
@@ -222,7 +222,7 @@ class HttpStore:
             raise
 
     async def _ask(self, method: Method, params: dict[str, Any]) -> Any:
-        """Send a request until it is answered; a wait longer than one request allows is split into several requests."""
+        """Send a request and return the result; a long wait is split into several requests."""
         deadline = time.monotonic() + params.get("wait_s", 0.0)
         while True:
             if method.is_waiting:
@@ -310,7 +310,7 @@ class HttpStore:
         )
 
     def _away(self, name: str, reply: StoreReply) -> StoreError:
-        """Return the error for a store that is temporarily unavailable, as the store or a balancer reports."""
+        """Return the error for a store that is temporarily unavailable, with the text that it or a balancer sent."""
         if self._is_closed:
             return StoreError(f"the store {self._url} was closed while {name!r} waited")
         found = f"the store {self._url} answers HTTP {reply.status} for {name!r}"
@@ -332,7 +332,7 @@ class HttpStore:
 
 
 def _sender(method: Method) -> Callable[..., Awaitable[Any]]:
-    """Return the method of :class:`HttpStore` that sends ``method``; arguments left out take the server's defaults."""
+    """Return the method of :class:`HttpStore` that sends ``method``; omitted arguments get the server's defaults."""
 
     @functools.wraps(getattr(Store, method.name))
     async def send(self: HttpStore, *values: Any, **params: Any) -> Any:
@@ -361,8 +361,7 @@ def _parts(url: str) -> SplitResult:
 
 
 def _trust_of(parts: SplitResult) -> tuple[str, ssl.SSLContext | None]:
-    """Return the URL's file of authorities, and the context that verifies the server's certificate (``None`` without
-    TLS).
+    """Return the authorities' file from the URL, and the TLS context to verify the server; ``None`` without TLS.
 
     Raises:
         ConfigError: The file cannot be used, or the URL has unknown settings, or names authorities without TLS.
@@ -379,7 +378,10 @@ def _trust_of(parts: SplitResult) -> tuple[str, ssl.SSLContext | None]:
 
 
 def _key_of(given: str) -> Callable[[], str] | None:
-    """Return a function that gives each request's key; ``None`` if neither ``given`` nor the environment has one."""
+    """Return a function that returns the API key for a request.
+
+    The key is ``given`` or comes from the environment; the result is ``None`` if there is neither.
+    """
     if given:
         return lambda: given
     if key := worker_key():

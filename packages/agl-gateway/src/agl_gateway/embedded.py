@@ -31,16 +31,16 @@ class EmbeddedGateway(EmbeddedSettings):
         self._service: GatewayService | None = None
 
     def apart(self, store_url: str, *, plugins: Mapping[str, str]) -> GatewayProcess:
-        """Return a gateway with the same settings that runs in its own process.
+        """Return a gateway with the same settings that runs in a separate process.
 
-        It always has a spool, which keeps the calls of a process that was killed.
+        The new gateway always has a spool, so no recorded call is lost if its process is killed.
 
         Args:
-            store_url: The store, which a second process can open.
+            store_url: The URL of a store that a second process can open.
             plugins: Environment variables that make a process load the same plugins.
 
         Raises:
-            ConfigError: The gateway cannot run in its own process; the message gives the reason.
+            ConfigError: The gateway cannot run in a separate process; the message gives the reason.
         """
         if reason := refusal(store_url, spool=self.spool):
             raise ConfigError(f"the gateway cannot run in its own process, because {reason}")
@@ -51,7 +51,7 @@ class EmbeddedGateway(EmbeddedSettings):
         )
 
     async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: Secret) -> str:
-        """Start to listen; returns the base URL without ``/v1``."""
+        """Start the gateway; returns its base URL without ``/v1``."""
         if self._thread.is_running:
             raise CaptureError("this gateway is already running; stop it first, or create another one")
         self._thread.start()
@@ -72,12 +72,12 @@ class EmbeddedGateway(EmbeddedSettings):
             await self._thread.stop()
 
     async def pause(self, policy: str, *, drain_s: float = 30.0) -> None:
-        """Hold new calls of ``policy`` and wait up to ``drain_s`` seconds for those in flight."""
+        """Hold new calls of ``policy`` and wait up to ``drain_s`` seconds until the calls in flight have ended."""
         gate = self._gate(policy)
         await self._thread.run(lambda: gate.pause(drain_s=drain_s))
 
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
-        """Release the held calls; from now on calls carry ``model_version`` and ask the backend for ``model``."""
+        """Release the held calls; later calls carry ``model_version`` and request ``model``."""
         gate = self._gate(policy)
 
         async def resume() -> None:

@@ -1,4 +1,4 @@
-"""A mapping that holds only its newest entries, for the gateway's memory of attempts and rollouts."""
+"""A mapping of limited size that drops its oldest entries; the gateway caches attempts and rollouts in it."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V]):
-    """Holds at most ``limit`` entries; one more drops the oldest."""
+    """Holds at most ``limit`` entries; adding one more drops the oldest."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()

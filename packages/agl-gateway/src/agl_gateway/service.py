@@ -165,21 +165,21 @@ class GatewayService:
 
     @property
     def has_conversations(self) -> bool:
-        """Return true if clients may call models without an attempt."""
+        """True if clients may call models without an attempt's token."""
         return self._conversations is not None
 
     @property
     def spool_path(self) -> Path | None:
-        """The file for calls that the store does not take at once; ``None`` if the gateway has none."""
+        """The gateway's own spool file; ``None`` without a spool."""
         return None if self.recorder.spool is None else self.recorder.spool.file.path
 
     @property
     def bodies_held(self) -> int:
-        """Bytes of large request bodies that are held now."""
+        """Bytes of large request bodies that the gateway holds in memory now."""
         return self._budget.held
 
     async def start(self) -> str:
-        """Start to listen; returns the base URL.
+        """Start the gateway; returns its base URL.
 
         Raises:
             ConfigError: The port is taken, a label of the split does not exist, or no upstream serves its version.
@@ -311,7 +311,7 @@ class GatewayService:
         }
 
     def _caches(self) -> list[RunningAttempts | WorkerReach | ArmRoutes | Conversations]:
-        """Return the parts that cache rollouts of the store."""
+        """Return the parts of the gateway that cache rollouts of the store."""
         return [self.attempts, self._reach, *(part for part in (self._arms, self._conversations) if part is not None)]
 
     def _forget(self) -> None:
@@ -331,7 +331,7 @@ class GatewayService:
         return {**routes, "GET /split": api.report, f"GET {RESOURCES}*": api.resource}
 
     def _new_conversations(self) -> Conversations:
-        """Create the conversations; if there is a split, it assigns them to arms."""
+        """Create the part that records conversations; with a split, it queues them through the splitter."""
         return Conversations(
             store=self.store,
             enqueue=self.store.enqueue if self._splitter is None else self._splitter.enqueue,
@@ -360,7 +360,7 @@ class GatewayService:
 
 
 def bind_error(host: str, port: int, error: OSError) -> ConfigError:
-    """Return the error for an address on which nothing can listen."""
+    """Return the error for an address on which the gateway cannot listen."""
     return ConfigError(
         f"the gateway cannot listen on {host}:{port} ({error.strerror or error}); another program, perhaps another "
         "`agl serve`, uses that port: stop it, or choose another with --port (0 takes any free one)"
@@ -368,14 +368,17 @@ def bind_error(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def _gateway_id(spools: Sequence[SpoolFile], settings: Settings) -> str:
-    """Return the lasting id of a gateway with a spool: the store's id if other gateways may answer in its place."""
+    """Return the lasting id of a gateway with a spool: the store's id if other gateways share its work.
+
+    Without a spool the id is ``""``.
+    """
     if not spools:
         return ""
     return spools[0].store_id if settings.is_shared else spools[0].gateway_id
 
 
 def _traffic(settings: Settings, split: Split | None) -> KeptTraffic:
-    """Return the rule for which conversations are recorded; raises :class:`ConfigError` if a split is served."""
+    """Return the rule that decides which conversations are recorded; raises :class:`ConfigError` with a split."""
     if split is not None:
         raise ConfigError(
             "a split compares its arms by all of their conversations, so none may be left out: take away --split, or "
@@ -385,7 +388,7 @@ def _traffic(settings: Settings, split: Split | None) -> KeptTraffic:
 
 
 def _reachable(settings: Settings) -> str:
-    """Return the host by which other machines reach a gateway."""
+    """Return the host name or address under which other machines reach the gateway."""
     host = settings.advertise or settings.host
     if host in ("0.0.0.0", "::", ""):
         try:

@@ -66,7 +66,7 @@ class Share:
         return self.base_rate == 1.0 and not self.max_spans_per_minute
 
     def holds(self, rollout_id: str) -> bool:
-        """Return true if the conversation is in the base rate's share; every process gives the same answer."""
+        """Return true if the conversation is among the recorded ones by its id; every process gives the same answer."""
         drawn = blake2b(rollout_id.encode(), digest_size=8, person=b"agl-share").digest()
         return int.from_bytes(drawn) < self.base_rate * 2**64
 

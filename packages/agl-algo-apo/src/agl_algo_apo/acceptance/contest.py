@@ -51,7 +51,10 @@ CLEAR_WIN = 2.0
 """Standard errors above zero at which an entrant wins early; high, because a wrong win misleads all later steps."""
 
 FINAL_WIN = 0.5
-"""Standard errors above zero that win on the last slice; less is chance, and would let a text grow without limit."""
+"""Standard errors above zero that an entrant needs to win on the last slice.
+
+Less would be chance, and would let a text grow without limit.
+"""
 
 CLEAR_LOSS = 1.0
 """Standard errors below zero at which an entrant loses early; low, because a wrong defeat costs only one entrant."""
@@ -66,7 +69,7 @@ RACES: Mapping[str, str] = {
     "undo": "race without the most useless change",
     "delete": "race without all useless changes",
 }
-"""The journal's names of the races, by their purpose."""
+"""The name of each race in the journal, by the race's purpose."""
 
 
 class Verdict(Record, frozen=True, kw_only=True):
@@ -84,7 +87,7 @@ class Verdict(Record, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The verdict as a phrase, for the lineage."""
+        """The verdict as a phrase that the lineage shows as the reason."""
         return f"{'better' if self.has_won else 'not better'} by {self.difference:+.3f} on {self.n} validation tasks"
 
 
@@ -110,7 +113,7 @@ async def contest(
 ) -> list[PromptCandidate]:
     """Race proposals against their parent; winners join the pool and are returned, the best one first.
 
-    With ``may_tie`` the parent has to be better, because the entrants are texts with a part removed.
+    With ``may_tie`` a tie is enough to win, because the entrants are texts with a part removed.
     """
     # An entrant that runs again starts beyond the slices that decided it before, because their rewards are known.
     again = [entrant for entrant in entrants if entrant.tries > 1]
@@ -152,8 +155,7 @@ async def race(
     purpose: str,
     may_tie: bool = False,
 ) -> dict[str, Verdict]:
-    """Race the entrants against the rival, all at once; records the verdicts in the journal and returns them by
-    candidate id.
+    """Race all entrants against the rival at once; returns the verdicts by candidate id. The journal records them too.
 
     Args:
         search: Pays for rollouts and remembers their rewards.
@@ -162,7 +164,7 @@ async def race(
         rungs: Growing sets of validation tasks.
         step: The current step; with ``purpose`` it determines the ids of the rollouts.
         purpose: A key of `RACES`, unique within the step.
-        may_tie: True if the rival has to be better, because the entrants are texts with a part removed.
+        may_tie: True if a tie is enough for an entrant to win, because the entrants are texts with a part removed.
 
     Raises:
         BudgetExhaustedError: The budget does not cover the next slice; undecided entrants remain undecided.
@@ -193,7 +195,7 @@ async def race(
 
 
 def _verdict_on(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Verdict | None:
-    """Return the verdict on paired differences; ``None`` while the race is undecided."""
+    """Return the verdict for an entrant's paired differences on the tasks so far; ``None`` while it is undecided."""
     n = len(values)
     if not n:
         return Verdict(has_won=False, difference=0.0, n=0)  # nothing was measured for both, so nothing speaks for it
@@ -216,6 +218,6 @@ def _verdict_on(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Ver
 
 
 def note_gate(search: SearchTools, candidate: str, report: GateReport, *, split: Split, tasks: Sequence[int]) -> None:
-    """Record in the journal that a gate compared a candidate with the report's rival on tasks of one split."""
+    """Record in the journal how a gate judged a candidate, with its and the rival's rewards on ``tasks`` of a split."""
     ours, theirs = (search.evaluator.scores.rewards(each, split, tasks) for each in (candidate, report.rival))
     search.journal.met(candidate, compared(report, ours, theirs, tasks=tasks, within=search.evaluator.range))

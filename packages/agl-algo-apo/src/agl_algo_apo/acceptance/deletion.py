@@ -31,7 +31,7 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 def changes(first: str, text: str) -> list[Change]:
-    """Return the changes in ``text`` relative to the first text, in order; pure deletions are left out."""
+    """Return the changes that turn the text ``first`` into ``text``, in order; pure deletions are left out."""
     pattern = r"(?<=\n)" if "\n" in text.strip() else r"(?<=[.!?]) +(?=\S)"
     base, parts = (_parts(pattern, whole) for whole in (first, text))
     found: list[Change] = []
@@ -47,14 +47,14 @@ def changes(first: str, text: str) -> list[Change]:
 
 
 def without(first: str, text: str, keys: frozenset[str]) -> str:
-    """Return the text with the changes of these keys undone."""
+    """Return ``text`` with the changes that have these keys undone, so that ``first`` shows in their place."""
     for key in sorted(keys):
         text = next((change.without for change in changes(first, text) if change.key == key), text)
     return text
 
 
 def _parts(pattern: str, text: str) -> list[str]:
-    """Return the parts of a text, each with the space after it, so that joining them gives the text."""
+    """Split a text; each part includes the space after it, so that joining the parts gives the text."""
     cuts = [0, *(match.end() for match in re.finditer(pattern, text)), len(text)]
     return [text[start:stop] for start, stop in pairwise(cuts) if start < stop]
 
@@ -74,7 +74,7 @@ class Deletion:
         self._search = search
 
     def unproven(self) -> dict[str, list[Change]]:
-        """Return the best candidate's changes and demonstrations that have not earned their place, by resource."""
+        """Return the changes and demonstrations of the best candidate that have not earned their place, by resource."""
         if self._search.progress.best in self._search.progress.deletions_tried:
             return {}
         first, proven = self._search.lineage[self._search.progress.seed].texts, self._search.progress.proven
@@ -86,7 +86,7 @@ class Deletion:
         return {name: unproven for name, unproven in left.items() if unproven}
 
     def is_due(self, step: int) -> bool:
-        """Return true if deletions should be tried: regularly, if the search is stuck, and before its budget ends."""
+        """Return true if this step should try deletions: regularly, if stuck, and before the budget ends."""
         unproven = sum(map(len, self.unproven().values()))
         if not self._search.settings.delete_every or not unproven:
             return False
@@ -100,7 +100,7 @@ class Deletion:
         return is_late or self._search.progress.stale >= DELETE_AFTER or step % self._search.settings.delete_every == 0
 
     async def run(self, step: int) -> None:
-        """Try the best candidate without each unproven change, each alone and then all useless ones together."""
+        """Try the best candidate without each unproven change, each alone, then without all useless ones together."""
         best, undone = self._search.best, dict[str, tuple[str, str]]()
         for name, unproven in self.unproven().items():
             for change in unproven:
@@ -131,9 +131,10 @@ class Deletion:
     async def _try_without(
         self, entrants: Sequence[PromptCandidate], best: PromptCandidate, step: int
     ) -> dict[str, Verdict]:
-        """Race texts with one change undone against the best text, whose rewards favour it and each of its changes.
+        """Race texts with one change undone against the best text.
 
-        So the best text is measured again, and then every text that loses by little or was beaten by it before.
+        The best text's rewards favour it and each of its changes. So it is measured again, and then every text that
+        lost by little or was beaten before.
         """
         before = len(self._search.evaluator.scores)
         await self._measure_once_more([best], step, "prune-best")
@@ -156,7 +157,7 @@ class Deletion:
             await self._search.evaluator.measure(jobs, step=step, purpose=purpose)
 
     async def _undo(self, useless: Sequence[tuple[str, str]], step: int) -> None:
-        """Race the best candidate without these changes, all undone together, against itself."""
+        """Race the best candidate against a copy in which all these changes are undone."""
         best, first = self._search.best, self._search.lineage[self._search.progress.seed].texts
         keys = {name: frozenset(key for owner, key in useless if owner == name) for name in best.texts}
         texts = {name: without(first[name], text, keys[name]) for name, text in best.instructions.items()}

@@ -26,7 +26,7 @@ from agl_algo_apo.search.budget import BudgetExhaustedError
 from agl_algo_apo.texts.lineage import Lineage, PromptCandidate
 
 How = Literal["test tasks", "fresh rollouts", "first measurement", "selection"]
-"""The rewards behind a score, by name.
+"""Names the rewards from which a score is computed.
 
 ``test tasks``: rewards on tasks that were not used for selection. ``fresh rollouts``: fresh rewards on validation
 tasks. ``first measurement``: the first rewards, which are unbiased if they selected nothing. ``selection``: the rewards
@@ -43,7 +43,7 @@ _SOURCES: Mapping[How, str] = {
 
 
 class FinalTasks(NamedTuple):
-    """The tasks of the final measurement, by split and position, and the repeat numbers of its rollouts."""
+    """The tasks of the final measurement, by split and position, and the ``repeat`` numbers of its rollouts."""
 
     split: Split
     tasks: tuple[int, ...]
@@ -76,7 +76,7 @@ class Result(Record, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The result as one sentence."""
+        """The result as one sentence, for users."""
         where = f"on {_SOURCES[self.how]}".format(n=self.score.n)
         if self.beaten_score is not None:
             return (
@@ -97,12 +97,12 @@ async def measure_again(
     tasks: FinalTasks,
     step: int,
 ) -> Result | None:
-    """Run the finalists again on ``tasks``, choose among them, and return the result.
+    """Run the finalists again on ``tasks``, choose the winner among them, and return the result.
 
-    The finalists are the best candidate, the runner-up and the seed; test tasks exclude the runner-up, because they
-    must choose nothing. The choice uses all rewards on validation tasks; the report uses only the fresh ones or those
-    on test tasks. The seed wins a tie. Returns ``None`` if winner and seed have no measured task in common, because the
-    budget ended right after other resources had changed.
+    The finalists are the best candidate, the runner-up and the seed; on test tasks the runner-up is left out, because
+    test tasks must choose nothing. The choice uses all rewards on validation tasks; the report uses only the fresh ones
+    or those on test tasks. The seed wins a tie. Returns ``None`` if winner and seed have no measured task in common,
+    because the budget ended right after other resources had changed.
     """
     # Keyed by id, so that a candidate in two of these roles runs once; the best comes first, because it is to be
     # beaten.
@@ -128,7 +128,7 @@ async def measure_again(
 def _result(
     evaluator: Evaluator, winner: PromptCandidate, seed: PromptCandidate, *, how: How, is_beaten: bool = False
 ) -> Result | None:
-    """Return the result for the chosen candidate; the seed wins if it does better."""
+    """Return the result with ``winner`` as the chosen candidate, or with the seed as winner if the seed does better."""
     rewards = {c.id: rewards_by(evaluator, c.id, how) for c in (winner, seed)}
     # Only tasks measured for both: scores over different tasks would not be consistent with the gain.
     common = sorted(rewards[winner.id].keys() & rewards[seed.id].keys())
@@ -167,7 +167,7 @@ def _runner_up(
 
 
 def _all_rewards(evaluator: Evaluator, candidate: PromptCandidate) -> dict[int, float]:
-    """Return for each task the mean of its first and its fresh reward, or the only one known."""
+    """Return a candidate's reward on each validation task; if there is a first and a fresh reward, their mean."""
     first = evaluator.scores.rewards(candidate.id, "val")
     fresh = evaluator.scores.fresh(candidate.id, "val")
     return {t: fmean(r[t] for r in (first, fresh) if t in r) for t in sorted(first.keys() | fresh.keys())}
@@ -176,7 +176,7 @@ def _all_rewards(evaluator: Evaluator, candidate: PromptCandidate) -> dict[int, 
 def _winner(
     known: Mapping[str, Mapping[int, float]], finalists: Sequence[PromptCandidate], seed: PromptCandidate
 ) -> PromptCandidate:
-    """Return the best, unless the runner-up is better by a standard error, or nothing is better than the seed."""
+    """Return the first finalist, unless a runner-up is better by a standard error, or the seed is at least as good."""
     winner = finalists[0]
     for other in finalists[1:]:
         values = _differences(known[other.id], known[winner.id])
@@ -190,5 +190,5 @@ def _winner(
 
 
 def _differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
-    """Return the paired differences on the common tasks, in task order."""
+    """Return the paired differences on the tasks that both have, in task order."""
     return [ours[task] - theirs[task] for task in sorted(ours.keys() & theirs.keys())]

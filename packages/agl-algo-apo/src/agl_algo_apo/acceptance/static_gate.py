@@ -28,7 +28,7 @@ OVERLAP_WORDS = 8
 """A text that shares this many consecutive words with a shown task counts as a copy of it."""
 
 EDITABLE_KEYS = frozenset({"description", "help", "instructions", "prompt", "summary", "text", "title"})
-"""Keys of a JSON resource whose strings may change; everything else is code to the agent."""
+"""Keys of a JSON resource whose strings may change; the agent's code depends on all other strings."""
 
 
 class TextRules(Record, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class TextRules(Record, frozen=True, kw_only=True):
     max_chars: int = 0
 
     def words(self) -> list[str]:
-        """Return the rules as instructions for the model that writes, one line each."""
+        """Return the rules as instructions for the writing model, one per line."""
         lines = [f"- Write at most {self.max_chars} characters."] if self.max_chars else []
         names = sorted(placeholders(self.seed, name=self.name))
         messages = messages_of(self.seed)
@@ -67,7 +67,7 @@ class TextRules(Record, frozen=True, kw_only=True):
 
 
 def check_seed(rules: TextRules) -> None:
-    """Check that the first text itself follows the rules; raises :class:`ConfigError`."""
+    """Raise :class:`ConfigError` if the first text itself breaks the rules."""
     check_messages(rules.name, rules.seed)
     try:
         placeholders(rules.seed, name=rules.name)
@@ -85,9 +85,9 @@ def violation(
 
     Args:
         text: The proposal.
-        rules: The rules for it.
-        shown: Texts of the tasks that its author saw. The proposal may not copy them, because it would then score on
-            these tasks only.
+        rules: The rules for the text.
+        shown: Texts of the tasks that the proposal's author saw. The proposal may not copy them, because it would then
+            score on these tasks only.
         identifiers: Words that belong to one training task (:func:`identifiers_of`); the proposal may not contain them.
     """
     if not text.strip():
@@ -116,7 +116,9 @@ def violation(
 
 
 def _learnt_by_heart(text: str, rules: TextRules, shown: Sequence[str], identifiers: frozenset[str]) -> str:
-    """Return a reason if a text copies a shown task or names a training task, and the first version does not."""
+    """Return a reason if a text copies a shown task or names a training task where the first text did not; else
+    ``""``.
+    """
     first = text_of(rules.seed, name=rules.name)
     ours = runs_of(text) - runs_of(first)
     for task in shown:
@@ -127,7 +129,7 @@ def _learnt_by_heart(text: str, rules: TextRules, shown: Sequence[str], identifi
 
 
 def placeholders(resource: Resource, *, name: str) -> frozenset[str]:
-    """Return the placeholders as the template writes them, including format and attribute access.
+    """Return the template's placeholders as written in it, including format and attribute access.
 
     Raises :class:`ValueError` for a template that cannot be parsed.
     """
@@ -150,7 +152,7 @@ def field_names(resource: Resource, *, name: str) -> frozenset[str]:
 
 
 def check_fields(name: str, resource: Resource, tasks: Sequence[Json], *, filled: Iterable[str]) -> None:
-    """Check that every task can fill the template's placeholders; raises :class:`ConfigError`.
+    """Raise :class:`ConfigError` if a placeholder of the template is neither a key of every task nor in ``filled``.
 
     If any task is not an object, nothing is checked, because the agent then decides what it fills in.
     """
@@ -258,14 +260,14 @@ def words_of(text: str) -> set[str]:
 
 
 def runs_of(text: str) -> set[tuple[str, ...]]:
-    """Return every sequence of ``OVERLAP_WORDS`` consecutive words, without punctuation and in lower case."""
+    """Return every sequence of ``OVERLAP_WORDS`` consecutive words in a text, without punctuation and in lower case."""
     words = [word.strip(".,;:!?\"'()[]{}<>").casefold() for word in text.split()]
     words = [word for word in words if word]
     return {tuple(words[i : i + OVERLAP_WORDS]) for i in range(len(words) - OVERLAP_WORDS + 1)}
 
 
 def task_text(task: Json) -> str:
-    """Return a task's strings, one per line, for the recognition of copies."""
+    """Return all strings in a task, one per line; copies are recognised by them."""
     if isinstance(task, str):
         return task
     if isinstance(task, dict):
@@ -300,7 +302,7 @@ def text_rules(context: AlgorithmContext, settings: SearchSettings, *, algorithm
 
 
 class ValidationMarks(Record, frozen=True, kw_only=True):
-    """Marks of the held-out tasks, on which candidates are compared and scored; demonstrations must not contain them.
+    """What identifies held-out tasks, on which candidates are compared and scored; demonstrations must not contain it.
 
     Attributes:
         names: Words with letters and digits that occur in one held-out task and in no training task.
@@ -314,7 +316,7 @@ class ValidationMarks(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, held_out: Sequence[Json], train: Sequence[Json], *, hidden: Collection[str] = ()) -> "ValidationMarks":
-        """Return the marks of held-out tasks."""
+        """Return the words, sequences of words and inputs by which these held-out tasks are recognised."""
         names = identifiers_of(held_out, train, hidden=hidden)
         seen = ([visible(task, hidden) for task in tasks] for tasks in (held_out, train))
         # The whole task as JSON if it holds no text.
@@ -328,7 +330,7 @@ class ValidationMarks(Record, frozen=True, kw_only=True):
         )
 
     def violation(self, shown: Demonstrations) -> str:
-        """Return the reason why demonstrations may not be tried; ``""`` if they may."""
+        """Return the reason why demonstrations may not be tried: they contain a held-out task. ``""`` if they may."""
         for demonstration in [demonstration for found in shown.values() for demonstration in found]:
             text = f"{demonstration.input}\n{demonstration.output}"
             named = sorted(words_of(text) & self.names)

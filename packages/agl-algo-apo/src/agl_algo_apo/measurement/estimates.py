@@ -20,7 +20,7 @@ from statistics import fmean
 from agl.schemas import Record
 
 COINS = 4
-"""Number of values with the largest variance that are added, so that equal values get an interval with a width."""
+"""Number of values with the largest variance that are added, so that equal values do not get an interval of width 0."""
 
 _Z = 1.959964
 
@@ -33,7 +33,7 @@ class Range(Record, frozen=True, kw_only=True):
 
     @property
     def of_differences(self) -> "Range":
-        """The range of the difference of two rewards."""
+        """The range of the difference between two rewards of this range."""
         return Range(low=self.low - self.high, high=self.high - self.low)
 
 
@@ -52,7 +52,7 @@ class Estimate(Record, frozen=True, kw_only=True):
 
 
 def estimate(values: Sequence[float], within: Range) -> Estimate:
-    """Return the mean and the 95 % interval of independent values in a range.
+    """Return the mean and the 95 % confidence interval of independent values within a range.
 
     The interval contains the mean and lies within the range, which is widened if a value is outside.
     """

@@ -29,14 +29,14 @@ from agl_algo_apo.search.budget import Budget, Spent
 from agl_algo_apo.texts.lineage import PromptCandidate, resource_of
 
 TRIES = 3
-"""The most starts of a rollout that infrastructure breaks each time."""
+"""The maximum number of times that a rollout is started if infrastructure breaks it each time."""
 
 FEEDBACK_CHARS = 1000
-"""The most characters of feedback that are remembered with a reward."""
+"""The maximum number of characters of feedback that are stored with a reward."""
 
 
 class MeasureJob(NamedTuple):
-    """A request for a candidate's rewards on tasks of a split, by position; ``repeat`` numbers rollouts of a task."""
+    """A request to measure a candidate on tasks of a split, given by position; ``repeat`` numbers a task's rollouts."""
 
     candidate: PromptCandidate
     split: Split
@@ -77,7 +77,7 @@ class Evaluator:
         self.broken: Counter[str] = Counter()
 
     async def register(self, candidate: PromptCandidate, *, parent: PromptCandidate | None = None) -> PromptCandidate:
-        """Return the candidate with versions that rollouts can pin; texts equal to the parent's share its versions.
+        """Return the candidate with versions that rollouts can pin; a text equal to the parent's shares its version.
 
         Raises:
             ValueError: A text cannot be a resource of its kind; the static gate refuses such texts before.
@@ -103,8 +103,7 @@ class Evaluator:
     async def adopt(
         self, candidate: PromptCandidate, validated: Sequence[Episode], *, test: frozenset[int] = frozenset()
     ) -> None:
-        """Count the trainer's validation before the first step as measurements of the first candidate, and pay for
-        them.
+        """Count the trainer's validation before the first step as measurements of the first candidate, and pay for it.
 
         Validations on the tasks in ``test`` count for that split. Validations of versions that are not live are left
         out: another algorithm had its turn meanwhile.
@@ -119,7 +118,7 @@ class Evaluator:
         self._check_scale()
 
     async def measure(self, jobs: Sequence[MeasureJob], *, step: int, purpose: str) -> None:
-        """Run all unknown measurements of all jobs at once, and put the rewards into :attr:`scores`.
+        """Run all measurements of all jobs that are not known yet, at once, and put the rewards into :attr:`scores`.
 
         Args:
             jobs: The rewards to get; tasks that infrastructure broke every time stay unknown.
@@ -148,7 +147,7 @@ class Evaluator:
             self._check_scale()
 
     def mean(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> float:
-        """Return the mean of the known rewards; ``nan`` if none is known."""
+        """Return the mean of a candidate's known rewards; ``nan`` if there are none."""
         rewards = self.scores.rewards(candidate, split, tasks)
         return fmean(rewards.values()) if rewards else math.nan
 
@@ -158,11 +157,11 @@ class Evaluator:
         return Range(low=min(0.0, self._failure_reward, self.scores.floor()), high=self._perfect_score)
 
     def estimate(self, rewards: Mapping[int, float]) -> Estimate:
-        """Return the mean of rewards, given by task, with its interval."""
+        """Return the mean of ``rewards``, which are keyed by task, with its confidence interval."""
         return estimate(list(rewards.values()), self.range)
 
     async def hidden_keys(self) -> tuple[str, ...]:
-        """Return the task keys that the agent does not see, as recorded in any measured rollout."""
+        """Return the task keys hidden from the agent, as a measured rollout recorded them; empty without a rollout."""
         measured = self.scores.any()
         if measured is None:
             return ()
@@ -209,7 +208,7 @@ class Evaluator:
                 self.scores.put(job.candidate.id, job.split, position, job.repeat, measured)
 
     def _pay(self, counts: Mapping[str, int]) -> None:
-        """Pay for rollouts of several candidates, all or none."""
+        """Pay for rollouts, given as numbers by candidate; raises :class:`BudgetExhaustedError` unless all fit."""
         self._budget.take_rollouts(sum(counts.values()))
         for candidate, count in counts.items():
             self.journal.paid(candidate, Spent(rollouts=count, money=count * self._budget.prices.rollout))
@@ -244,12 +243,12 @@ def _tokens(span: Span) -> int:
 
 
 def _guessed_scale(best: float) -> float:
-    """Return the next power of ten, because rewards are mostly shares of 1, 10 or 100."""
+    """Return the next power of ten above the best reward, because rewards are mostly shares of 1, 10 or 100."""
     return max(1.0, 10.0 ** math.ceil(math.log10(best) - 1e-9)) if best > 0 else 1.0
 
 
 def feedback_of(episode: Episode) -> str:
-    """Return the feedback of a rollout's rewards, and its error, as text."""
+    """Return the feedback of the rollout's rewards, and the rollout's error, as text."""
     parts = [reward.feedback for reward in episode.rewards if reward.feedback]
     error = episode.attempt.error if episode.attempt is not None else None
     if error is not None:
@@ -258,7 +257,7 @@ def feedback_of(episode: Episode) -> str:
 
 
 def nothing_scored(tried: int, broken: Mapping[str, int]) -> RunError:
-    """Return the error for a measurement without a single reward; ``broken`` counts its rollouts by status."""
+    """Return the error for a measurement without any reward; ``broken`` counts its rollouts by status."""
     counts = ", ".join(f"{count} {status}" for status, count in sorted(broken.items()))
     return RunError(
         f"none of {tried} rollouts could be scored ({counts}). Check that the agent's model answers and that the agent "
@@ -267,12 +266,12 @@ def nothing_scored(tried: int, broken: Mapping[str, int]) -> RunError:
 
 
 def environment_of(context: AlgorithmContext) -> dict[str, str]:
-    """Return the versions of all live resources that are not tuned here; rewards depend on them too."""
+    """Return the live versions of all resources that are not tuned here; rewards depend on these versions too."""
     return {name: version for name, version in sorted(context.live().items()) if name not in context.tunes}
 
 
 def dataset_digest(context: AlgorithmContext) -> str:
-    """Return a digest of the training and validation tasks, with which a resumed run detects changes."""
+    """Return a digest of the training and validation tasks, by which a resumed run detects that they have changed."""
     return hashlib.blake2b(to_json([list(context.train), list(context.val)]), digest_size=8).hexdigest()
 
 

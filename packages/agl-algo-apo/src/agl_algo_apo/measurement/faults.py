@@ -17,10 +17,10 @@ from agl.schemas import Episode, ErrorInfo, Span
 Status = Literal["ok", "failed", "timeout", "unrewarded", "infrastructure"]
 
 _PASSING = frozenset({408, 425, 429})
-"""Status codes below 500 that say nothing about the request itself: too slow, too early, too many."""
+"""Status codes below 500 that do not mean that the request itself is wrong: too slow, too early, too many."""
 
 _UNPAID = frozenset({401, 402, 404, 407, 421})
-"""More status codes with which a server refuses every request, because of a key, a bill or an address."""
+"""Further status codes with which a server refuses every request, because of a key, a bill or an address."""
 
 _NAMES = re.compile(
     # the standard library
@@ -66,7 +66,7 @@ _LINKS = ("The above exception was the direct cause", "During handling of the ab
 
 
 def needs_calls(episode: Episode) -> bool:
-    """Return true if the recorded calls are needed to decide how a rollout ended."""
+    """Return true if the attempt's recorded calls are needed to decide how a rollout ended."""
     if episode.attempt is None or episode.rollout.status == "cancelled":
         return False
     is_whole = episode.rollout.status == "succeeded"
@@ -74,11 +74,11 @@ def needs_calls(episode: Episode) -> bool:
 
 
 def status_of(episode: Episode, spans: Sequence[Span] = ()) -> Status:
-    """Return how a rollout ended; distinguishes failures of the agent from failures of infrastructure.
+    """Return how a rollout ended: well, by a failure of the agent, or by a failure of infrastructure.
 
     Args:
         episode: The rollout.
-        spans: Spans of its deciding attempt; needed only if :func:`needs_calls` is true.
+        spans: Spans of the rollout's deciding attempt; needed only if :func:`needs_calls` is true.
     """
     attempt = episode.attempt
     if attempt is None or episode.rollout.status == "cancelled" or attempt.status in ("lost", "cancelled"):
@@ -95,13 +95,13 @@ def status_of(episode: Episode, spans: Sequence[Span] = ()) -> Status:
 
 
 def is_foreign(error: ErrorInfo) -> bool:
-    """Return true if an error, one of its causes, or one of a group of errors comes from infrastructure."""
+    """Return true if infrastructure caused an error: the error itself, one of its causes, or one of a group."""
     raised = [(error.type, error.message), *_raised(error.traceback)]
     return any(_is_foreign(name, message) for name, message in raised)
 
 
 def _is_cut_off(spans: Sequence[Span], *, refusals: frozenset[int]) -> bool:
-    """Return true if a call failed through no fault of its request, and no call came after it.
+    """Return true if a model call failed through no fault of its request, and no call came after it.
 
     A call that starts after the failed one has ended shows that the agent or its client continued.
     """

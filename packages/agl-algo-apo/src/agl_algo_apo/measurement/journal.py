@@ -14,7 +14,7 @@ from agl_algo_apo.measurement.estimates import Estimate, Range, estimate
 from agl_algo_apo.search.budget import Spent
 
 STATIC = "static gate"
-"""The name of the gate that costs no rollout: placeholders, invariants, length, copies."""
+"""The name of the static gate, which costs no rollout: placeholders, invariants, length, copies."""
 
 
 class GateReport(Record, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class GateReport(Record, frozen=True, kw_only=True):
         score: Mean reward of the candidate on the tasks measured for both.
         rival_score: Mean reward of the rival on the same tasks.
         gain: Mean of the paired differences with its interval; its ``n`` is the number of pairs.
-        reason: The reason given by a gate that compares nothing.
+        reason: The reason, for a gate that compares no rewards.
     """
 
     gate: str
@@ -75,15 +75,15 @@ class Journal:
         self._change(candidate, evidence=shown, optimizer=entry.optimizer.plus(spent or Spent()))
 
     def paid(self, candidate: str, spent: Spent) -> None:
-        """Record rollouts of the agent, or the tokens of their model calls."""
+        """Add rollouts of the agent, or the tokens of their model calls, to a candidate's costs."""
         self._change(candidate, agent=self[candidate].agent.plus(spent))
 
     def met(self, candidate: str, report: GateReport) -> None:
-        """Record the outcome of a gate."""
+        """Record the outcome of a gate for a candidate."""
         self._change(candidate, gates=(*self[candidate].gates, report))
 
     def scored(self, candidate: str, how: str, score: Estimate) -> None:
-        """Record a score under its source; a newer score from the same source replaces it."""
+        """Record a candidate's score from the source ``how``; it replaces an older score from the same source."""
         self._change(candidate, scores={**self[candidate].scores, how: score})
 
     def dump(self) -> dict[str, Json]:
@@ -106,7 +106,10 @@ def compared(
     tasks: Sequence[int],
     within: Range,
 ) -> GateReport:
-    """Return the report with scores and gain from rewards by task; unchanged if the two have no task in common."""
+    """Return the report with scores and gain, computed from rewards by task on the tasks that both have.
+
+    Without a common task the report is unchanged.
+    """
     common = [task for task in tasks if task in ours and task in theirs]
     if not common:
         return report

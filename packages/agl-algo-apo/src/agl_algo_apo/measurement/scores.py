@@ -11,13 +11,16 @@ from agl.schemas import Json, Record
 from agl_algo_apo.measurement.faults import Status
 
 Split = Literal["train", "val", "test"]
-"""Training tasks; validation tasks of the search; held-back validation tasks, with positions among all of them."""
+"""Training tasks; validation tasks of the search; and test tasks, which are validation tasks held back.
+
+The position of a test task is its position among all validation tasks.
+"""
 
 FRESH = 1
-"""The `repeat` of the final measurement's rollouts on validation tasks.
+"""The ``repeat`` number of the final measurement's rollouts on validation tasks.
 
-There 0 is the first measurement, and further ones begin with 2. Rollouts on test tasks have the repeats 0, 1, 2 and so
-on; all of them count, because test tasks select nothing.
+On validation tasks 0 is the first measurement, and further ones begin with 2. Rollouts on test tasks have the repeats
+0, 1, 2 and so on; all of them count, because test tasks select nothing.
 """
 
 
@@ -47,7 +50,7 @@ class Scores:
         return sum(len(known) for known in self._known.values())
 
     def get(self, candidate: str, split: Split, task: int, repeat: int = 0) -> Measured | None:
-        """Return the outcome of one rollout; ``None`` if it is unknown."""
+        """Return the outcome of one rollout; ``None`` if it was not measured."""
         return self._known.get((candidate, split), {}).get((task, repeat))
 
     def put(self, candidate: str, split: Split, task: int, repeat: int, measured: Measured) -> None:
@@ -55,10 +58,10 @@ class Scores:
         self._known.setdefault((candidate, split), {})[(task, repeat)] = measured
 
     def rewards(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> dict[int, float]:
-        """Return the known rewards by task, for ``tasks`` or for all; unknown tasks are absent.
+        """Return a candidate's known rewards by task, for ``tasks`` or for all; tasks without a reward are absent.
 
-        A task that was measured several times has the mean. :data:`FRESH` rewards of validation tasks are left out,
-        because they must not influence any choice.
+        If a task was measured several times, its reward is the mean. :data:`FRESH` rewards of validation tasks are left
+        out, because they must not influence any choice.
         """
         wanted = None if tasks is None else set(tasks)
         found: dict[int, list[float]] = {}
@@ -75,11 +78,11 @@ class Scores:
         return {task: measured.reward for (task, repeat), measured in known.items() if repeat == FRESH}
 
     def next_repeat(self, candidate: str, split: Split) -> int:
-        """Return a ``repeat`` that has not been used yet, for measuring a candidate again."""
+        """Return a ``repeat`` number that is not used yet, to measure a candidate again."""
         return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
 
     def keep_fresh(self) -> None:
-        """Count the final measurement's rewards as ordinary ones, because a search that continues chooses by them."""
+        """Turn the final measurement's rewards into ordinary ones, because a search that continues chooses by them."""
         for known in [known for (_, split), known in self._known.items() if split == "val"]:
             repeat = 1 + max(repeat for _, repeat in known)
             for task in [task for task, old in known if old == FRESH]:
@@ -94,7 +97,7 @@ class Scores:
         return max(self._all(), default=-math.inf)
 
     def clear(self) -> None:
-        """Forget everything, because resources that affect the rewards have changed."""
+        """Forget all outcomes, because resources that affect the rewards have changed."""
         self._known.clear()
 
     def dump(self) -> Json:
@@ -112,7 +115,7 @@ class Scores:
             self.put(*row)
 
     def any(self) -> Measured | None:
-        """Return any outcome; ``None`` if there is none."""
+        """Return one of the outcomes; ``None`` if there are none."""
         return next((measured for known in self._known.values() for measured in known.values()), None)
 
     def _all(self) -> Iterable[float]:

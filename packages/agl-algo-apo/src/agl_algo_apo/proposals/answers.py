@@ -15,7 +15,7 @@ _AT_EDGES = re.compile(rf"^[ \t]*{_OPEN}((?:(?!{_OPEN}).)*?){_CLOSE}[ \t.]*$", _
 _ANYWHERE = re.compile(rf"{_OPEN}((?:(?!{_OPEN}).)*?){_CLOSE}", _FLAGS)
 
 _MENTIONED = re.compile(r"[`'\"\s]*(?:and|to|or|tags?)?[\W_]*", re.IGNORECASE)
-"""The words between two tags that are only mentioned."""
+"""Matches the words between two tags that the model only mentions."""
 
 _FENCE = re.compile(r"[ ]{0,3}(`{3,}|~{3,})[ \t]*([^`\n]*)")
 
@@ -35,13 +35,13 @@ def extract(answer: str) -> str | None:
 
 
 def before_text(answer: str) -> str:
-    """Return the text before the proposal: the critique, if one answer contains both."""
+    """Return the part of an answer before the proposed text: the critique, if the answer contains one."""
     start = answer.lower().rfind(_OPEN)
     return answer[: start if start >= 0 else answer.find("```")].strip() if start >= 0 or "```" in answer else ""
 
 
 def _unwrapped(text: str) -> str:
-    """Return the text without a fence that encloses all of it; other texts are unchanged."""
+    """Return the text without the fence, if one fence encloses all of it; other texts are unchanged."""
     lines = text.strip().splitlines()
     return "\n".join(lines[1:-1]) if list(_blocks(text.strip())) == [lines] else text
 

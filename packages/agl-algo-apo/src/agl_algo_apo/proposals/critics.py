@@ -13,14 +13,14 @@ SHOWN = 4
 
 
 class Assignment(NamedTuple):
-    """The basis of one child: the text that it changes, and the training tasks whose failures its critic sees."""
+    """The basis of one child: the name of the text to change, and the training tasks whose failures its critic sees."""
 
     name: str
     tasks: tuple[int, ...]
 
 
 class Critics:
-    """Makes children of a parent.
+    """Makes children of a parent from critiques of the parent's failures.
 
     Args:
         search: The search, whose tools it uses.
@@ -32,7 +32,7 @@ class Critics:
         self._asks_twice = asks_twice
 
     def assign(self, failures: Sequence[int], parent: PromptCandidate, step: int) -> list[Assignment]:
-        """Distribute the failures over the children, and assign each child a text to change, in turn."""
+        """Distribute the failures over the children, and assign the texts to change in turn."""
         names, count = list(parent.texts), self._search.settings.branch_factor
         assignments: list[Assignment] = []
         for k in range(count):
@@ -48,7 +48,7 @@ class Critics:
     async def children(
         self, parent: PromptCandidate, assignments: Sequence[Assignment], step: int
     ) -> list[tuple[PromptCandidate, Assignment]]:
-        """Return the proposals that passed the static gate, each with its assignment."""
+        """Request the children and return those that passed the static gate, each with its assignment."""
         search = self._search
         evidence = [await self._evidence(parent, assignment) for assignment in assignments]
         shown = [evidence_text(runs) for runs in evidence]
@@ -74,7 +74,7 @@ class Critics:
     async def _improvements(
         self, parent: PromptCandidate, assignments: Sequence[Assignment], evidence: Sequence[str], step: int
     ) -> list[Written]:
-        """Return a critique g_k and a text p_k for each assignment, from one answer each; all requests run at once."""
+        """Request a critique g_k and a text p_k per assignment, both in one answer; all requests run at once."""
         questions: list[tuple[str, str]] = []
         for k, (a, shown) in enumerate(zip(assignments, evidence, strict=True)):
             request = self._search.request("improve", name=a.name, text=parent.instructions[a.name], evidence=shown)
@@ -84,7 +84,7 @@ class Critics:
     async def _critiques_and_edits(
         self, parent: PromptCandidate, assignments: Sequence[Assignment], evidence: Sequence[str], step: int
     ) -> list[Written]:
-        """Return a critique and a text for each assignment, from a request to the critic and one to the editor."""
+        """Request a critique from the critic per assignment, then a text from the editor."""
         search = self._search
         given = [(a.name, parent.instructions[a.name], shown) for a, shown in zip(assignments, evidence, strict=True)]
         asked: list[tuple[str, str]] = []

@@ -36,7 +36,7 @@ DEMONSTRATE_EVERY = 3
 
 
 class Demonstrator:
-    """Makes children with other demonstrations than their parent, but the same instructions.
+    """Makes children that have the parent's instructions but other demonstrations.
 
     Args:
         search: The search, whose tools it uses.
@@ -82,7 +82,7 @@ class Demonstrator:
     async def _drawn(
         self, parent: PromptCandidate, name: str, pool: Sequence[GoodRun], draw: random.Random
     ) -> tuple[Demonstration, ...]:
-        """Return a random subset of the parent's demonstrations, filled up with others from the pool."""
+        """Return a random part of the parent's demonstrations for a resource, filled up with new ones from the pool."""
         settings, had = self._search.settings, parent.demonstrations.get(name, ())
         like = next(rules.seed for rules in self._search.rules if rules.name == name)
         shown = draw.sample(had, draw.randint(0, len(had)))
@@ -102,7 +102,7 @@ class Demonstrator:
 
 
 class GoodRun(NamedTuple):
-    """A rollout of a training task, with the candidate that was tried in it."""
+    """A rollout of a training task, and the candidate with whose texts it ran."""
 
     task: int
     candidate: PromptCandidate
@@ -110,7 +110,7 @@ class GoodRun(NamedTuple):
 
 
 def good_runs(candidates: Sequence[PromptCandidate], scores: Scores, *, above: float) -> list[GoodRun]:
-    """Return the best run of every training task whose best reward is above ``above``, in task order.
+    """Return the best run of every training task whose best reward exceeds ``above``, in task order.
 
     Among equal runs the newest candidate's is chosen, because it is the most similar to future ones.
     """
@@ -126,7 +126,9 @@ def good_runs(candidates: Sequence[PromptCandidate], scores: Scores, *, above: f
 
 
 async def read_demonstration(context: AlgorithmContext, run: GoodRun, *, resource: Resource) -> Demonstration | None:
-    """Return a run's demonstration for a prompt; ``None`` if it recorded no output, or is no longer in the store.
+    """Return the demonstration that a run gives for a prompt.
+
+    The result is ``None`` if the run recorded no output, or is no longer in the store.
 
     Args:
         context: Holds the store.
@@ -145,7 +147,7 @@ async def read_demonstration(context: AlgorithmContext, run: GoodRun, *, resourc
 
 
 def _question(resource: Resource) -> FilledTemplate | None:
-    """Return a matcher for the last user message; ``None`` if that is the first message or there is only one text."""
+    """Return a matcher for the last user message after a prompt's first message; ``None`` without such a message."""
     asked = [text for role, text in messages_of(resource)[1:] if role == "user"]
     return filled_template(PromptTemplate(template=asked[-1])) if asked else None
 
@@ -153,7 +155,7 @@ def _question(resource: Resource) -> FilledTemplate | None:
 def _exchange(
     call: ModelCall, prompt: FilledTemplate, rollout: Rollout, question: FilledTemplate | None
 ) -> tuple[str, str] | None:
-    """Return input and output of a call that read the prompt and was answered with text; ``None`` for other calls."""
+    """Return input and output of a call that read the prompt and was answered with text; else ``None``."""
     messages = call_messages(call)
     texts = [as_text(message.get("content") or "") for message in messages]
     if not messages or messages[-1].get("role") != "assistant" or messages[-1].get("tool_calls"):
@@ -179,6 +181,6 @@ def _input(filled: Mapping[str, str], rollout: Rollout) -> str:
 
 
 def _reported(spans: Sequence[Span], rollout: Rollout) -> tuple[str, str] | None:
-    """Return the task and the last object that the agent reported; ``None`` if it reported none."""
+    """Return the task and the last object that the agent reported, both as text; ``None`` if it reported no object."""
     objects = [span.attributes[semconv.OBJECT] for span in spans if semconv.OBJECT in span.attributes]
     return (as_text(rollout.visible_task), as_text(objects[-1])) if objects else None

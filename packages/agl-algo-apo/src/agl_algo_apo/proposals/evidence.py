@@ -56,7 +56,7 @@ class EvidenceRun(Record, frozen=True, kw_only=True):
 
 
 def evidence_text(runs: Sequence[EvidenceRun]) -> str:
-    """Return all runs as one text."""
+    """Return the runs as one text for a critic's request."""
     return "\n\n".join(["# Runs that fell short", *(run.text(i) for i, run in enumerate(runs, start=1))])
 
 
@@ -129,7 +129,7 @@ def _messages(span: Span, name: str, prompt: FilledTemplate | None) -> list[str]
 
 
 def _event(span: Span) -> list[str]:
-    """Return the lines for a span that is not a model call: a tool's result, an observation, an object, an error."""
+    """Return the lines for a span other than a model call: a tool's result, an observation, an object, an error."""
     attributes = span.attributes
     lines: list[str] = []
     if semconv.TOOL_RESULT in attributes:
@@ -149,7 +149,7 @@ def _reads(span: Span, prompt: FilledTemplate) -> bool:
 
 
 def _reference(name: str, filled: Mapping[str, str]) -> str:
-    """Return the reference that replaces the text under review in a message."""
+    """Return the words that stand for the text under review where a message repeats it."""
     values = "".join(f"; {key} = {value}" for key, value in filled.items())
     return f"(the text {name}{values})"
 
@@ -162,7 +162,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, perfect_score: float) -> None:
-    """Add failures from new steps of the sources to ``progress.shared``, if they ran with the live texts.
+    """Add to ``progress.shared`` the failures from the sources' new steps that ran with the live texts.
 
     Only rollouts with the texts that are live now count (staleness 0). If algorithms run at the same time, this waits
     for a source's next step.
@@ -184,5 +184,5 @@ async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, 
 
 
 def live_failures(progress: SearchProgress, candidate: str) -> Mapping[int, Measured]:
-    """Return other algorithms' failures with these texts; empty unless these are the best texts, which are live."""
+    """Return other algorithms' failures with the candidate's texts; empty for all but the best candidate."""
     return progress.shared if candidate == progress.best else {}

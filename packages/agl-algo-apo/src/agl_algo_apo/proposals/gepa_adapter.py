@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Stopped = StopReason | Literal["", "share"]
-"""The reason why a phase ended early: a search's reason, or its spent share of the budget; ``""`` while it runs."""
+"""The reason why a phase ended early: a stop reason, or ``share`` for its part of the budget; ``""`` while it runs."""
 
 TextByName = Mapping[str, str]
 TaskPlace = tuple[Split, int]
-"""The library's data instance: a task by its split and position."""
+"""A task by split and position; the library calls this a data instance."""
 
 MAX_IDLE = 20
 """After this many consecutive iterations without a rollout, nothing is left to learn."""
@@ -82,7 +82,7 @@ class GepaAdapter:
     def evaluate(
         self, batch: list[TaskPlace], candidate: dict[str, str], capture_traces: bool = False, **_: Any
     ) -> "EvaluationBatch[Measured | None, str]":
-        """Return the rewards of a candidate on a batch; a refused candidate scores minus infinity and costs nothing."""
+        """Return the rewards of a candidate on a batch; a refused candidate gets minus infinity and costs nothing."""
         del capture_traces  # outcomes are returned as trajectories either way
         refusal = self._wait(lambda: self._host.refusal(candidate))
         if refusal:
@@ -178,7 +178,7 @@ class GepaAdapter:
 def _filled(found: Sequence[Measured | None]) -> list[float]:
     """Return the rewards of a batch, one per task, as the library requires.
 
-    A task that infrastructure broke every time gets the mean of the others, which does not change the batch's mean.
+    A task that infrastructure broke every time gets the mean of the others, so that the batch's mean stays the same.
     """
     rewards = [measured.reward for measured in found if measured is not None]
     if not rewards:

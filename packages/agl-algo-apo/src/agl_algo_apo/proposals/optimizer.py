@@ -27,10 +27,10 @@ from agl.schemas import Json, Record, to_json
 from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, Settings, Spent
 
 TRIES = 4
-"""The most times that a request is sent if the answers are not valid in the API."""
+"""The maximum number of times that a request is sent if the answers are not valid in the API."""
 
 LONGEST_PAUSE_S = 30.0
-"""The most seconds between two tries, unless the endpoint requests a pause."""
+"""The maximum pause between two tries, in seconds, unless the endpoint requests a longer one."""
 
 _OPTIONAL = ("seed", "temperature", "max_tokens")
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -70,7 +70,7 @@ class OptimizerDownError(Exception):
 
 
 class OptimizerAnswer(Record, frozen=True, kw_only=True):
-    """The model's answer.
+    """An answer of the optimiser's model.
 
     Attributes:
         text: The answer's text, with all parts joined.
@@ -84,7 +84,7 @@ class OptimizerAnswer(Record, frozen=True, kw_only=True):
 
 
 class PaidAnswer(NamedTuple):
-    """The text and cost of an answer; if the endpoint reports no tokens, the cost is the highest possible one."""
+    """The text of an answer, and its cost; if the endpoint reports no tokens, the highest possible cost."""
 
     text: str
     spent: Spent
@@ -97,7 +97,7 @@ class NoAnswer(NamedTuple):
         why: The reason as text.
         kind: ``passing`` for an outage, ``spoilt`` for an answer that is not valid in the API, ``refused`` if waiting
             is useless.
-        pause_s: Seconds that the endpoint asks to wait; ``None`` if it does not say.
+        pause_s: Seconds that the endpoint asks the client to wait; ``None`` if it does not say.
         may_cost: True if the model may have answered nevertheless, so that an answer may be charged.
     """
 
@@ -108,7 +108,7 @@ class NoAnswer(NamedTuple):
 
 
 def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -> OptimizerSettings:
-    """Return the given settings, or those of a policy that the experiment serves; raises :class:`ConfigError`."""
+    """Return the given settings, or settings for the policy of that name; raises :class:`ConfigError`."""
     if isinstance(optimizer, OptimizerSettings):
         return optimizer
     llm = context.endpoint(optimizer)
@@ -150,11 +150,11 @@ class Optimizer:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of an answer."""
+        """The maximum number of tokens of an answer."""
         return self._settings.max_tokens
 
     async def check(self) -> None:
-        """Check that the endpoint answers and accepts the key; raises :class:`ConfigError`."""
+        """Raise :class:`ConfigError` unless the endpoint answers and accepts the key."""
         try:
             response = await self._client.get("models")
         except httpx.HTTPError as error:
@@ -181,7 +181,7 @@ class Optimizer:
     async def ask_all(self, questions: Sequence[tuple[str, str]]) -> list[PaidAnswer | None]:
         """Return the answers to (text, seed) pairs; ``None`` for a pair that failed or had no room in the budget.
 
-        All requests are paid for in order before they are sent at once, so the choice of those sent does not depend on
+        All requests are paid for in order before they are sent at once, so which of them are sent does not depend on
         timing.
 
         Raises:
@@ -245,7 +245,7 @@ class Optimizer:
         return {**body, **settings.extra}
 
     async def _post(self, body: Mapping[str, Json], reserved: Spent) -> OptimizerAnswer:
-        """Send a request until it is answered; refunds its reservation if no answer was made."""
+        """Send a request until it is answered; if no answer was made, refund the reservation."""
         settings, clock = self._settings, asyncio.get_running_loop().time
         spoilt, may_cost, pause_s, ends, is_waiting = 0, False, settings.retry_s, 0.0, False
         try:
@@ -357,7 +357,7 @@ def _read_answer(response: httpx.Response) -> OptimizerAnswer | None:
 
 
 def _text_of(content: Any) -> str:
-    """Return the text of an answer that is a string or a list of parts; parts without text are left out."""
+    """Return the text in an answer's content, which is a string or a list of parts; parts without text are left out."""
     if isinstance(content, list):
         parts = cast("list[Any]", content)
         return "".join(part if isinstance(part, str) else _text_of(part.get("text")) for part in parts)
@@ -380,7 +380,7 @@ def _ends_a_line(file: BinaryIO) -> bool:
 
 
 def _read_answers(memory: Path) -> dict[str, OptimizerAnswer]:
-    """Return the remembered answers; a last line that a crash cut off is skipped."""
+    """Return the answers in the file ``memory``; a last line that a crash cut off is skipped."""
     if not memory.exists():
         return {}
     answers: dict[str, OptimizerAnswer] = {}

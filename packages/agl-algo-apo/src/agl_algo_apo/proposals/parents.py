@@ -64,7 +64,10 @@ def select_parent(
 
 
 def _leads(pool: Sequence[PromptCandidate], evaluator: Evaluator) -> dict[str, set[int]]:
-    """Return the validation tasks that each candidate leads, alone or tied; if all are equal, nobody leads."""
+    """Return, by candidate, the validation tasks on which it has the best reward, alone or tied.
+
+    A task on which all rewards are equal counts for no candidate.
+    """
     rewards = {candidate.id: evaluator.scores.rewards(candidate.id, "val") for candidate in pool}
     leads: dict[str, set[int]] = {candidate: set() for candidate in rewards}
     for task in sorted({task for known in rewards.values() for task in known}):
@@ -78,7 +81,7 @@ def _leads(pool: Sequence[PromptCandidate], evaluator: Evaluator) -> dict[str, s
 
 
 def _front(worst_first: Sequence[PromptCandidate], leads: Mapping[str, set[int]]) -> list[PromptCandidate]:
-    """Return the candidates that each lead a task which no other returned candidate leads."""
+    """Return the Pareto front: each returned candidate leads some task that no other returned candidate leads."""
     staying = list(worst_first)
     # In the order of rising means, so that of two candidates with the same leads the worse one is removed.
     for candidate in worst_first:

@@ -28,7 +28,7 @@ _PLACES = {
 
 
 class Requests:
-    """Holds the text of each kind of request.
+    """The texts of the requests to the optimiser's model, by kind.
 
     Args:
         replaced: The user's own files by kind, relative to ``folder``.
@@ -46,7 +46,7 @@ class Requests:
         self._texts = {kind: _read(kind, replaced.get(kind), folder) for kind in REQUESTS}
 
     def text(self, kind: str, **values: str) -> str:
-        """Return a request with its placeholders filled."""
+        """Return the request of a kind with its placeholders filled."""
         return string.Template(self._texts[kind]).safe_substitute(values)
 
 
@@ -67,7 +67,7 @@ def _read(kind: str, path: str | None, folder: Path) -> str:
 
 
 def merge3(base: str, ours: str, theirs: str) -> str | None:
-    """Return ``base`` with both changes, line by line; ``None`` if they conflict.
+    """Merge the changes of ``ours`` and ``theirs`` to ``base``, line by line; ``None`` if they conflict.
 
     They conflict if they change the same lines, or if together they would lose a line that all three texts contain, for
     example because each side removed one of two copies. Lines that both insert at one position are kept in order, ours
@@ -96,7 +96,7 @@ def merge3(base: str, ours: str, theirs: str) -> str | None:
 
 
 def merge_texts(base: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> dict[str, str] | None:
-    """Return the combined changes of several candidates' texts; ``None`` if two of them conflict."""
+    """Merge the changes of several candidates' texts to ``base``; returns ``None`` if any of the changes conflict."""
     merged = dict(others[0])
     # One after the other into the same texts, each against the base from which all of them started.
     for other in others[1:]:
@@ -109,17 +109,20 @@ def merge_texts(base: Mapping[str, str], others: Sequence[Mapping[str, str]]) ->
 
 
 Edit = tuple[int, int, list[str]]
-"""The base's lines [start, stop) become these lines; an insertion has start == stop."""
+"""An edit (start, stop, new lines) that replaces the base's lines [start, stop); an insertion has start == stop."""
 
 
 def _edits(base: list[str], changed: list[str]) -> list[Edit]:
-    """Return the edits that turn the base into the changed lines."""
+    """Return the edits that turn the lines ``base`` into ``changed``."""
     matcher = difflib.SequenceMatcher(a=base, b=changed, autojunk=False)
     return [(i1, i2, changed[j1:j2]) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"]
 
 
 def _touches(edit: Edit, start: int, stop: int) -> bool:
-    """Return true if two edits conflict: they overlap, insert at one position, or one inserts into the other."""
+    """Return true if ``edit`` conflicts with an edit of the lines [start, stop).
+
+    Two edits conflict if they overlap, insert at one position, or one inserts into the other.
+    """
     if edit[0] == edit[1] and start == stop:  # two insertions, at one place or not
         return edit[0] == start
     # Ranges overlap, or an insertion lies inside a range; one at the end of a range does not touch it.

@@ -22,7 +22,7 @@ Limit = Annotated[int, Meta(ge=0)] | None
 
 
 class Settings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of settings; an unknown key is an error."""
+    """Base of the settings tables; an unknown key is an error."""
 
 
 class Prices(Settings, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Prices(Settings, frozen=True, kw_only=True):
 
 
 class BudgetLimits(Settings, frozen=True, kw_only=True):
-    """The most that may be spent; ``None`` for no limit.
+    """The maximum amounts that may be spent; ``None`` for no limit.
 
     Attributes:
         rollouts: Rollouts started, those that infrastructure broke included.
@@ -65,7 +65,7 @@ class BudgetLimits(Settings, frozen=True, kw_only=True):
 
 
 class Spent(Record, frozen=True, kw_only=True):
-    """The amounts spent; for the fields see :class:`BudgetLimits`."""
+    """The amounts spent; :class:`BudgetLimits` describes the fields."""
 
     rollouts: int = 0
     calls: int = 0
@@ -109,7 +109,7 @@ class Budget:
         return self._spent
 
     def release(self, *, keeping: int = 0) -> None:
-        """Make the rollouts that were held back available, except ``keeping``."""
+        """Make the rollouts that were held back available, except for ``keeping`` rollouts."""
         self._kept = keeping
 
     def rollouts_left(self) -> int | None:
@@ -124,7 +124,7 @@ class Budget:
         return max(0, min(left) - self._kept) if left else None
 
     def take_rollouts(self, count: int) -> None:
-        """Pay for rollouts that are about to start, all or none; raises :class:`BudgetExhaustedError`."""
+        """Pay for rollouts before they start, for all or none; raises :class:`BudgetExhaustedError`."""
         left = self.rollouts_left()
         if left is not None and count > left:
             raise BudgetExhaustedError("rollouts", f"{count} rollouts are needed and {left} are left in the budget")
@@ -158,7 +158,7 @@ class Budget:
         return paid
 
     def cancel_call(self, reserved: Spent) -> None:
-        """Refund a whole reservation, because the model was never asked or refused to answer."""
+        """Refund the whole reservation of a call, because the model was not asked or refused to answer."""
         self._add(calls=-reserved.calls, tokens=-reserved.tokens, money=-reserved.money)
 
     def dump(self) -> Json:

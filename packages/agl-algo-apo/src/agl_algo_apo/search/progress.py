@@ -31,7 +31,7 @@ STOP_WORDS: Mapping[str, str] = {
     "optimizer_garbage": "the optimiser's model does not answer the question",
     "infrastructure": "not one rollout of a step could be scored",
 }
-"""Each reason as a clause, for the stop reason that users read."""
+"""Each stop reason as a clause of the sentence that users read."""
 
 
 class SearchProgress(msgspec.Struct, kw_only=True):
@@ -81,6 +81,6 @@ class SearchProgress(msgspec.Struct, kw_only=True):
         return msgspec.convert(data, cls, str_keys=True)  # JSON has no numbers as keys: those of `shared` are strings
 
     def stop(self, reason: StopReason, detail: str = "") -> None:
-        """End the search; only the first reason is kept."""
+        """Record the reason why the search ends; if there is one already, it stays."""
         if self.stop_reason is None:
             self.stop_reason, self.stop_detail = reason, detail

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 async def publish_best(search: SearchTools, step: int, *, is_final: bool) -> tuple[str, ...]:
-    """Make the best texts live if they are not, at every improvement or at the end; returns the new versions."""
+    """Make the best texts live, at every improvement or at the end; returns the new versions."""
     is_new = search.progress.best != search.progress.published
     if not is_new or (search.settings.publish == "end" and not is_final):
         return ()
@@ -48,7 +48,7 @@ async def publish_best(search: SearchTools, step: int, *, is_final: bool) -> tup
 
 
 def write_files(search: SearchTools, *, is_improved: bool) -> None:
-    """Write the best texts if they have improved, the lineage, and, at the end, the result."""
+    """Write the result files: the best texts if they have improved, the lineage, and, at the end, the result."""
     workdir = search.context.workdir
     if is_improved or search.progress.step == 1:
         write_best(workdir, search.best.texts)
@@ -84,14 +84,14 @@ def metrics_of(search: SearchTools) -> dict[str, float]:
 
 
 def stop_words(search: SearchTools) -> str:
-    """Return the reason for the end, with the result, in one line."""
+    """Return the reason why the search ended, and the result, in one line."""
     reason: StopReason = search.progress.stop_reason or "budget"
     detail = f" ({search.progress.stop_detail})" if search.progress.stop_detail else ""
     return f"{reason}: {STOP_WORDS[reason]}{detail}. {search.result.words if search.result else ''}".strip()
 
 
 def note_scores(search: SearchTools) -> None:
-    """Record in the journal each candidate's score on validation tasks, and the scores of the final measurement."""
+    """Record every candidate's score on validation tasks in the journal, and the scores of the final measurement."""
     for candidate in search.lineage.all():
         rewards = search.evaluator.scores.rewards(candidate.id, "val")
         if rewards:
@@ -119,13 +119,13 @@ def _write(path: Path, data: bytes) -> None:
 
 
 class CandidateScore(Estimate, frozen=True, kw_only=True, omit_defaults=False):
-    """The score of a candidate, and the source of the rewards behind it."""
+    """The score of a candidate, and the name of the rewards from which it is computed (``how``)."""
 
     how: How
 
 
 def current_scores(search: SearchTools) -> dict[str, CandidateScore]:
-    """Return the score of every candidate with rewards on validation tasks, by id."""
+    """Return the score of every candidate that has rewards on validation tasks, by candidate id."""
     scores: dict[str, CandidateScore] = {}
 
     def put(candidate: str, value: Estimate, how: How) -> None:
@@ -144,7 +144,7 @@ def current_scores(search: SearchTools) -> dict[str, CandidateScore]:
 
 
 def version_scores(search: SearchTools) -> list[VersionScore]:
-    """Return the scores of all versions whose candidates were measured."""
+    """Return the score of every version whose candidate was measured."""
     progress, context, scores = search.progress, search.context, current_scores(search)
     owners: dict[tuple[str, str], str] = {}
     for candidate in search.lineage.all():

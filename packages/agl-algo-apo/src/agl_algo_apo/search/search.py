@@ -44,7 +44,7 @@ _OUTAGES = ("optimizer_unreachable", "optimizer_garbage", "infrastructure")
 
 
 class PromptSearch(SearchTools):
-    """The base of an optimiser, which overrides :meth:`improve`.
+    """Base of the optimisers; a subclass overrides :meth:`improve`.
 
     Args:
         settings: The user's settings.
@@ -63,16 +63,16 @@ class PromptSearch(SearchTools):
         self._told: dict[tuple[str, str], VersionScore] = {}
 
     async def improve(self, step: int) -> None:
-        """Take one step of the search; to be overridden."""
+        """Take one step of the search; subclasses override it."""
         raise NotImplementedError
 
     async def tidy(self, step: int) -> None:
-        """Remove useless parts of the best candidate when the search is over; may be overridden."""
+        """Remove useless parts of the best candidate when the search is over; by default, nothing."""
 
     # --- the algorithm contract ---------------------------------------------------------------------------------
 
     async def check(self, context: AlgorithmContext) -> None:
-        """Check tasks, prompts, budget, requests and the optimiser's endpoint; raises :class:`ConfigError`."""
+        """Raise :class:`ConfigError` if tasks, prompts, budget, requests or the optimiser's endpoint cannot be used."""
         # Stored here because steps and races read tasks, seed and store from it.
         self.context = context
         check_splits(context)
@@ -126,7 +126,7 @@ class PromptSearch(SearchTools):
         context.say(self.plan.words)
 
     async def step(self) -> StepReport:
-        """Measure the first prompt, improve, or finish with the final measurement."""
+        """Take the next step: measure the first prompt, improve, or finish with the final measurement."""
         # The state counts completed steps, so an interrupted step is repeated under its number and rollout ids.
         step = self.progress.step + 1
         before, paid, scored = self.progress.best, self.budget.spent.rollouts, len(self.evaluator.scores)
@@ -172,7 +172,7 @@ class PromptSearch(SearchTools):
         )
 
     def state(self) -> Mapping[str, Json]:
-        """Return candidates, rewards, spending and counters."""
+        """Return the state to save: candidates, rewards, spending and counters."""
         return {
             "version": 1,
             "progress": msgspec.to_builtins(self.progress),
@@ -189,7 +189,7 @@ class PromptSearch(SearchTools):
         }
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from :meth:`state`; raises :class:`ConfigError` if the state belongs to other tasks."""
+        """Continue from a state of :meth:`state`; raises :class:`ConfigError` if the tasks have changed since."""
         # Rewards are stored by the positions of tasks.
         if state["dataset"] != dataset_digest(self.context):
             raise ConfigError(
@@ -218,7 +218,8 @@ class PromptSearch(SearchTools):
             self.result = None
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true if the reason why the search ended is gone: an outage, or a limit that was raised.
+        """Return true if the search can continue because its stop reason is gone: an outage, or a limit that was
+        raised.
 
         A continued search differs from a longer one by the final measurement in its middle, whose rollouts then count
         as ordinary measurements.
@@ -274,7 +275,7 @@ class PromptSearch(SearchTools):
         await self.measure_whole(seed, step)
 
     async def _refresh(self, step: int) -> None:
-        """Forget all rewards if other resources have changed, and measure the best candidate again."""
+        """If other resources have changed, forget all rewards and measure the best candidate again."""
         now, before = environment_of(self.context), self.evaluator.environment
         if now == before:
             return
@@ -295,7 +296,7 @@ class PromptSearch(SearchTools):
         await self.measure_whole(self.best, step)
 
     def _decide_stop(self, *, is_improved: bool, is_paid: bool) -> None:
-        """Stop if there is a reason to; a step that ran no rollout does not count against patience."""
+        """End the search if there is a reason to; a step that ran no rollout does not count against ``patience``."""
         progress = self.progress
         # A bool counts as 0 or 1: one more stale step if rollouts were paid for without an improvement.
         progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + is_paid
@@ -336,7 +337,7 @@ class PromptSearch(SearchTools):
         self.budget.take_rollouts(self.plan.after)  # the trainer runs them when this step is done
 
     def _note_final(self, result: Result, step: int) -> None:
-        """Record the best candidate's result in the final measurement."""
+        """Record in the journal how the best candidate did in the final measurement."""
         # If the first prompt stays, the best candidate was still judged.
         judged, seed = result.beaten or result.winner, self.progress.seed
         if judged == seed:
@@ -349,7 +350,7 @@ class PromptSearch(SearchTools):
         self.journal.met(judged, compared(report, ours, theirs, tasks=sorted(ours), within=self.evaluator.range))
 
     def _final_tasks(self) -> FinalTasks:
-        """Draw the tasks of the final measurement from the test tasks, or from all tasks if no task is a test task.
+        """Draw the tasks of the final measurement from the test tasks; without test tasks, from all validation tasks.
 
         The draw is random because the races have measured some tasks more often than others.
         """

@@ -24,13 +24,13 @@ Selector = Literal["mixed", "best", "pareto", "beam", "ucb"]
 Publish = Literal["improvement", "end"]
 Preset = Literal["light", "medium", "heavy"]
 PROPOSALS: Mapping[str, int] = {"light": 10, "medium": 25, "heavy": 60}
-"""Number of proposals that each preset pays for."""
+"""Number of proposals that each budget preset pays for."""
 
 FEWEST_PROPOSALS = 3
 """A budget that does not cover this many proposals is refused."""
 
 FEWEST_FINAL = 8
-"""The fewest fresh rollouts of each candidate in the final measurement, if there are that many validation tasks."""
+"""The fewest fresh rollouts per candidate in the final measurement, if there are that many validation tasks."""
 
 Count = Annotated[int, Meta(ge=1)]
 Whole = Annotated[int, Meta(ge=0)]
@@ -85,7 +85,7 @@ class Scoring(Settings, frozen=True, kw_only=True):
             raise ValueError(f"scoring.failure is {self.failure:g} and must be below scoring.perfect, {self.perfect:g}")
 
     def test_tasks(self, val: int) -> int:
-        """Return the number of validation tasks that take no part in the search; 0 if they would be too few."""
+        """Return how many of ``val`` validation tasks become test tasks; 0 if they would be too few."""
         count = int(self.test * val)
         return count if count >= FEWEST_FINAL else 0
 
@@ -131,7 +131,7 @@ class SearchSettings(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def checked(cls, algorithm: str, **values: Any) -> "SearchSettings":
-        """Return settings whose numbers are in their ranges; raises :class:`ConfigError`."""
+        """Return settings with these values; raises :class:`ConfigError` if a number is out of its range."""
         try:
             return msgspec.convert(msgspec.to_builtins(cls(**values)), cls)
         except msgspec.ValidationError as error:
@@ -161,7 +161,7 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The plan in one line."""
+        """The plan in one line, for users."""
         limits = self.limits
         parts = [f"{getattr(limits, name):g} {name}" for name in CURRENCIES if getattr(limits, name) is not None]
         line = f"plan: at most {', '.join(parts)}"
@@ -224,7 +224,7 @@ def spending_plan(
 
 
 def check_question(plan: SpendingPlan, *, max_input: int, max_output: int, algorithm: str) -> None:
-    """Check that the budget has room for one request to the optimiser's model; raises :class:`ConfigError`.
+    """Raise :class:`ConfigError` if the budget has no room for one request to the optimiser's model.
 
     Args:
         plan: The limits, and the rollouts that have to be paid for in addition to the request.

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from agl_algo_apo.acceptance.final_measurement import Result
 
 MAX_TRIES = 4
-"""The most tries of one candidate."""
+"""How often one candidate may be tried."""
 
 
 class Written(NamedTuple):
-    """An answer of the editor: its critique, the proposed text (``None`` if there is none), and its cost."""
+    """An answer of the editor: the critique, the proposed text (``None`` if it has no text), and the cost."""
 
     critique: str = ""
     text: str | None = None
@@ -36,12 +36,12 @@ class Written(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The origin of a proposal.
+    """Where a proposal comes from.
 
     Attributes:
-        shown: Texts of the tasks that its author saw.
-        evidence: Ids of the rollouts that its author saw.
-        spent: The cost of the requests for it.
+        shown: Texts of the tasks that the proposal's author saw.
+        evidence: Ids of the rollouts that the proposal's author saw.
+        spent: The cost of the requests for the proposal.
     """
 
     shown: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
 
 
 class SearchTools:
-    """The base of a search; its attributes are set by `search/search.py` before the first step."""
+    """Base of :class:`PromptSearch`, which sets the attributes before the first step."""
 
     context: AlgorithmContext
     evaluator: Evaluator
@@ -88,13 +88,13 @@ class SearchTools:
         return len(known) == len(self.order) and min(known.values()) >= self.settings.scoring.perfect
 
     def random(self, step: int, purpose: str) -> random.Random:
-        """Return a random generator determined by seed, step and purpose."""
+        """Return a random generator that depends only on the run's seed, the step and the purpose."""
         return random.Random(f"{self.context.seed}/{self.context.name}/{step}/{purpose}")
 
     async def screen(
         self, child: PromptCandidate, parent: PromptCandidate, *, origin: Origin | None = None
     ) -> PromptCandidate | None:
-        """Return a proposal ready to be tried, with versions that rollouts can pin; ``None`` if it may not be tried.
+        """Return a proposal with versions that rollouts can pin; ``None`` if it may not be tried.
 
         A proposal that breaks a rule stays in the lineage with the reason. A proposal that was beaten before may be
         tried again if it is proposed again: it may have lost by chance, and its earlier rewards still count.
@@ -128,7 +128,7 @@ class SearchTools:
         critique: str = "",
         demonstrations: Demonstrations | None = None,
     ) -> PromptCandidate:
-        """Return a candidate with these instructions, without adding it to the lineage.
+        """Return a candidate with the instructions in ``texts``, without adding it to the lineage.
 
         By default it has the demonstrations of its first parent.
         """
@@ -147,7 +147,7 @@ class SearchTools:
         )
 
     async def ask_editor(self, questions: Sequence[tuple[str, str]]) -> list[Written]:
-        """Return the editor's answers to (request, seed) pairs."""
+        """Return the editor's answers to (request, seed) pairs, in order."""
         answers = await self.editor.ask_all(questions)
         found: list[Written] = []
         for answer in answers:
@@ -158,7 +158,7 @@ class SearchTools:
         return found
 
     def request(self, kind: str, *, name: str, **values: str) -> str:
-        """Return a request to the editor about one resource, including the rules for its text."""
+        """Return a request to the editor about one resource; the request includes the rules for the resource's text."""
         lines = next(rules for rules in self.rules if rules.name == name).words()
         if self.settings.demonstrations.most:
             lines.append("- Write no examples of tasks with their answers: they are chosen and added apart.")
@@ -166,24 +166,24 @@ class SearchTools:
         return self.requests.text(kind, component=name, constraints=constraints, **values)
 
     def question_seed(self, step: int, purpose: str) -> str:
-        """Return a seed, so that the same request gets a new answer in another step."""
+        """Return the seed of a question; the same question in another step has another seed, and so a new answer."""
         return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"
 
     async def measure_whole(self, candidate: PromptCandidate, step: int) -> None:
-        """Run the validation tasks without a known reward; raises :class:`RunError` if none can be scored."""
+        """Measure a candidate on the validation tasks without a reward; raises :class:`RunError` if none is scored."""
         await self.evaluator.measure([MeasureJob(candidate, "val", self.order)], step=step, purpose="whole")
         if not self.evaluator.scores.rewards(candidate.id, "val"):
             raise nothing_scored(len(self.order), self.evaluator.broken)
 
     async def _validation_marks(self) -> ValidationMarks:
-        """Return the marks of the validation tasks, including test tasks."""
+        """Return what identifies the validation tasks, test tasks included; computed once."""
         if self._marks is None:
             hidden = await self.evaluator.hidden_keys()
             self._marks = ValidationMarks.of(self.context.val, self.context.train, hidden=hidden)
         return self._marks
 
     async def _identifiers(self) -> frozenset[str]:
-        """Return the words that identify a single training task, from the visible parts of the tasks."""
+        """Return the words that identify a single training task, from the visible parts of all tasks; computed once."""
         if self._known_by is None:
             hidden = await self.evaluator.hidden_keys()
             self._known_by = identifiers_of(self.context.train, self.context.val, hidden=hidden)

@@ -48,7 +48,7 @@ class Demonstration(Record, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The name of the demonstration when it is removed from a prompt."""
+        """The name by which a demonstration is removed from a prompt."""
         return f"the demonstration from {self.rollout}"
 
     @property
@@ -58,11 +58,11 @@ class Demonstration(Record, frozen=True, kw_only=True):
 
 
 Demonstrations = Mapping[str, tuple[Demonstration, ...]]
-"""Demonstrations by resource name; resources without any are absent."""
+"""Demonstrations by resource name; a resource without demonstrations is absent."""
 
 
 def demonstrated(instructions: str, shown: Sequence[Demonstration], *, like: Resource) -> str:
-    """Return instructions with their demonstrations.
+    """Return the instructions with the demonstrations inserted.
 
     ``like`` is a template, whose engine decides the escaping, or a prompt of several messages. Messages that cannot be
     parsed are returned unchanged, because the static gate refuses them.
@@ -82,14 +82,14 @@ def demonstrated(instructions: str, shown: Sequence[Demonstration], *, like: Res
 
 
 def is_escapable(demonstration: Demonstration, *, like: Resource) -> bool:
-    """Return true if a prompt of that kind can show a demonstration without confusing it with its own syntax."""
+    """Return true if a prompt like ``like`` can show the demonstration without taking it for its own syntax."""
     if messages_of(like):
         return MARK not in demonstration.text
     return isinstance(like, PromptTemplate) and not (like.engine == "jinja" and "endraw" in demonstration.text)
 
 
 def without_demonstrations(shown: Demonstrations, keys: Mapping[str, Collection[str]]) -> Demonstrations:
-    """Return the demonstrations except those with the given keys; both are by resource name."""
+    """Return the demonstrations without those whose keys are in ``keys``; both are by resource name."""
     kept = {name: tuple(d for d in found if d.key not in keys.get(name, ())) for name, found in shown.items()}
     return {name: found for name, found in kept.items() if found}
 
@@ -100,7 +100,7 @@ def as_text(value: Json) -> str:
 
 
 def _with_turns(instructions: str, shown: Sequence[Demonstration]) -> str:
-    """Return the text of several messages with a pair of messages for each demonstration."""
+    """Return a document of several messages with each demonstration inserted as a pair of messages."""
     try:
         messages = messages_of(read_document(instructions))
         place = max((i for i, (role, _) in enumerate(messages) if role == "user"), default=len(messages))
@@ -130,7 +130,7 @@ def _escaped(text: str, engine: str) -> str:
 
 
 def _first_placeholder(text: str, engine: str) -> int | None:
-    """Return the position of a template's first placeholder or statement; ``None`` if there is none."""
+    """Return the position of a template's first placeholder or statement; ``None`` if it has neither."""
     if engine == "plain":
         return None
     pattern = r"\{\{|\{%" if engine == "jinja" else r"\{\{|\}\}|\{"

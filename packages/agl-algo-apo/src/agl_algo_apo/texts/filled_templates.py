@@ -19,7 +19,7 @@ from agl_algo_apo.texts.messages import messages_of
 
 
 class Filled(NamedTuple):
-    """One occurrence of a template in a text: its start and end, and the values by placeholder."""
+    """One occurrence of a template in a text: start, end, and the value of each placeholder by name."""
 
     start: int
     end: int
@@ -27,7 +27,7 @@ class Filled(NamedTuple):
 
 
 class FilledTemplate(Record, frozen=True, kw_only=True):
-    """Recognises a template after its placeholders were filled.
+    """Finds a template in texts in which its placeholders are filled.
 
     Attributes:
         literals: The literal parts, one more than there are placeholders; some may be empty.
@@ -38,7 +38,7 @@ class FilledTemplate(Record, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
 
     def search(self, text: str, start: int = 0) -> Filled | None:
-        """Return the first occurrence at or after ``start``; ``None`` if there is none."""
+        """Return the first occurrence of the template in ``text`` at or after ``start``; ``None`` without one."""
         first = text.find(self.literals[0], start)
         if first < 0:
             return None
@@ -56,7 +56,7 @@ class FilledTemplate(Record, frozen=True, kw_only=True):
         return Filled(first, end, values)
 
     def replace(self, text: str, new: Callable[[Filled], str]) -> str:
-        """Return the text with every occurrence replaced; they do not overlap."""
+        """Return the text with every occurrence of the template replaced by ``new(occurrence)``."""
         parts: list[str] = []
         done = 0
         while (found := self.search(text, done)) is not None:
@@ -68,7 +68,7 @@ class FilledTemplate(Record, frozen=True, kw_only=True):
 
 
 def filled_template(resource: Resource) -> FilledTemplate | None:
-    """Return a matcher for a prompt; ``None`` for a resource that is not a template, or an empty one.
+    """Return a matcher for a prompt; ``None`` if the resource is not a template or is empty.
 
     For jinja and plain text the matcher uses only the longest literal line, and for several messages only the first
     message. A placeholder that is used again has the value of its first use; one that is not a plain name, such as

@@ -16,26 +16,29 @@ from agl_algo_apo.texts.demonstrations import Demonstration
 from agl_algo_apo.texts.messages import document_of, messages_of, read_document
 
 Status = Literal["pool", "proposed", "rejected", "beaten"]
-"""``pool``: may be a parent; ``proposed``: not decided yet; ``rejected`` by the static gate; ``beaten`` in a trial."""
+"""The status of a candidate.
+
+``pool``: may be a parent; ``proposed``: not decided yet; ``rejected``: by the static gate; ``beaten``: by a rival.
+"""
 
 
 class PromptCandidate(Record, frozen=True, kw_only=True):
-    """One proposal.
+    """A candidate: one text for each tuned resource, with its origin and status.
 
     Attributes:
         id: 10 hex digits of the texts' digest.
         texts: Text by resource name, for all tuned resources, as agents read it.
         versions: Version by resource name, which rollouts pin; empty until the texts are in the store.
-        parents: Ids of the candidates from which it was made.
+        parents: Ids of the candidates from which this one was made.
         operator: The operation that made it, such as ``edit``, ``merge`` or ``delete``; ``seed`` for the first.
         step: The step that made it.
-        status: Its status so far.
+        status: The candidate's status so far.
         reason: The reason for the status, as text.
-        critique: The critic's answer from which it was made.
+        critique: The critic's answer from which the candidate was made.
         tries: How often it was proposed and tried.
         gate: Mean reward difference to its parent on the gate's tasks; ``None`` if it has not met the gate.
         demonstrations: Demonstrations by resource name; they are part of ``texts``.
-        bare: The texts without their demonstrations, for the resources that have some.
+        bare: The texts without demonstrations, for the resources that have some.
     """
 
     id: str
@@ -58,7 +61,7 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
         return {**self.texts, **self.bare}
 
     def replace(self, **changes: object) -> "PromptCandidate":
-        """Return the same candidate with some attributes changed."""
+        """Return a copy of the candidate with some attributes changed."""
         return msgspec.structs.replace(self, **changes)
 
 
@@ -68,7 +71,7 @@ def candidate_id(texts: Mapping[str, str]) -> str:
 
 
 def text_of(resource: Resource, *, name: str) -> str:
-    """Return the text that is tuned: a template, messages, a JSON string, or another JSON value pretty-printed.
+    """Return the text of a resource that is tuned: a template, messages, a JSON string, or other JSON pretty-printed.
 
     Raises:
         ConfigError: The resource holds no text.
@@ -88,7 +91,7 @@ def text_of(resource: Resource, *, name: str) -> str:
 
 
 def resource_of(text: str, like: Resource) -> Resource:
-    """Return a resource with this text, of the kind of ``like``; raises :class:`ValueError` if that is impossible."""
+    """Return a resource of the kind of ``like`` with this text; raises :class:`ValueError` if the text does not fit."""
     if isinstance(like, PromptTemplate):
         return msgspec.structs.replace(like, template=text)
     if isinstance(like, JsonResource) and isinstance(like.value, str):
@@ -118,11 +121,11 @@ class Lineage:
         return self._all[candidate_id]
 
     def get(self, candidate_id: str) -> PromptCandidate | None:
-        """Return the candidate with that id; ``None`` if there is none."""
+        """Return the candidate with this id; ``None`` if it is unknown."""
         return self._all.get(candidate_id)
 
     def put(self, candidate: PromptCandidate) -> PromptCandidate:
-        """Add a candidate, or replace the one with the same id at its position; returns the candidate."""
+        """Add a candidate, or replace the candidate with the same id at its position; returns the candidate."""
         self._all[candidate.id] = candidate
         return candidate
 
@@ -140,5 +143,5 @@ class Lineage:
 
     @classmethod
     def load(cls, data: Json) -> "Lineage":
-        """Return the lineage from the output of :meth:`dump`."""
+        """Restore a lineage from the output of :meth:`dump`."""
         return cls(msgspec.convert(data, list[PromptCandidate]))

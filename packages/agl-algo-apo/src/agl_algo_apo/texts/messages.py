@@ -23,23 +23,23 @@ ROLES = ("system", "developer", "user", "assistant")
 """The roles that a message may have."""
 
 MARK = "==="
-"""The start and end of the line before a message."""
+"""The text at the start and end of the line before each message."""
 
 _HEAD = re.compile(r"^=== (\w+) ===$", re.MULTILINE)
 
 Message: TypeAlias = tuple[str, str]
-"""A role and its text."""
+"""A message as (role, text)."""
 
 
 def messages_of(resource: Resource) -> list[Message]:
-    """Return the messages of a prompt; empty for every other resource."""
+    """Return the messages of a prompt; empty for a resource that is not a list of messages."""
     value = resource.value if isinstance(resource, JsonResource) else None
     found = _pairs(value)
     return found if all(role in ROLES for role, _ in found) else []
 
 
 def check_messages(name: str, resource: Resource) -> None:
-    """Check the roles and texts of a resource that looks like messages; raises :class:`ConfigError`."""
+    """Raise :class:`ConfigError` if a resource that looks like messages has a wrong role or text."""
     found = _pairs(resource.value) if isinstance(resource, JsonResource) else []
     for number, (role, content) in enumerate(found, start=1):
         if role not in ROLES:
@@ -55,12 +55,12 @@ def check_messages(name: str, resource: Resource) -> None:
 
 
 def document_of(messages: Sequence[Message]) -> str:
-    """Return messages as one text."""
+    """Return messages as one document."""
     return "\n".join(f"=== {role} ===\n{content}" for role, content in messages)
 
 
 def read_document(text: str) -> JsonResource:
-    """Return the messages in a text; raises :class:`ValueError` if it does not start with a role."""
+    """Return the messages in a document as a resource; raises :class:`ValueError` if it does not start with a role."""
     heads = list(_HEAD.finditer(text))
     if not heads or text[: heads[0].start()].strip():
         raise ValueError("it does not start with a line that names a role, such as '=== system ==='")
@@ -70,7 +70,7 @@ def read_document(text: str) -> JsonResource:
 
 
 def changed_messages(resource: Resource, seed: Resource) -> str:
-    """Return a forbidden difference of messages from the first version; ``""`` if there is none.
+    """Return how messages differ from the first version in a forbidden way; ``""`` if they do not.
 
     Raises :class:`ValueError` for a message that cannot be parsed.
     """
@@ -86,7 +86,7 @@ def changed_messages(resource: Resource, seed: Resource) -> str:
 
 
 def _pairs(value: Json) -> list[Message]:
-    """Return the roles and texts of a list of objects with exactly these keys; empty for other values."""
+    """Return a list of role-and-content objects as messages; empty for any other value."""
     given = cast("list[Any]", value) if isinstance(value, list) else []
     is_text = [isinstance(one, dict) and one.keys() == {"role", "content"} for one in given]
     pairs = [(one["role"], one["content"]) for one in given] if all(is_text) else []

@@ -38,7 +38,7 @@ Side = Literal["chosen", "rejected"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """A conversation and its tools; `where` is the file and line that it was read from, for error messages."""
+    """A conversation and its tools; `where` is the source file and line, for error messages."""
 
     where: str
     messages: tuple[Message, ...]
@@ -53,8 +53,8 @@ def read_dialogues(path: Path) -> list[Dialogue]:
 def read_objects(path: Path, *, what: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the objects of a JSON-lines file, each with its file and line; any other JSON value gives an empty object.
 
-    Blank lines are skipped. Raises DatasetError if the file is absent or empty, or if a line is not JSON. `what` names
-    the content of the file in the messages.
+    Blank lines are skipped. Raises DatasetError if the file is absent or empty, or if a line is not JSON. `what` says
+    in error messages what the file should contain.
     """
     if not path.is_file():
         raise DatasetError(
@@ -92,7 +92,7 @@ def _dialogue(row: dict[str, Any], where: str) -> Dialogue:
 
 
 def is_message(value: Any) -> bool:
-    """Return whether a value is an object with a role as text."""
+    """Return true if a value is a JSON object whose `role` is text."""
     return isinstance(value, dict) and isinstance(cast("dict[str, Any]", value).get("role"), str)
 
 
@@ -209,13 +209,13 @@ def _render(tokenizer: Any, messages: list[Message], dialogue: Dialogue, *, is_p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenExample:
-    """A chosen and a rejected dialogue, or one of the two; messages before `start` are the prompt and do not train."""
+    """A chosen and a rejected dialogue, or only one of them; messages before `start` do not train."""
 
     sides: Mapping[Side, Dialogue]
     start: int
 
     def where(self, side: Side) -> str:
-        """Return the `where` of the chosen or the rejected dialogue, `""` if there is no such dialogue."""
+        """Return the source file and line of the chosen or rejected dialogue; `""` if the example lacks it."""
         return self.sides[side].where if side in self.sides else ""
 
     def rows(self, *, tokenizer: Any, max_tokens: int, stop_ids: Collection[int]) -> Iterator[RowSample]:
@@ -225,12 +225,12 @@ class WrittenExample:
 
 
 def read_pairs(path: Path) -> list[WrittenExample]:
-    """Read a JSON-lines file of pairs; blank lines are skipped. Raises DatasetError with file and line."""
+    """Read a JSON-lines file of preference pairs; blank lines are skipped. Raises DatasetError with file and line."""
     return [_pair(row, where) for where, row in read_objects(path, what="pairs")]
 
 
 def read_answers(path: Path) -> list[WrittenExample]:
-    """Read a JSON-lines file of answers with labels; a line may also be a pair, which is a good and a bad answer.
+    """Read a JSON-lines file of labelled answers; a line with a preference pair gives a good and a bad answer.
 
     Blank lines are skipped. Raises DatasetError with file and line.
     """

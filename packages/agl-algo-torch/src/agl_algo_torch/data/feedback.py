@@ -36,16 +36,16 @@ MASKED = "[...]"
 """The text that replaces a quote of a hidden field."""
 
 _RUN = 3
-"""Number of words in a row by which a hidden value is recognised."""
+"""Number of consecutive words by which a hidden value is recognised."""
 _WORD = re.compile(r"[\w\u0300-\u036f]+")  # with combining accents, which follow their letters
 _SHORT = 4
-"""A value with fewer characters is masked only as a whole word or a whole number."""
+"""Values with fewer characters than this are masked only as a whole word or a whole number."""
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """The texts that the teacher of a call reads in addition to the prompt: feedback, and a sibling's answers."""
+    """The texts that a call's teacher also reads: feedback, and the answers of a sibling rollout."""
 
     feedback: str = ""
     sibling: str = ""
@@ -66,7 +66,7 @@ class HiddenFields:
         self._lengths = {len(run) for run in self._runs}
 
     def masked(self, text: str) -> str:
-        """Return `text` with `[...]` in place of every hidden value; case and Unicode form make no difference."""
+        """Return `text` with `[...]` in place of every hidden value, whatever the value's case and Unicode form."""
         folded, places = _folded(text)
         spans = [span for value in self._whole for span in _found(value, folded)]
         words = list(_WORD.finditer(folded))
@@ -84,8 +84,8 @@ def find_feedback(
 ) -> str:
     """Return the feedback about a rollout, one remark per paragraph, with hidden fields masked; `""` without feedback.
 
-    `spans` are those of the rollout's deciding attempt; only the source `tools` reads them. `clean` removes text that
-    must not be in a message. It is applied before the masking, because removed text could hide a hidden value.
+    `spans` are the spans of the rollout's deciding attempt; only the source `tools` reads them. `clean` removes text
+    that must not be in a message. It is applied before the masking, because removed text could hide a hidden value.
     """
     remarks: list[str] = []
     if "tools" in sources:
@@ -99,10 +99,10 @@ def find_feedback(
 
 
 def find_sibling(group: Sequence[Episode], index: int, *, success: float) -> Episode | None:
-    """Return the other rollout of the same task with the highest reward, if that is at least `success`; else None.
+    """Return the other rollout of the same task with the highest reward, or None if that reward is below `success`.
 
-    Of equal rewards the next rollout in the group counts, with the first after the last. A group may have rollouts of
-    other tasks (`group_key`); these are not siblings.
+    Of several with that reward, it is the next one in the group after the rollout, cyclically. Rollouts of other tasks,
+    which a group may have (`group_key`), are not siblings.
     """
     # Starting after the rollout itself spreads the choice over equal siblings, and a repeated step chooses the same.
     task = canonical(group[index].rollout.task)
@@ -117,7 +117,7 @@ def answers_of(episode: Episode, *, agent: str) -> list[Transition]:
 
 
 def _failed_tools(spans: Sequence[Span]) -> Iterator[str]:
-    """Yield the errors of tools: first from spans of tools, then from messages of tools, each in order of time."""
+    """Yield the errors of tools in order of time: first those in tool spans, then those in tool messages."""
     ordered = [span for span in spans if not span.is_late]
     for span in ordered:
         if span.status == "error" and span.attributes.get(semconv.OPERATION) == semconv.OP_EXECUTE_TOOL:
@@ -144,7 +144,7 @@ def _leaves(value: Json) -> Iterator[Json]:
 
 
 def _spellings(leaf: Json) -> set[str]:
-    """Return the ways to write a value: as it is, by lines, in Python, in JSON, and a number with digits in groups."""
+    """Return the ways to write a value: unchanged, by lines, as Python, as JSON, or as a number with grouped digits."""
     if isinstance(leaf, str):
         escaped = {repr(leaf)[1:-1], json.dumps(leaf)[1:-1]}
         found = {leaf.strip(), *(line.strip() for line in leaf.splitlines()), *escaped}
@@ -158,7 +158,7 @@ def _spellings(leaf: Json) -> set[str]:
 
 
 def _folded(text: str) -> tuple[str, list[int]]:
-    """Return a text without case and Unicode forms, and for each of its characters the index in the original `text`.
+    """Return a text with case and Unicode forms removed, and for each of its characters the index in `text`.
 
     Forms of a character are, for example, an accented letter and the letter with a combining accent, or digits of full
     and of half width.
@@ -175,7 +175,10 @@ def _form(character: str) -> str:
 
 
 def _found(value: str, text: str) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of every occurrence of a value in a text, both folded; a number may have more zeros."""
+    """Yield start and end of every occurrence of a value in a text; both must be folded (`_folded`).
+
+    A number also matches with more zeros before it or, after a decimal point, at its end.
+    """
     pattern = re.escape(value)
     if number := _NUMBER.fullmatch(value):
         pattern = f"0*{pattern}{'0*' if number[1] else ''}"
@@ -186,13 +189,13 @@ def _found(value: str, text: str) -> Iterator[tuple[int, int]]:
 
 
 def _goes_on(pair: str) -> bool:
-    """Return true if a pair of characters lies within one word or one number."""
+    """Return true if two neighbouring characters belong to the same word or the same number."""
     kinds = {_kind(character) for character in pair}
     return len(pair) == 2 and len(kinds) == 1 and "" not in kinds
 
 
 def _kind(character: str) -> str:
-    """Return `digit`, `letter`, or `""` for others, such as letters of scripts without spaces between words."""
+    """Return `digit`, `letter`, or `""` for any other character, such as letters of scripts without spaces."""
     if character.isdecimal():
         return "digit"
     category = unicodedata.category(character)
@@ -200,7 +203,7 @@ def _kind(character: str) -> str:
 
 
 def _runs(words: list[str]) -> set[tuple[str, ...]]:
-    """Return every run of three words; fewer words are one run."""
+    """Return every sequence of three consecutive words; fewer words form one sequence."""
     if len(words) <= _RUN:
         return {tuple(words)} if words else set()
     return {tuple(words[at : at + _RUN]) for at in range(len(words) - _RUN + 1)}

@@ -46,9 +46,9 @@ class SelfTeacher(Settings, frozen=True, kw_only=True):
     Attributes:
         sources: The sources of lessons: `tools`, `rewards`, `siblings`.
         success: Smallest reward of a rollout that succeeded. Its answers are shown to the teacher of its siblings.
-        teach_successes: The tokens at which a rollout learns that succeeded without feedback: `agreed`, where the
+        teach_successes: The tokens from which a successful rollout without feedback learns: `agreed`, where the
             teacher finds the token at least as likely as the policy does, or `all`.
-        start: Share of the policy at this algorithm's start in the teacher, from 0 to 1.
+        start: Weight, from 0 to 1, of the policy at this algorithm's start in the teacher.
         max_tokens: Largest number of tokens of a sibling's answers in a lesson, and of feedback; the rest is cut off.
         sibling_words: Text of the lesson that shows a sibling, with `{sibling}` for the answers.
         feedback_words: Text of the lesson that gives feedback, with `{feedback}` for the feedback.
@@ -70,7 +70,7 @@ class SelfTeacher(Settings, frozen=True, kw_only=True):
                 raise ValueError(f"{name}_words = {text!r} shows nothing; write {{{name}}} in it")
 
     def message(self, lesson: Lesson) -> str:
-        """Return the lesson as the text of a user message."""
+        """Return the text of the user message that gives a lesson."""
         parts = [
             self.sibling_words.replace("{sibling}", lesson.sibling) if lesson.sibling else "",
             self.feedback_words.replace("{feedback}", lesson.feedback) if lesson.feedback else "",
@@ -81,7 +81,7 @@ class SelfTeacher(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaughtRow:
-    """A row of the policy, and the same sampled tokens in the teacher's contexts.
+    """A row of the policy, and its trained calls once more in the teacher's contexts.
 
     Attributes:
         policy: The row as the policy wrote it; the calls with a lesson train.
@@ -96,12 +96,12 @@ class TaughtRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    """The lessons of some rollouts.
+    """The rows to train with a self-teacher, and the calls without a lesson.
 
     Attributes:
-        rows: The rows with at least one call that learns.
-        untaught: The calls that do not learn: by rollout id, the reason by span id.
-        counts: Numbers for `metrics`.
+        rows: The rows with at least one call that trains.
+        untaught: For each rollout id, the calls that do not train: span id to reason.
+        counts: Counters for `metrics`.
     """
 
     rows: list[TaughtRow] = field(default_factory=list[TaughtRow])
@@ -109,13 +109,13 @@ class Lessons:
     counts: Counter[str] = field(default_factory=Counter[str])
 
     def add(self, other: Lessons) -> None:
-        """Add the lessons of other rollouts."""
+        """Add the lessons of other rollouts to these."""
         self.rows.extend(other.rows)
         self.untaught.update(other.untaught)
         self.counts.update(other.counts)
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of rollouts with each kind of lesson, of calls that learn, and of the others by reason."""
+        """Return how many rollouts have each kind of lesson, how many calls train, and the others by reason."""
         names = {"with_sibling": "told_sibling", "with_feedback": "told_feedback", "taught": "calls_taught"}
         names |= {reason: f"calls_untaught_{reason}" for reason in _REASONS}
         return {name: float(self.counts[key]) for key, name in names.items()}
@@ -123,7 +123,7 @@ class Lessons:
     def uses(
         self, groups: Sequence[Sequence[Episode]], *, grpo: PreparedBatch | None
     ) -> dict[str, tuple[CallUse, ...]]:
-        """Return the use of every call, by rollout id; with `grpo` a call without a lesson has the use from there."""
+        """Return the use of every call, by rollout id; with `grpo`, a call without a lesson has that batch's use."""
         uses: dict[str, tuple[CallUse, ...]] = {}
         for episode in (episode for group in groups for episode in group):
             rollout = episode.rollout.rollout_id
@@ -139,7 +139,7 @@ class Lessons:
 
 
 class Teaching:
-    """Builds the lessons of one step's groups, for each group once.
+    """Builds the lessons of one step's groups, and builds those of each group only once.
 
     Args:
         store: The store with the spans of the rollouts.
@@ -147,7 +147,7 @@ class Teaching:
         teacher: The settings of the lessons.
 
     Raises:
-        ConfigError: The model's chat template has no place for a lesson.
+        ConfigError: A lesson cannot be inserted with the model's chat template.
     """
 
     def __init__(self, store: Store, loaded: LoadedModel, teacher: SelfTeacher) -> None:
@@ -156,14 +156,14 @@ class Teaching:
         self._known: dict[tuple[str, ...], Lessons] = {}
 
     async def lessons(self, groups: Sequence[Sequence[Episode]]) -> Lessons:
-        """Return the lessons of all rollouts of the groups."""
+        """Return the lessons of all rollouts in `groups`."""
         found = Lessons()
         for group in groups:
             found.add(await self._of(group))
         return found
 
     async def is_silent(self, group: Sequence[Episode]) -> bool:
-        """Return true if no call of a group has a lesson, or if all its rollouts succeeded without feedback."""
+        """Return true if no call of the group has a lesson, or if all rollouts succeeded and no one got feedback."""
         found = await self._of(group)
         return not found.rows or (all(map(self._is_solved, group)) and not found.counts["with_feedback"])
 
@@ -218,7 +218,7 @@ class Teaching:
         return Lesson(feedback=self._retelling.cut(said), sibling=self._retelling.cut(shown))
 
     def _teacher_sample(self, call: Transition, lesson: Lesson) -> RowSample | str:
-        """Return the sample of a call in the teacher's context, or the reason why it cannot be taught."""
+        """Return the call's answer after a prompt with the lesson, or the reason why the call cannot be taught."""
         if not lesson:
             return "nothing"
         prompt = self._retelling.prompt(unpack_ids(call.prompt_ids), self._teacher.message(lesson))
@@ -232,7 +232,7 @@ class Teaching:
 
 
 def _rows(episode: Episode, taught: Mapping[str, RowSample], *, is_solved: bool) -> list[TaughtRow]:
-    """Return the rows of an episode that contain a call in `taught`."""
+    """Return the rows of an episode that contain a call in `taught`, which maps span ids to the teacher's samples."""
     temperatures = {call.span_id: call.temperature for call in episode.transitions}
     rows: list[TaughtRow] = []
     for row in episode.rows:
@@ -277,9 +277,10 @@ class Retelling:
         self._structure = [text for text in tokenizer.all_special_tokens if text in frame]
 
     def prompt(self, prompt_ids: Sequence[int], message: str) -> list[int] | None:
-        """Return the prompt with a user message before its last opening of an answer; None if it has no such opening.
+        """Return the prompt with `message` as a user message before the tokens that open the answer; None without such
+        tokens.
 
-        `message` must be free of the tokens that frame messages, see `harmless`.
+        `message` must not contain the special tokens that frame messages, see `harmless`.
         """
         at = _last(prompt_ids, self._begin)
         if at < 0:
@@ -288,24 +289,24 @@ class Retelling:
         return [*prompt_ids[:at], *lesson, *prompt_ids[at:]]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer's tokens, without those that frame messages."""
+        """Return the text of an answer's tokens, without the special tokens that frame messages."""
         return self.harmless(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)).strip()
 
     def cut(self, text: str) -> str:
-        """Return the first `max_tokens` tokens of a text as text."""
+        """Return the text cut to its first `max_tokens` tokens."""
         ids = self._encode(text)
         return (
             text if len(ids) <= self._max_tokens else self._tokenizer.decode(ids[: self._max_tokens]).rstrip("\ufffd")
         )
 
     def harmless(self, text: str) -> str:
-        """Return a text without the special tokens that frame messages, so that it cannot end its own message."""
+        """Return the text without the special tokens that frame messages, so that it cannot end its own message."""
         while found := next((token for token in self._structure if token in text), None):
             text = text.replace(found, "")
         return text
 
     def _user_message(self) -> tuple[str, str]:
-        """Return the texts that the template puts before and after the content of a user message in a conversation."""
+        """Return the texts that the chat template puts before and after the content of a user message."""
         for (
             opening
         ) in _OPENINGS:  # some templates want the roles to alternate, others change an answer that is not last
@@ -330,7 +331,7 @@ class Retelling:
 
 
 def _last(ids: Sequence[int], wanted: Sequence[int]) -> int:
-    """Return the index of the last occurrence of `wanted` in `ids`, -1 if there is none."""
+    """Return the index at which the last occurrence of `wanted` in `ids` begins; -1 if there is none."""
     size = len(wanted)
     found = (at for at in range(len(ids) - size, -1, -1) if list(ids[at : at + size]) == list(wanted))
     return next(found, -1)

@@ -70,7 +70,7 @@ def estimator_of_samples(algorithm: str, name: str) -> FoundEstimator:
 
 
 def needed_by(algorithm: str, switch: str, value: float, *, estimator: str) -> None:
-    """Raise ConfigError if an estimator is set but has no effect, because the setting `switch` has the `value` 0."""
+    """Raise ConfigError if `estimator` is set but has no effect, because the setting `switch` has the `value` 0."""
     if not value and estimator != ESTIMATOR:
         raise ConfigError(
             f"{algorithm} got estimator = {estimator!r} without {switch}, so nothing uses it. Remove it, or give "
@@ -90,8 +90,8 @@ def prepare(
     """Return samples with advantages for groups of episodes that share a task.
 
     A call whose credit says `is_advantage` keeps its value as the advantage. Rows without a trained token are left out.
-    With `mask_truncated` calls that were cut at a limit of tokens count in the statistics but are not trained.
-    `overlong` lowers the credit of long answers. `baselines` are those of the greedy rollouts, one for each group.
+    With `mask_truncated`, calls that were cut at a token limit count in the statistics but are not trained.
+    `overlong` lowers the credit of long answers. `baselines` has one entry per group, from the group's greedy rollout.
     """
     episodes = [episode for group in groups for episode in group]
     # Credit is assigned one group at a time, because a credit may compare the rollouts of one task only.
@@ -127,7 +127,7 @@ def prepare(
 
 
 def live_rows(episode: Episode, *, advantage: float = 1.0, has_temperature: bool = True) -> list[RowSample]:
-    """Return the rows of an episode with trained tokens, as samples in which all trained tokens have one advantage.
+    """Return the rows of an episode that have trained tokens; all trained tokens get the same `advantage`.
 
     With `has_temperature` log-probabilities are taken at the sampling temperature, otherwise at temperature 1.
     """

@@ -39,7 +39,7 @@ class SuppliedGroups:
         groups: The rollouts, by task.
         metrics: Metrics to log.
         stop_reason: Why this is the last step; empty if there may be another one.
-        uses: The uses of the calls of groups that were replaced, by rollout id.
+        uses: The uses of the calls in groups that were replaced, by rollout id.
     """
 
     groups: list[list[Episode]]
@@ -54,7 +54,7 @@ class SuppliedGroups:
 
 
 class RolloutSupply:
-    """The rollouts of an algorithm that may have a source. Call `begin` first.
+    """Supplies an algorithm with rollouts that it collects itself or that its source has collected. Call `begin` first.
 
     Args:
         algorithm: The algorithm's registered name, for messages.
@@ -93,7 +93,7 @@ class RolloutSupply:
 
     @property
     def given(self) -> dict[str, bool]:
-        """For each setting of the supply, by name, whether it was set."""
+        """For each setting of the supply, by name, whether the user set it."""
         return {
             "tasks_per_step": self._tasks_per_step is not None,
             "group_size": self._group_size is not None,
@@ -102,11 +102,11 @@ class RolloutSupply:
 
     @property
     def own_steps(self) -> int:
-        """Number of steps of an algorithm without a source."""
+        """Number of steps if the algorithm collects its own rollouts."""
         return self._steps or STEPS
 
     def begin(self, context: AlgorithmContext) -> None:
-        """Take the algorithm's context; raises ConfigError for settings that would be ignored."""
+        """Prepare the supply for a run; raises ConfigError for settings that would have no effect."""
         self._context = context
         name = self._algorithm
         if not context.sources:
@@ -127,11 +127,11 @@ class RolloutSupply:
             )
 
     def size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of `tasks` tasks a step draws, and how often it runs each."""
+        """Return how many of `tasks` tasks a step draws, and how many rollouts it collects per task."""
         return min(tasks, self._tasks_per_step or TASKS_PER_STEP), self._group_size or GROUP_SIZE
 
     async def take(self, step: int) -> SuppliedGroups:
-        """Return the groups of a step: newly collected ones, or all new ones of the sources since the last step."""
+        """Return the groups of a step: newly collected ones, or the sources' rollouts since the last step."""
         context = self._context
         if context.sources:
             found = await context.recorded(after=self._after, max_age=None if self._max_age < 0 else self._max_age)
@@ -159,7 +159,7 @@ class RolloutSupply:
         self._groups.restore(state.get("groups", {}))
 
     def has_more(self, state: Mapping[str, Json], *, step: int, sources_go_on: bool) -> bool:
-        """Return true if another step follows the step number `step`, which has left `state`."""
+        """Return true if another step follows step number `step`, after which the supply has the state `state`."""
         # Exhausted sources have new rollouts only if their algorithms go on; `steps` limits the steps even then.
         if state["is_over"]:
             return sources_go_on and (self._steps is None or step < self._steps)
@@ -173,7 +173,7 @@ class RolloutSupply:
 
 
 class Supplied:
-    """The base of an algorithm on supplied rollouts: all of it but the loss.
+    """Base of the algorithms that learn from a `RolloutSupply`; it lacks only the step.
 
     Subclasses set `_supply` and `_tuned`, and implement `step`.
     """
@@ -182,7 +182,7 @@ class Supplied:
     _tuned: TunedPolicy
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that one policy with reachable weights is tuned, and that no setting of the supply is ignored."""
+        """Check that exactly one policy with reachable weights is tuned, and that no supply setting is ignored."""
         self._context = context
         self._tuned.begin(context)
         self._supply.begin(context)
@@ -192,23 +192,23 @@ class Supplied:
         return self._supply.state() | self._tuned.state()
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint: weights, optimizer moments, the reference, and the position in the sources."""
+        """Continue from a checkpoint: weights, optimizer moments, reference model, and position in the sources."""
         self._supply.restore(state)
         await self._tuned.restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        """Return to the weights and optimizer moments of an earlier state, with `rate` times the learning rate."""
         await self._tuned.go_back(state, rate=rate)
 
     def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of `tasks` tasks a step draws, and how often it runs each, for `agl check --forecast`."""
+        """Return how many of `tasks` tasks a step draws, and how many rollouts per task, for `agl check --forecast`."""
         return self._supply.size(tasks)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true while `steps` exceeds the steps done and the sources are not exhausted, or will go on."""
+        """Return true if another step follows: `steps` is not reached, and the sources have or will have rollouts."""
         del tasks
         return self._supply.has_more(state, step=int(state["step"]), sources_go_on=sources_go_on)
 
     async def close(self) -> None:
-        """Drop the models."""
+        """Release the models."""
         self._tuned.close()

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from agl_objectives.settings import Compute
 
 PROBE = "Seven times eight is fifty-six: 7*8=56.\n\nA list in Python, [1, 2, 3], has three items. ¿Qué? 你好"
-"""The text by which two tokenizers are compared."""
+"""A text that shows whether two tokenizers are the same."""
 
 _AT_ONCE = 8
-"""Largest number of requests to a server at the same time."""
+"""Largest number of simultaneous requests to a server."""
 _LEAST = -100.0
-"""Smallest log-probability from a server, in nats; minus infinity for one token would spread through every weight."""
+"""Lower bound, in nats, for log-probabilities from a server; one minus infinity would spread to every weight."""
 _SAID_AFTER_S = 60.0
 """Seconds between two messages about a server that does not answer."""
 
@@ -48,14 +48,14 @@ class Teacher(Protocol):
     """A model whose log-probabilities a policy learns from."""
 
     async def start(self, tokenizer: Any) -> None:
-        """Check that the teacher answers and has the policy's `tokenizer`; raises ConfigError if it has another one."""
+        """Check that the teacher answers and uses the policy's `tokenizer`; raises ConfigError if not."""
 
     async def score(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return the teacher's log-probabilities at temperature 1, [T] per sample; only trained tokens are defined."""
         ...
 
     async def close(self) -> None:
-        """Release what the teacher holds; idempotent."""
+        """Release the teacher's model or connections; idempotent."""
 
 
 class LocalTeacher:
@@ -72,7 +72,7 @@ class LocalTeacher:
         self._loaded: LoadedModel | None = None
 
     async def start(self, tokenizer: Any) -> None:
-        """Compare the tokenizers, without loading the model."""
+        """Check that the teacher's tokenizer is the policy's; does not load the model."""
         await asyncio.to_thread(self._check, tokenizer)
 
     def _check(self, tokenizer: Any) -> None:
@@ -102,7 +102,7 @@ class LocalTeacher:
         return recompute_logprobs(loaded.model, plain, token_budget=self._compute.token_budget, device=loaded.device)
 
     async def close(self) -> None:
-        """Drop the model."""
+        """Release the model."""
         self._loaded = None
 
 
@@ -111,7 +111,7 @@ class ServedTeacher:
 
     Args:
         llm: Returns the server's address, the model's name and the environment variable with the key. Called for every
-            request, because they may change while training runs.
+            request, because any of these may change while training runs.
         name: The teacher's name, for messages.
         wait_s: Seconds for which requests to a server that does not answer are repeated.
         say: Shows the user a message.
@@ -122,7 +122,7 @@ class ServedTeacher:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self, tokenizer: Any) -> None:
-        """Send a text, check that the answer has log-probabilities, and compare the tokens that the server returns."""
+        """Check that the server answers with log-probabilities, and that its tokenizer is the policy's."""
         choice = await self._complete(PROBE)
         found = cast("list[int] | None", choice.get("prompt_token_ids"))
         if not found or choice.get("prompt_logprobs") is None:
@@ -161,7 +161,7 @@ class ServedTeacher:
             self._session = None
 
     def _read(self, ids: Sequence[int], entries: Sequence[Mapping[str, Any] | None] | None) -> Tensor:
-        """Return the log-probability of each of `ids`, [T]; 0 for the first, which no earlier token predicts."""
+        """Return the log-probability of each token in `ids`, [T]; 0 for the first, which no earlier token predicts."""
         if entries is None or len(entries) != len(ids):
             raise AglError(
                 f"The teacher {self._name!r} was asked for {len(ids)} tokens and answered "
@@ -179,7 +179,7 @@ class ServedTeacher:
         return torch.tensor(found)
 
     async def _complete(self, prompt: str | Sequence[int]) -> dict[str, Any]:
-        """Return the only choice of the answer to a prompt; repeats the request while the server is away."""
+        """Return the only choice of the completion for a prompt; repeats the request until the server answers."""
         start, shown = time.monotonic(), float("-inf")
         attempt = 0
         while True:
@@ -199,7 +199,10 @@ class ServedTeacher:
             attempt += 1
 
     async def _try(self, prompt: str | Sequence[int]) -> dict[str, Any] | str:
-        """Return the choice, or as text why the server is away; raises AglError if it refuses the request."""
+        """Send one request; returns the choice, or a text that says why the server is unavailable.
+
+        Raises AglError if the server refuses the request.
+        """
         llm = self._llm()
         body = {"model": llm.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
         body |= {"prompt_logprobs": 0, "return_token_ids": True}
@@ -222,7 +225,7 @@ class ServedTeacher:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer of a model; raises ConfigError when it cannot be read."""
+    """Return the tokenizer of a model; raises ConfigError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
@@ -236,7 +239,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def another_tokenizer(teacher: str, difference: str) -> ConfigError:
-    """Return the error for a teacher with another tokenizer than the policy; `difference` says how they differ."""
+    """Return the error for a teacher whose tokenizer is not the policy's; `difference` says how the two differ."""
     return ConfigError(
         f"The teacher {teacher!r} has another tokenizer than the policy: {difference}. It cannot say how likely the "
         "policy's tokens are. Take a larger model of the policy's family, or write the teacher's runs to a file "

@@ -43,7 +43,7 @@ class Anchor:
 
     @property
     def is_on(self) -> bool:
-        """True if the anchor has a weight above 0; it then needs the policy at the start."""
+        """True if the anchor's coefficient is above 0; then the policy at the start must be kept as the reference."""
         return self._coef > 0
 
     def rows(self, episodes: Sequence[Episode], *, policy: str) -> list[RowSample]:
@@ -54,7 +54,7 @@ class Anchor:
     def add_gradient(
         self, learner: PolicyLearner, tuned: TunedPolicy, rows: Sequence[RowSample], *, rollouts: Collection[str]
     ) -> dict[str, float]:
-        """Add the anchor's gradient to an update's, for those of the `rows` that belong to the given rollouts.
+        """Add the anchor's gradient to the update's gradient, using those `rows` that belong to the given rollouts.
 
         Returns the metric `anchor_kl`, the estimated KL in nats per token; `{}` if the rollouts have no such rows.
         """
@@ -72,7 +72,10 @@ class Anchor:
 
 
 def _is_held(call: Transition, policy: str) -> bool:
-    """Return true for a call with token ids that the policy answered, but whose agent the algorithm does not train."""
+    """Return true if the policy answered the call, but for an agent that the algorithm does not train.
+
+    The call must also have recorded token ids.
+    """
     return call.reject == "not_selected" and call.policy == policy and bool(call.prompt_ids and call.response_ids)
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class RowSample:
     """One row ready to train, T tokens long; tensors are on the CPU.
 
-    `rollout` is the id of a rollout, whose rows are all in one update and share its part of the gradient.
+    `rollout` is the id of the row's rollout; all rows of a rollout are in one update and count as one rollout there.
     `behaviour` has the sampler's log-probabilities. `old` has the trainer's before the step's first update, if they
     were computed. `importance` has weights that were computed in advance, over whole rollouts or for a replayed row.
     `extras` has the values that a loss found in its survey of the update, by name.
@@ -62,12 +62,12 @@ class RowSample:
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens with mask 1, without the row's first token, which no earlier token predicts."""
+        """Number of trained tokens, without the row's first token, which no earlier token predicts."""
         return int(self.mask[1:].sum())
 
     @property
     def is_silent(self) -> bool:
-        """True if every advantage is zero; the policy gradient of this row is then exactly zero."""
+        """True if every advantage of the row is zero, which makes its policy gradient exactly zero."""
         return not bool((self.advantages[self.mask] != 0).any())
 
     @property
@@ -81,7 +81,7 @@ class RowSample:
 def from_row(
     row: Row, *, advantages: Mapping[str, float], temperatures: Mapping[str, float] | None = None
 ) -> RowSample:
-    """Return the sample of a row; `advantages` and `temperatures` are by the span ids of the row's segments.
+    """Return the sample of a row; `advantages` and `temperatures` map the span ids of the row's segments.
 
     A segment without an advantage (its call was rejected or not selected) is not trained: its mask becomes 0.
     A missing temperature counts as 1, and so does 0, the temperature of greedy decoding.
@@ -149,7 +149,7 @@ class MicroBatch:
     total: float = 1.0  # the divisor of the whole update
 
     def scores(self, model: nn.Module, *, has_entropy: bool = False, has_bonus: bool = False) -> Scores:
-        """Run the model and return the scores of the trained tokens; the flags ask for entropy and entropy bonus."""
+        """Run the model and return the scores of the trained tokens; the flags request entropies too."""
         wanted = Wanted(
             targets_M=self.targets_M, temperature_M=self.temperature_M, has_entropy=has_entropy, has_bonus=has_bonus
         )
@@ -158,7 +158,7 @@ class MicroBatch:
         return wanted.of(self.logits(model))
 
     def logits(self, model: nn.Module) -> Tensor:
-        """Run the model and return the logits before the trained tokens, [M, V], all in memory at once."""
+        """Run the model and return the logits that predict the trained tokens, [M, V], all in memory at once."""
         if has_plain_head(model):
             return apply_head(model, self._hidden(model))
         with computing(model):
@@ -169,7 +169,7 @@ class MicroBatch:
         return self.scores(model).logp_M
 
     def run(self, network: Callable[..., Tensor]) -> Tensor:
-        """Return the outputs of a network at the positions before the trained tokens, [M, ...].
+        """Return a network's outputs at the positions that predict the trained tokens, [M, ...].
 
         `network` takes the inputs of a Hugging Face model and returns an output for every position: [B, T, ...] for
         padded rows, [1, N, ...] for packed rows.
@@ -182,16 +182,16 @@ class MicroBatch:
         return values[self._padded(self.predicts_N)]  # [B, T, ...] -> [M, ...]; padding predicts nothing
 
     def _hidden(self, model: nn.Module) -> Tensor:
-        """Return the last hidden states before the trained tokens, [M, H]."""
+        """Return the last hidden states at the positions that predict the trained tokens, [M, H]."""
         with computing(model):
             return self.run(trunk(model))
 
     def _padded(self, values_N: Tensor) -> Tensor:
-        """Return values of all tokens as rows padded with 0 on the right, [B, T]."""
+        """Return per-token values [N] as rows padded with 0 on the right, [B, T]."""
         return _pad(split_sizes(values_N, self.lengths))
 
     def tokens(self, logp_M: Tensor, *, old_M: Tensor, entropy_M: Tensor | None = None) -> TokenBatch:
-        """Return the trained tokens as the record that losses take."""
+        """Return the trained tokens as the `TokenBatch` that losses take."""
         return TokenBatch(
             logp_M=logp_M,
             old_M=old_M,
@@ -205,11 +205,11 @@ class MicroBatch:
         )
 
     def mean(self, values_M: Tensor) -> Tensor:
-        """Return this micro-batch's part of the update's weighted mean, `sum w x / total`, a scalar."""
+        """Return this micro-batch's contribution to the update's weighted mean: the scalar `sum w x / total`."""
         return (self.weight_M * values_M).sum() / self.total
 
     def scatter(self, values_M: Tensor) -> dict[int, Tensor]:
-        """Return values per trained token as one tensor per row, [T] on the CPU, by the index of the row's sample."""
+        """Return values of trained tokens, [M], as one tensor per row, [T] on the CPU, by sample index."""
         full_N = torch.zeros(self.ids_N.shape, dtype=values_M.dtype, device=values_M.device)
         full_N[1:][self.predicts_N[:-1]] = values_M  # a value belongs to the token, not to the position before it
         return dict(zip(self.rows, split_sizes(full_N.cpu(), self.lengths), strict=True))
@@ -240,7 +240,7 @@ def micro_batches(
 
 
 def row_chunks(lengths: Sequence[int], *, token_budget: int, is_packed: bool) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of the rows that one pass computes together, see `micro_batches`."""
+    """Yield the indices of the rows that one pass computes together, as `micro_batches` describes."""
     # Rows of similar length in one pass need the least padding; the index breaks ties.
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     chunk: list[int] = []
@@ -265,7 +265,7 @@ def _collate(
     total: float,
     is_packed: bool,
 ) -> MicroBatch:
-    """Return the micro-batch of the samples with the indices `rows`."""
+    """Return the micro-batch that consists of the samples with the indices `rows`."""
     chosen = [samples[index] for index in rows]
     trained_N = torch.cat([sample.trained for sample in chosen])  # never the first token of a row
     number = {rollout: n for n, rollout in enumerate(dict.fromkeys(sample.rollout for sample in samples))}

@@ -33,7 +33,7 @@ FORMAT = 1
 
 
 def save_served(loaded: LoadedModel, target: Path) -> Weights:
-    """Write the files that a policy serves and return the resource that names them.
+    """Write the weights for a policy server to `target`, and return the resource that names the files.
 
     Full weights are written as a Hugging Face directory with the tokenizer, in the type that the model computes in.
     LoRA is written as a peft adapter that names its base model. The directory also gets a probe
@@ -57,7 +57,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
 
 
 def served_weights(loaded: LoadedModel, target: Path) -> Weights:
-    """Return the resource that names the files of `save_served` in `target`, which need not exist yet."""
+    """Return the resource for the files that `save_served` writes to `target`; they need not exist yet."""
     if has_lora(loaded.model):
         return Weights(uri=str(target), base_model=loaded.name, format="lora")
     return Weights(uri=str(target), format="hf")
@@ -66,7 +66,7 @@ def served_weights(loaded: LoadedModel, target: Path) -> Weights:
 def save_training(
     target: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, updates: int, origin: Weights
 ) -> None:
-    """Write a checkpoint to continue training from; `origin` is the resource that the model was opened from."""
+    """Write a checkpoint to continue training from; `origin` is the resource from which the model was loaded."""
     moments, steps = _optimizer_tensors(model, optimizer)
 
     def fill(directory: Path) -> None:
@@ -84,7 +84,7 @@ def read_origin(source: Path) -> Weights:
 
 
 def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
-    """Restore model and optimizer in place from the files of `save_training`; returns the number of updates done.
+    """Restore model and optimizer in place from a checkpoint of `save_training`; returns the number of updates done.
 
     The optimizer's present moments are dropped, and so are gradients that no update has used.
     Raises ConfigError if there is no checkpoint, it is damaged, its format is newer than this version, or it is of
@@ -113,7 +113,7 @@ def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Adam
 
 
 def keep_start(origin: Weights, target: Path) -> Weights:
-    """Copy the files of `origin` to `target`, where no other algorithm removes them; returns the resource of the copy.
+    """Copy the files of `origin` to `target`, so that no other algorithm removes them; returns the copy's resource.
 
     Files are hard-linked if the file system can, so the copy takes no space while the original exists.
     """
@@ -150,7 +150,7 @@ def _parameter_names(model: nn.Module) -> dict[Any, str]:
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return AdamW's moments as tensors by name, and the number of updates of each parameter."""
+    """Return AdamW's moments as tensors by name, and each parameter's number of updates."""
     moments: dict[str, Tensor] = {}
     steps: dict[str, float] = {}
     for parameter, name in _parameter_names(model).items():

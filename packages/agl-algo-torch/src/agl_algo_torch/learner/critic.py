@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 class ValueModel(nn.Module):
-    """Maps every position to the return that is expected from there on; before training all values are 0."""
+    """Maps every position of a row to the expected return from there on; before training all values are 0."""
 
     def __init__(self, language_model: nn.Module) -> None:
-        """Take the network below the head of a Hugging Face causal LM."""
+        """Build a value model from the network below the head of a Hugging Face causal LM."""
         super().__init__()
         whole = cast("Any", language_model)
         self.trunk: nn.Module = whole.base_model
@@ -50,7 +50,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Return the value before each trained token of the batch, [M], float32."""
+        """Return V(s_t) for each trained token t of the batch, [M], float32."""
         with computing(self.trunk):
             hidden_M_H = batch.run(last_hidden_states(self.trunk))
         # [M, H] -> [M]: the position before a token depends on the earlier tokens only.
@@ -61,7 +61,7 @@ class CriticLearner:
     """A value model, its AdamW optimizer and the number of updates done."""
 
     def __init__(self, learner: PolicyLearner, settings: Optim, *, clip: float) -> None:
-        """Copy the learner's network; `clip` bounds how far a value moves in one step, and 0 means no bound.
+        """Copy the learner's network; `clip` bounds how far a value moves in one step, and 0 sets no bound.
 
         The critic uses gradient checkpointing if the learner does.
         """
@@ -83,7 +83,7 @@ class CriticLearner:
 
     @torch.no_grad()  # values are data for GAE; only `update` differentiates them
     def values(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return the value before each trained token, [T] per sample on the CPU, 0 at other tokens."""
+        """Return V(s_t) for each trained token t, [T] per sample on the CPU, 0 at other tokens."""
         found: dict[int, Tensor] = {}
         # Weights are 0 because nothing is summed here.
         for batch in self._batches(samples, [0.0] * len(samples), total=1.0):
@@ -100,7 +100,7 @@ class CriticLearner:
         old: Sequence[Tensor],
         left: float,
     ) -> dict[str, float]:
-        """Do one optimizer update towards `targets` and return its metrics.
+        """Do one optimizer update towards the returns in `targets`; returns its metrics.
 
         `old` has the values before the step's first update; `targets` and `old` are [T] per sample. `left` is the share
         of the run that is left, for a decay of the learning rate.
@@ -135,7 +135,8 @@ class CriticLearner:
         )
 
     def save(self, workdir: Path, learner: PolicyLearner, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a checkpoint next to the learner's and remove old ones, except the newest `keep` and those of `kept`.
+        """Write a checkpoint next to the learner's and remove old ones, except the newest `keep` and the steps in
+        `kept`.
 
         At least two stay, because the run's stored state names the previous checkpoint until the new state is stored.
         """
@@ -144,7 +145,7 @@ class CriticLearner:
         prune(workdir / "critic", step=step, keep=max(2, keep), kept=kept)
 
     def load(self, workdir: Path, *, step: int) -> None:
-        """Continue from the checkpoint of a step."""
+        """Continue from the critic's checkpoint of a step."""
         source = step_directory(workdir / "critic", step)
         self.updates = load_training(source, model=self.model, optimizer=self._optimizer)
 

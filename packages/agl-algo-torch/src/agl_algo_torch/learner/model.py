@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from agl_objectives.settings import Lora
 
 _COMPUTED = "agl_computed_dtype"
-"""Attribute of a master, a model with float32 weights that computes in another type: that type."""
+"""Name of an attribute that marks a master, a model that holds float32 weights; its value is the computing type."""
 
 _CHECKPOINTS = "agl_checkpoints_gradients"
-"""Attribute that is true for a model whose layers are computed again in the backward pass."""
+"""Name of an attribute that is true for a model with gradient checkpointing."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A causal LM and its tokenizer on one device; `name` is the directory or hub name that it was loaded from."""
+    """A causal LM and its tokenizer on one device; `name` is the directory or hub name from which it was loaded."""
 
     name: str
     model: nn.Module
@@ -120,7 +120,7 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_ma
 
 @contextmanager
 def computing(model: nn.Module) -> Generator[None]:
-    """Inside the block a master computes in its `dtype`, and checkpointed layers recompute in the backward pass."""
+    """Inside the block, compute as training does: in a master's `dtype`, with gradient checkpointing if it is on."""
     with _autocast(model), _checkpointed(model):
         yield
 
@@ -134,7 +134,7 @@ def _autocast(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _checkpointed(model: nn.Module) -> Generator[None]:
-    """Mark the layers that recompute as in training; transformers recomputes no others. Dropout stays off."""
+    """Inside the block, set `training` on the layers to recompute, as transformers requires. Dropout stays off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     is_on = getattr(model, _CHECKPOINTS, False) and torch.is_grad_enabled()
@@ -184,7 +184,7 @@ def checkpoint_gradients(model: nn.Module) -> None:
 
 
 def without_master(loaded: LoadedModel) -> LoadedModel:
-    """Return the model to serve: of a master a copy in the type that it computes in, any other model unchanged."""
+    """Return the model to serve: for a master, a copy in its computing type; for other models, the model itself."""
     dtype = getattr(loaded.model, _COMPUTED, None)
     if dtype is None:
         return loaded
@@ -194,7 +194,7 @@ def without_master(loaded: LoadedModel) -> LoadedModel:
 
 
 def _is_absent(model: str) -> bool:
-    """Return true when `model` names a directory, not a model of the hub, and the directory does not exist."""
+    """Return true if `model` is the path of a directory that does not exist, and not a hub name."""
     path = Path(model)
     # "org/name" may be a directory or a hub name; it is taken for a directory if `org` exists here.
     is_place = model.startswith((".", "/")) or (len(path.parts) > 1 and path.parent.is_dir())
@@ -272,7 +272,7 @@ def _is_adapted(layer: nn.Module) -> bool:
 
 
 def _check_adapter(adapted: Any, found: Any, settings: Lora, path: str) -> None:
-    """Raise ConfigError unless the adapter has the rank, alpha and targets of the settings."""
+    """Raise ConfigError unless the adapter's rank, alpha and targets are those of the settings."""
     targets = cast("tuple[str, ...]", tuple(sorted(found.target_modules)))
     every = settings.targets == ("all-linear",)
     fits = not _left_out(adapted) if every else set(settings.targets) == set(targets)
@@ -287,7 +287,7 @@ def _check_adapter(adapted: Any, found: Any, settings: Lora, path: str) -> None:
 
 
 def _left_out(adapted: Any) -> list[str]:
-    """Return the names of the linear layers without an adapter, except for the head."""
+    """Return the names of the linear layers, except the head, that have no adapter."""
     base = adapted.get_base_model()
     head = base.get_output_embeddings()
     adapters = [module for _, module in modules(base) if hasattr(module, "get_delta_weight")]
@@ -324,7 +324,7 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def served_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return a detached copy of the weights to serve, under the base model's names, with adapters merged.
+    """Return a detached copy of the weights to serve, with adapters merged, under the base model's parameter names.
 
     W + delta W is computed separately, because peft's merge and unmerge would leave rounding errors in the weights that
     train. If adapters are more than pairs of matrices (DoRA, trained modules), peft merges a copy of the model.
@@ -338,12 +338,12 @@ def served_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_more_than_pairs(model: nn.Module) -> bool:
-    """Return true if any trained tensor is neither one of an adapter's two matrices nor a bias."""
+    """Return true if any trained tensor is neither one of a LoRA adapter's two matrices nor a bias."""
     return any(not re.search(r"\.lora_[AB]\.|\.bias$", name) for name in trainable_state(model))
 
 
 def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a copy of every tensor of the base model with the adapters' part added, by its plain name."""
+    """Yield every tensor of the base model by its plain name, as a copy with the adapters' delta added."""
     deltas: dict[str, Tensor] = {}
     # delta W = B A * alpha / rank for each adapted layer, [out, in]; active adapters add up.
     for name, module in modules(base):
@@ -359,7 +359,7 @@ def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Reference:
-    """The frozen policy that a KL penalty or DPO compares with: `model` as it was at construction.
+    """The frozen reference policy of a KL penalty or of DPO: `model` as it was at construction.
 
     Under LoRA this holds a copy of the adapters, which replaces the trained adapters inside `active`. Otherwise it
     holds a copy of the whole model.
@@ -374,7 +374,7 @@ class Reference:
 
     @contextmanager
     def active(self) -> Generator[nn.Module]:
-        """Yield the reference; under LoRA this is `model` itself, with the frozen adapters inside the block."""
+        """Yield the reference model; under LoRA this is `model` itself, with the frozen adapters swapped in."""
         with torch.no_grad(), nullcontext() if self._copy is not None else self._swapped():
             yield self._copy if self._copy is not None else self._model
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 MASK_FLOOR = 0.5
-"""In the mode `mask` tokens with an importance weight below this are dropped (alpha of IcePop, arXiv 2510.18855)."""
+"""In the mode `mask`, tokens with a lower importance weight are dropped (alpha of IcePop, arXiv 2510.18855)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,12 +60,12 @@ class Tally:
     tokens: TokenNumbers | None = None
 
     def weigh(self, weight_M: Tensor) -> None:
-        """Add the importance weights of tokens."""
+        """Add the importance weights of tokens to the sums."""
         self.weights += float(weight_M.sum())
         self.squares += float((weight_M**2).sum())
 
     def report(self) -> dict[str, float]:
-        """Return the loss and the number of tokens, the means of the other sums per token, the peaks, and more.
+        """Return the metrics of the update: totals of loss and tokens, per-token means of other sums, peaks, and more.
 
         `effective_share` is the effective sample size of the importance weights k, (sum k)^2 / sum k^2, divided by the
         number of tokens. It is 1 if all weights are equal.
@@ -112,19 +112,19 @@ class PolicyObjective:
             )
 
     def has_gradient(self, sample: RowSample) -> bool:
-        """Return whether a row can have a gradient; rows without one need no forward pass."""
+        """Return true if the row can have a gradient; other rows need no forward pass."""
         # A = 0 makes the policy gradient exactly 0, but a penalty or an entropy bonus still has a gradient.
         others = self._settings.kl_coef or self._settings.entropy_coef or self._entry.trains_silent
         return bool(sample.trained_tokens) and (bool(others) or not sample.is_silent)
 
     def weights(self, samples: Sequence[RowSample]) -> tuple[list[float], float]:
-        """Return the weight of a trained token of each sample, and the total of the update of these samples."""
+        """Return the weight of each sample's trained tokens, and the total that divides the update's weighted sums."""
         return loss_weights(samples, aggregation=self._aggregation, constant=self._settings.constant_tokens)
 
     def prepared(
         self, samples: Sequence[RowSample], *, learner: PolicyLearner, skips_silent: bool = True
     ) -> list[RowSample]:
-        """Return a step's samples, with log pi_old unless the update can take it from its own forward pass."""
+        """Return a step's samples, with log pi_old added unless the update's own forward pass gives it."""
         # With one update pi_old is pi itself (r = 1), and the forward pass of the update gives it for free.
         # With several updates the weights move, so pi_old is computed before the first one.
         if self._updates == 1 and not self._importance.needs_rollouts:
@@ -134,7 +134,7 @@ class PolicyObjective:
     def with_old_logprobs(
         self, samples: Sequence[RowSample], *, learner: PolicyLearner, skips_silent: bool = True
     ) -> list[RowSample]:
-        """Return the samples with log pi_old, the log-probabilities before the step's first update.
+        """Return the samples with log pi_old added: the log-probabilities before the step's first update.
 
         With `skips_silent` rows without a gradient get no log pi_old and cost no forward pass, unless importance
         weights or the survey of the loss need whole rollouts.
@@ -147,7 +147,7 @@ class PolicyObjective:
         return self._with_importance(rows) if self._importance.needs_rollouts else rows
 
     def surveyed(self, samples: Sequence[RowSample], *, learner: PolicyLearner) -> list[RowSample]:
-        """Return an update's rows; if the loss surveys updates, with the values of its survey in `extras`."""
+        """Return an update's rows; if the loss surveys updates, the rows carry the survey's values in `extras`."""
         if not isinstance(self._loss, SurveyedLoss):
             return list(samples)
         rows = [sample for sample in samples if sample.trained_tokens]
@@ -161,9 +161,10 @@ class PolicyObjective:
         return [replace(s, extras=by_row[id(s)]) if id(s) in by_row else s for s in samples]
 
     def loss(self, batch: MicroBatch, *, model: nn.Module, tuned: TunedPolicy, tally: Tally) -> Tensor:
-        """Return a micro-batch's part of the update's objective, a scalar with gradient, and add metrics to `tally`.
+        """Return a micro-batch's contribution to the update's objective, a scalar with gradient; adds metrics to
+        `tally`.
 
-        `tuned` has the reference of the KL penalty.
+        `tuned` provides the reference model of the KL penalty.
         """
         scores = batch.scores(model, has_entropy=True, has_bonus=bool(self._settings.entropy_coef))
         logp_M = scores.logp_M  # [M], log pi(y_t), with gradient
@@ -190,7 +191,7 @@ class PolicyObjective:
         return loss
 
     def _weighted(self, loss_M: Tensor, batch: MicroBatch, *, old_M: Tensor, tally: Tally) -> Tensor:
-        """Return the loss of every token times the token's importance weight."""
+        """Return the loss of every token, multiplied by the token's importance weight."""
         weight_M = batch.importance_M  # computed in advance, over whole rollouts or for replayed rows
         if weight_M is None and not self._importance.cap:
             return loss_M
@@ -212,7 +213,7 @@ class PolicyObjective:
             tally.sums[name] += value
 
     def _with_importance(self, samples: list[RowSample]) -> list[RowSample]:
-        """Return the samples with importance weights that are computed over whole rollouts."""
+        """Return the samples with importance weights added, which are computed over whole rollouts."""
         rows = [sample for sample in samples if sample.old is not None]
         tokens = self._tokens(rows, [sample.behaviour for sample in rows])
         found_M = self._importance.weights(tokens.old_M, tokens.behaviour_M, rollout_M=tokens.rollout_M)
@@ -220,7 +221,7 @@ class PolicyObjective:
         return [replace(s, importance=by_row[id(s)]) if id(s) in by_row else s for s in samples]
 
     def _tokens(self, rows: Sequence[RowSample], logp: Sequence[Tensor]) -> TokenBatch:
-        """Return the trained tokens of whole rows, on the CPU; `logp` is [T] for each of them."""
+        """Return the trained tokens of `rows` as the record that losses take, on the CPU; `logp` has a [T] per row."""
         weight, _ = self.weights(rows)
         number = {rollout: n for n, rollout in enumerate(dict.fromkeys(row.rollout for row in rows))}
 
@@ -243,7 +244,7 @@ class PolicyObjective:
 
 
 def _rows_of(values_M: Tensor, rows: Sequence[RowSample]) -> list[Tensor]:
-    """Return values per trained token as one tensor [T] per row, 0 at other tokens."""
+    """Split values of trained tokens, [M], into one tensor [T] per row, which is 0 at other tokens."""
     found: list[Tensor] = []
     start = 0
     for row in rows:

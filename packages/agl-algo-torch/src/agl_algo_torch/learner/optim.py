@@ -32,7 +32,7 @@ def learning_rate(settings: Optim, update: int, *, left: float = 1.0) -> float:
 
 
 def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters: matrices in one group, vectors in another, which does not decay."""
+    """Return AdamW over the trainable parameters: weight decay applies to matrices, but not to vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     # Decay pulls weights towards 0. That is meant for the matrices; a norm's scale of 0 would switch its layer off.
     groups = [
@@ -48,7 +48,7 @@ def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.AdamW:
 
 
 def apply_gradients(optimizer: torch.optim.AdamW, settings: Optim, *, update: int, left: float = 1.0) -> float:
-    """Clip the gradient, do one update and clear the gradient; returns the 2-norm before clipping.
+    """Clip the gradient, do one update and clear the gradient; returns the gradient's 2-norm before clipping.
 
     A gradient that is not finite is cleared without an update; weights and moments stay as they were.
     """

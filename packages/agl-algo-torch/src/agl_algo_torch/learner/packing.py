@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _PACKED = "agl_packs_rows"
-"""Attribute that is true for a model that takes packed rows."""
+"""Name of an attribute that is true for a model that accepts packed rows."""
 
 _ATTENTION = "agl_rows"
 """Name under which this module registers its attention function in transformers."""
 
 
 def packs_rows(model: nn.Module) -> bool:
-    """Return true for a model that `pack` found to take packed rows."""
+    """Return true if `pack` has found that the model accepts packed rows."""
     return getattr(model, _PACKED, False)
 
 
 @torch.no_grad()
 def pack(model: nn.Module) -> str:
-    """Let a Hugging Face causal LM take packed rows; returns `""`, or a notice to show if the model cannot.
+    """Prepare a Hugging Face causal LM for packed rows; returns `""`, or a notice to show if that is impossible.
 
     Passes over other inputs give the same outputs as before. A model that cannot take packed rows is left unchanged.
     """
@@ -55,7 +55,7 @@ def pack(model: nn.Module) -> str:
 
 
 def packed_inputs(ids_N: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the model inputs of a pass over packed rows: `ids_N` has the tokens of all rows, `lengths` their sizes."""
+    """Return the model inputs for a pass over packed rows; `ids_N` has all tokens, `lengths` the rows' lengths."""
     positions_N = torch.cat([torch.arange(length, device=ids_N.device) for length in lengths])
     # transformers passes a mask of four dimensions on as it is, instead of making one of [N, N]; `_attention` ignores
     # it.
@@ -70,7 +70,7 @@ def packed_inputs(ids_N: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def _is_plain(base: Any) -> bool:
-    """Return true for a model that uses torch's attention over all earlier tokens in every layer."""
+    """Return true if every layer uses torch's attention over all earlier tokens."""
     config: Any = getattr(base, "config", None)
     if config is None or config._attn_implementation not in ("sdpa", _ATTENTION):
         return False
@@ -78,7 +78,10 @@ def _is_plain(base: Any) -> bool:
 
 
 def _takes(base: Any, model: nn.Module) -> bool:
-    """Set the attention function and return whether packed rows give the same states as rows alone; undo it if not."""
+    """Install the attention function, and return true if packed rows give the same states as separate rows.
+
+    If they do not, the model's own attention is restored.
+    """
     _register()
     before = base.config._attn_implementation
     base.set_attn_implementation(_ATTENTION)
@@ -122,7 +125,7 @@ def _attention(
     agl_lengths: Sequence[int] = (),
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Apply transformers' attention to each packed row separately; without `agl_lengths`, to the batch as it is.
+    """Apply transformers' attention to each packed row separately; without `agl_lengths`, to the whole batch as usual.
 
     With `agl_lengths` queries, keys and values are [1, heads, N, head_dim], and the result is [1, N, heads, head_dim].
     """

@@ -71,17 +71,17 @@ class LearnerSettings:
 
 
 class PolicyLearner:
-    """A model in training, its AdamW optimizer and the number of updates done.
+    """A model in training, with its AdamW optimizer and the number of updates done.
 
     Attributes:
-        origin: The resource that the model was opened from.
+        origin: The resource from which the model was loaded.
         updates: Number of updates done, skipped ones included.
-        skipped: Counts the updates that were skipped since the model was opened.
+        skipped: Counts the updates that were skipped since the model was loaded.
         notices: Sentences to show about optimisations that the model does not allow.
     """
 
     def __init__(self, *, origin: Weights, settings: LearnerSettings) -> None:
-        """Load `origin`; raises ConfigError if it cannot be loaded."""
+        """Load the model from `origin`; raises ConfigError if it cannot be loaded."""
         self.settings = settings
         self.origin = origin
         self.updates, self._planned = 0, 0
@@ -95,7 +95,7 @@ class PolicyLearner:
 
     @classmethod
     def resume(cls, source: Path, *, settings: LearnerSettings) -> PolicyLearner:
-        """Open a checkpoint of `save`; training continues bit for bit on the same machine with as many threads."""
+        """Load a checkpoint of `save`; on the same machine with as many threads, training continues bit for bit."""
         learner = cls(origin=read_origin(source), settings=settings)
         learner.load(source)
         return learner
@@ -114,7 +114,7 @@ class PolicyLearner:
         return max(0.0, 1.0 - self._planned / self.settings.total) if self.settings.total else 1.0
 
     def use_threads(self) -> None:
-        """Set torch's number of threads for the calling thread, if it is configured; 1 is fastest for tiny models."""
+        """Set torch's number of threads for the calling thread, if the settings give one; 1 suits tiny models best."""
         if self.settings.compute.threads:
             torch.set_num_threads(self.settings.compute.threads)
 
@@ -132,7 +132,7 @@ class PolicyLearner:
         )
 
     def logprobs(self, samples: Sequence[RowSample], *, model: nn.Module | None = None) -> list[Tensor]:
-        """Return the log-probabilities of trained tokens under `model`, by default the one in training.
+        """Return the log-probabilities of the samples' trained tokens under `model`, by default the model in training.
 
         See `recompute_logprobs`.
         """
@@ -147,8 +147,8 @@ class PolicyLearner:
     def apply(self, report: Mapping[str, float]) -> dict[str, float]:
         """Do one optimizer update with the accumulated gradient; returns `report` with `grad_norm` added.
 
-        This is the 2-norm before clipping. If the gradient is not finite, the update is skipped: the weights stay,
-        `updates` still counts it, and the result has the finite numbers of `report` and `updates_nonfinite`.
+        `grad_norm` is the 2-norm before clipping. If the gradient is not finite, the update is skipped: the weights
+        stay, `updates` still counts it, and the result has the finite numbers of `report` and `updates_nonfinite`.
         Raises AglError if too many updates in a row are skipped.
         """
         norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates, left=self.left)
@@ -161,11 +161,11 @@ class PolicyLearner:
 
     @property
     def moves(self) -> int:
-        """A counter that rises by 1 with every update that changes the weights; skipped updates leave it as it is."""
+        """Number of updates that changed the weights, without the skipped ones."""
         return self.updates - self.skipped.total
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a training checkpoint and remove old ones, except the newest `keep` and those of the steps `kept`.
+        """Write a training checkpoint and remove old ones, except the newest `keep` and those of the steps in `kept`.
 
         At least two stay, because the run's stored state names the previous checkpoint until the new state is stored.
         """
@@ -179,18 +179,18 @@ class PolicyLearner:
         prune(workdir / "state", step=step, keep=max(2, keep), kept=kept)
 
     def served(self, workdir: Path, *, step: int) -> Weights:
-        """Return the resource that names a step's weights to serve; the files need not exist yet."""
+        """Return the resource that names the weights of a step; their files need not exist yet."""
         return served_weights(self.loaded, step_directory(workdir.absolute() / "weights", step))
 
     def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
-        """Write the weights to serve and return the resource that names them; removes old ones as `save` does."""
+        """Write the weights of a step for serving, and return their resource; removes old ones as `save` does."""
         weights = save_served(self.loaded, step_directory(workdir.absolute() / "weights", step))
         prune(workdir / "weights", step=step, keep=max(2, keep), kept=kept)
         return weights
 
 
 def saved_path(workdir: Path, step: int) -> str:
-    """Return the path of the checkpoint that `PolicyLearner.save` writes for a step, `""` for step 0."""
+    """Return the path of the checkpoint that `PolicyLearner.save` writes for a step; `""` for step 0."""
     return str(step_directory(workdir.absolute() / "state", step)) if step else ""
 
 
@@ -205,7 +205,7 @@ def tuned_name(context: AlgorithmContext, *, algorithm: str) -> str:
 
 
 def tuned_weights(resource: Resource, *, name: str) -> Weights:
-    """Return the resource if it is weights; raises ConfigError for others, such as an endpoint, which cannot train."""
+    """Return the resource as `Weights`; raises ConfigError for others, such as an endpoint, which cannot train."""
     if not isinstance(resource, Weights):
         raise ConfigError(
             f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "
@@ -220,7 +220,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
-    """Load the weights for training: with a new adapter, with the published adapter, or with all weights trainable."""
+    """Load weights for training: with a new adapter, with the published adapter, or with all weights trainable."""
     seed_everything(0)  # adapters start from the same random matrices on every start
     path = origin.uri if origin.format == "hf" else origin.base_model
     # Under LoRA the base is frozen and the adapters are float32 anyway; else the weights in training are a master.
@@ -236,7 +236,7 @@ def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
 
 
 MEASURED_S = 5.0
-"""Approximate limit on the seconds that a measurement of updates takes."""
+"""Approximate limit, in seconds, on the duration of a measurement of updates."""
 
 _FEW = 4
 
@@ -266,7 +266,7 @@ def update_seconds(
 
 
 def random_row(number: int, tokens: int, trained: int, vocabulary: int) -> RowSample:
-    """Return a row of random tokens; its last `trained` tokens train, with the advantage 1 or -1 by `number`."""
+    """Return a row of random tokens; the last `trained` tokens train, with advantage 1 if `number` is odd, else -1."""
     draw = random.Random(number)
     size = max(2, tokens)  # a row's first token is never predicted
     answer = min(max(1, trained), size - 1)

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from agl_objectives.settings import Replay
 
 TENSORS = ("ids", "mask", "advantages", "behaviour", "temperature")
-"""The tensors of a row that are saved; a later step computes the others again."""
+"""Names of the tensors that are saved for a row; a later step computes the others again."""
 
 
 class ReplayBuffer:
-    """The rollouts that may be replayed, their weights and their files.
+    """The rollouts of earlier steps that may be replayed, with their importance weights and files.
 
     Attributes:
         pool: The rollouts.
@@ -48,12 +48,12 @@ class ReplayBuffer:
     def weighed(
         self, rows: Sequence[RowSample], *, objective: PolicyObjective, learner: PolicyLearner
     ) -> list[RowSample]:
-        """Return the rows with log pi_old, and with importance weights against the version that sampled each row."""
+        """Return the rows with log pi_old, and importance weights relative to the version that sampled each row."""
         found = objective.with_old_logprobs(rows, learner=learner, skips_silent=False)
         return [replace(row, importance=self._weights(row)) for row in found]
 
     def truncated(self, rows: Sequence[RowSample]) -> dict[str, float]:
-        """Return as metrics the mean importance weight of the rows' trained tokens, and the share at the bound."""
+        """Return two metrics of the rows' trained tokens: the mean importance weight, and the share at the bound."""
         weights = [row.importance[row.trained] for row in rows if row.importance is not None]
         if not weights:
             return {}
@@ -64,7 +64,7 @@ class ReplayBuffer:
         }
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write the rows of the pool for a step, and remove older files by the rule of `PolicyLearner.save`."""
+        """Write the pool's rows for a step, and remove older files by the rule of `PolicyLearner.save`."""
         if not self.share:
             return
 

@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PLAIN = "agl_plain_head"
-"""Attribute that is true for a model with a plain head."""
+"""Name of an attribute that is true for a model with a plain head."""
 
 FEWEST_POSITIONS = 128
-"""Fewest positions of a chunk. Each chunk writes a gradient of the head, V x H numbers, so small chunks cost time."""
+"""Smallest number of positions in a chunk.
+
+Each chunk writes a gradient of the head, V x H numbers, so small chunks cost time.
+"""
 
 CHUNK_LOGITS = 2**22
-"""Logits of a chunk, 16 MiB in float32; with a large vocabulary `FEWEST_POSITIONS` makes it more."""
+"""Number of logits in a chunk, 16 MiB in float32; with a large vocabulary, `FEWEST_POSITIONS` leads to more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The tokens to score and their sampling temperatures, [M] each, and the entropies that are requested."""
+    """The tokens to score and their sampling temperatures, [M] each; the flags say which entropies are requested."""
 
     targets_M: Tensor
     temperature_M: Tensor
@@ -61,7 +64,7 @@ class Wanted:
     has_bonus: bool = False
 
     def of(self, logits_M_V: Tensor) -> Scores:
-        """Return the scores of these tokens."""
+        """Return the scores of these tokens from the logits that predict them, [M, V]."""
         logp_M = token_logprobs(logits_M_V, targets_M=self.targets_M, temperature_M=self.temperature_M)
         bonus_M = policy_entropy(logits_M_V, temperature_M=self.temperature_M) if self.has_bonus else None
         # The entropy comes last: it has no gradient, so the backward pass skips it when it computes a chunk again.
@@ -69,7 +72,7 @@ class Wanted:
         return Scores(logp_M=logp_M, entropy_M=entropy_M, bonus_M=bonus_M)
 
     def chunks(self, size: int) -> list[Wanted]:
-        """Return the tokens in one or more chunks of at most `size`."""
+        """Return these tokens in chunks of at most `size` tokens; at least one chunk."""
         parts = zip(split(self.targets_M, size), split(self.temperature_M, size), strict=True)
         return [
             Wanted(targets_M=y, temperature_M=tau, has_entropy=self.has_entropy, has_bonus=self.has_bonus)
@@ -78,7 +81,7 @@ class Wanted:
 
 
 def score_hidden(model: nn.Module, hidden_M_H: Tensor, wanted: Wanted) -> Scores:
-    """Return the scores of M tokens from the last hidden states before them; needs a plain head."""
+    """Return the scores of M tokens from the last hidden states that predict them, [M, H]; needs a plain head."""
     size = max(FEWEST_POSITIONS, CHUNK_LOGITS // int(bare(model).config.get_text_config().vocab_size))
 
     def score(part_H: Tensor, part: Wanted) -> Scores:
@@ -107,12 +110,12 @@ def apply_head(model: nn.Module, hidden_M_H: Tensor) -> Tensor:
 
 
 def trunk(model: nn.Module) -> Callable[..., Tensor]:
-    """Return the network below the head of a Hugging Face causal LM, adapters included, as in `last_hidden_states`."""
+    """Return the network below the head of a Hugging Face causal LM, with adapters, as `last_hidden_states` does."""
     return last_hidden_states(bare(model).base_model)
 
 
 def last_hidden_states(network: nn.Module) -> Callable[..., Tensor]:
-    """Return a Hugging Face network as a function of its inputs that gives its last hidden states, [B, T, H]."""
+    """Wrap a Hugging Face network in a function that maps its inputs to the last hidden states, [B, T, H]."""
 
     def run(**inputs: Any) -> Tensor:
         return network(**inputs).last_hidden_state
@@ -121,7 +124,7 @@ def last_hidden_states(network: nn.Module) -> Callable[..., Tensor]:
 
 
 def whole_logits(model: nn.Module) -> Callable[..., Tensor]:
-    """Return a Hugging Face causal LM as a function of its inputs that gives the logits of all tokens, [B, T, V]."""
+    """Wrap a Hugging Face causal LM in a function that maps its inputs to the logits of all tokens, [B, T, V]."""
 
     def run(**inputs: Any) -> Tensor:
         return model(**inputs).logits
@@ -179,7 +182,7 @@ def bare(model: nn.Module) -> Any:
 
 
 def _head(model: nn.Module) -> Any:
-    """Return the layer that computes the logits, `None` for a model without such a layer."""
+    """Return the layer that computes the logits; `None` if the model has no such layer."""
     base = bare(model)
     return base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
 
@@ -202,7 +205,7 @@ def token_logprobs(logits_M_V: Tensor, *, targets_M: Tensor, temperature_M: Tens
 def entropy(logits_M_V: Tensor) -> Tensor:
     """Return the entropy of `softmax(logits)` per position in nats, [M], without gradient.
 
-    The sampling temperature does not enter, because this metric is about the model.
+    The sampling temperature is ignored, because this metric describes the model, not the sampler.
     """
     with torch.no_grad():
         logp_M_V = logits_M_V.float().log_softmax(dim=1)  # [M, V]

@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from agl_algo_torch.learner.batch import MicroBatch, RowSample
 
 ENTROPY, ADVANTAGE = "entropy", "advantage"
-"""Keys of `CallUse.tokens`."""
+"""Keys of the numbers in `CallUse.tokens`."""
 
 
 class TokenNumbers:
-    """The entropies and advantages of the tokens of a step's calls, in half precision, by rollout and call."""
+    """Collects entropy and advantage of every token of a step's calls, in half precision, by rollout and call."""
 
     def __init__(self) -> None:
         self._found: defaultdict[tuple[str, str], dict[str, bytes]] = defaultdict(dict[str, bytes])
 
     def note_entropies(self, batch: MicroBatch, entropy_M: Tensor) -> None:
-        """Store the entropies of a micro-batch's trained tokens, except in calls whose entropies are already stored."""
+        """Store the entropies of a micro-batch's trained tokens, except for calls that have entropies already."""
         self._note_batch(ENTROPY, batch, entropy_M)
 
     def note_gaps(self, batch: MicroBatch, gap_M: Tensor) -> None:
-        """Store as each token's advantage by how much the teacher prefers it, except in calls that have advantages."""
+        """Store by how much the teacher prefers each token as its advantage, except for calls that have advantages."""
         self._note_batch(ADVANTAGE, batch, gap_M)
 
     def note_advantages(self, samples: Iterable[RowSample]) -> None:
-        """Store the advantages of each call in which the advantage differs from token to token."""
+        """Store the advantages of the calls in which the advantage differs from token to token."""
         for sample in samples:
             chosen = sample.trained
             for part in sample.parts:
@@ -53,7 +53,7 @@ class TokenNumbers:
                     self._note(ADVANTAGE, sample, part, sample.advantages)
 
     def added(self, uses: Mapping[str, tuple[CallUse, ...]]) -> dict[str, tuple[CallUse, ...]]:
-        """Return the uses of calls, by rollout id, with the stored numbers of the calls' tokens."""
+        """Return `uses`, which is by rollout id, with the stored numbers of the calls' tokens added."""
         return {
             rollout: tuple(replace(use, tokens=self._found.get((rollout, use.span_id), {})) for use in calls)
             for rollout, calls in uses.items()
@@ -74,7 +74,7 @@ class TokenNumbers:
 
 
 def mean_advantages(samples: Iterable[RowSample]) -> defaultdict[str, dict[str, float]]:
-    """Return the mean advantage of the trained tokens of each call, by rollout and span id."""
+    """Return the mean advantage of each call's trained tokens, by rollout id and span id."""
     means: defaultdict[str, dict[str, float]] = defaultdict(dict[str, float])
     for sample in samples:
         for part in sample.parts:

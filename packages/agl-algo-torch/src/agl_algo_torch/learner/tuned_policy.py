@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """The state after training went back, until the next step ends.
+    """The checkpoint to which training went back; needed until the next step ends.
 
     Attributes:
-        checkpoint: Path of the checkpoint that training went back to; `""` if there was none.
-        updates: Updates done, those that going back has undone included.
+        checkpoint: Path of the checkpoint; `""` if there was none.
+        updates: Updates done so far, including those that going back has undone.
     """
 
     checkpoint: str
@@ -87,7 +87,7 @@ class TunedPolicy:
         self._behind: Behind | None = None  # the older checkpoint that training went back to, until the next one
 
     def begin(self, context: AlgorithmContext, *, publishes_steps: bool = True) -> None:
-        """Take the algorithm's context; raises ConfigError unless it tunes one policy with reachable weights.
+        """Prepare the policy for a run; raises ConfigError unless one policy with reachable weights is tuned.
 
         `publishes_steps` is false for an algorithm that does not publish in every step.
         """
@@ -105,24 +105,24 @@ class TunedPolicy:
 
     @property
     def rate(self) -> float:
-        """Factor of the learning rate, smaller after each time that training went back."""
+        """Factor of the learning rate; each time that training goes back, it becomes smaller."""
         return self._rate
 
     @property
     def reference(self) -> Reference:
-        """The policy at this algorithm's start."""
+        """The policy at this algorithm's start, as a frozen reference."""
         if self._reference is None:
             self._reference = self._reference_beside(self.opened)
         return self._reference
 
     def tried_out(self, weights: Weights) -> PolicyLearner:
-        """Return a learner for timing updates on `weights`, without a context; its model is also the reference."""
+        """Return a learner on `weights` for timing updates; the reference is a copy of its model."""
         learner = PolicyLearner(origin=weights, settings=self.settings)
         self._reference = Reference(learner.loaded.model) if self._has_reference else None
         return learner
 
     async def learner(self) -> PolicyLearner:
-        """Return the learner; it is opened again if another algorithm has published weights since the last step."""
+        """Return the learner; if another algorithm has published weights since the last step, load those first."""
         version = self._context.current(self.name)
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._learner is None or is_foreign:
@@ -133,14 +133,14 @@ class TunedPolicy:
         return self._learner
 
     def start_updates(self) -> None:
-        """Note that the weights begin to change; they cannot be saved until `finish` ends the step."""
+        """Record that updates change the weights from now on; nothing is saved until `finish` ends the step."""
         self._is_moving = True
         self.opened.begin_step(self.step)
 
     async def finish(self, *, has_moved: bool) -> tuple[str, ...]:
         """End a step: publish the weights if they have moved, and save a state unless the experiment defers saving.
 
-        Returns `name@version` of the published resource, or nothing.
+        Returns `name@version` of the published resource, or an empty tuple.
         """
         learner, step = self.opened, self.step + 1
         published = (await self._publish(step),) if has_moved else ()
@@ -153,10 +153,10 @@ class TunedPolicy:
         return published
 
     async def save(self, must: bool) -> bool:
-        """Write a checkpoint, and the live weights if they are only in memory; returns whether it has written.
+        """Write a checkpoint, and the live weights if they are only in memory; returns true if it has written.
 
-        The experiment calls this when it saves, see `AlgorithmContext.defer`. Without `must` only a save that is due is
-        written. During the updates of a step nothing is written.
+        The experiment calls this when it saves, see `AlgorithmContext.defer`. Without `must`, a checkpoint is written
+        only if one is due. During the updates of a step nothing is written.
         """
         if self._is_moving or not (must or self._interval.is_due()):
             return False
@@ -190,7 +190,7 @@ class TunedPolicy:
         return f"{self.name}@{version.version}"
 
     def state(self) -> dict[str, Json]:
-        """Return the counts, the newest checkpoint, the version that the model was opened from, and the reference.
+        """Return the state to save: counts, newest checkpoint, version from which the model was loaded, and reference.
 
         `rate` is the factor of the learning rate. `updates_done` is None unless training went back to `checkpoint`.
         """
@@ -271,11 +271,11 @@ class TunedPolicy:
             self._learner = await asyncio.to_thread(self._resume, Path(checkpoint))
 
     def close(self) -> None:
-        """Drop the model and the reference."""
+        """Release the model and the reference."""
         self._learner = self._reference = None
 
     def _say_notices(self, learner: PolicyLearner) -> None:
-        """Show the learner's notices, each once."""
+        """Show the learner's notices that were not shown before."""
         for notice in learner.notices:
             if notice not in self._said:
                 self._said.add(notice)
@@ -283,7 +283,7 @@ class TunedPolicy:
 
     @property
     def opened(self) -> PolicyLearner:
-        """The learner; a step must have opened it."""
+        """The learner; it exists once a step has called `learner`."""
         if self._learner is None:
             raise AssertionError("a step saves and publishes after its update, which opened the learner")
         return self._learner
@@ -311,12 +311,12 @@ class TunedPolicy:
         return learner
 
     def _keep_adapters(self, learner: PolicyLearner) -> None:
-        """Copy the reference now if it is only adapters (LoRA); a copy of all weights is made at its first use."""
+        """Copy the adapters for the reference now (LoRA only); whole weights are copied at the first use."""
         if self._has_reference and self.settings.lora.rank and self._reference is None:
             self._reference = self._reference_beside(learner)
 
     def _reference_beside(self, learner: PolicyLearner) -> Reference:
-        """Return the policy at this algorithm's start: the learner's if it has not moved yet, else read from disk."""
+        """Return the policy at the algorithm's start: the learner's model if untrained, else loaded from disk."""
         start = self._start or learner.origin
         is_there = start == learner.origin and learner.updates == self._untouched
         at_start = learner if is_there else PolicyLearner(origin=start, settings=self.settings)
@@ -341,7 +341,7 @@ def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:
 
 
 class OnPolicy:
-    """The base of an algorithm with a fixed number of steps on its own rollouts: all of it but the loss.
+    """Base of the algorithms with a fixed number of steps on rollouts that they collect; it lacks only the step.
 
     Subclasses set `_groups`, `_tuned` and `_steps`, and implement `step`.
     """
@@ -351,7 +351,7 @@ class OnPolicy:
     _steps: int
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
+        """Check that exactly one policy with reachable weights is tuned, and that there are training tasks."""
         self._context = context
         self._tuned.begin(context)
         check_tasks(context, algorithm=self._tuned.algorithm)
@@ -367,16 +367,19 @@ class OnPolicy:
         await self._tuned.restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        """Return to the weights and optimizer moments of an earlier state, with `rate` times the learning rate."""
         await self._tuned.go_back(state, rate=rate)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true while `steps` exceeds the steps done; a decay of the rate then ends at the new last step."""
+        """Return true if fewer than `steps` steps are done.
+
+        If `steps` was raised, a decay of the learning rate ends at the new last step.
+        """
         del tasks, sources_go_on
         return int(state["step"]) < self._steps
 
     async def close(self) -> None:
-        """Drop the models."""
+        """Release the models."""
         self._tuned.close()
 
     def _report(
@@ -387,7 +390,7 @@ class OnPolicy:
         published: tuple[str, ...],
         uses: dict[str, tuple[CallUse, ...]],
     ) -> StepReport:
-        """Return the report of the step that has just finished; `trained` may contain a rollout id several times."""
+        """Return the report of the step that has just ended; `trained` may name a rollout id several times."""
         step = self._tuned.step
         is_finished = step >= self._steps
         return StepReport(

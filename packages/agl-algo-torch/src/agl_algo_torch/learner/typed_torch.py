@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def from_bytes(data: bytes, *, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return packed numbers as a tensor that owns its memory; `kind` is numpy's name of their type, such as `<i4`."""
+    """Return packed numbers as a tensor that owns its memory; `kind` is the numbers' numpy type, such as `<i4`."""
     return _torch.from_numpy(np.frombuffer(data, dtype=kind).copy()).to(dtype)
 
 
@@ -50,12 +50,12 @@ def backward(loss: Tensor) -> None:
 
 
 def split(values: Tensor, size: int) -> list[Tensor]:
-    """Return a tensor in one or more parts of at most `size` along its first dimension."""
+    """Split a tensor along its first dimension into parts of at most `size`; at least one part."""
     return list(cast("Any", values).split(size))
 
 
 def split_sizes(values: Tensor, sizes: Sequence[int], *, dim: int = 0) -> list[Tensor]:
-    """Return a tensor in parts of these sizes along a dimension."""
+    """Split a tensor along the dimension `dim` into parts of the given sizes."""
     return list(cast("Any", values).split(list(sizes), dim=dim))
 
 
@@ -65,13 +65,13 @@ def recomputed(function: Callable[..., T], *inputs: object) -> T:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch's global generator, which the initialisation of layers draws from."""
+    """Seed torch's global generator, from which the initialisation of layers draws."""
     _torch.manual_seed(seed)
 
 
 @contextmanager
 def seeded(seed: int, *, device: torch.device) -> Generator[None]:
-    """Seed torch's global generators inside the block, and restore their state afterwards."""
+    """Seed torch's global generators for the block, and restore their state afterwards."""
     with _torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         _torch.manual_seed(seed)
         yield

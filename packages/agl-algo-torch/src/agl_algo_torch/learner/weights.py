@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_weights(weights: Weights, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of `weights` under the names of `like`, the state of a model that will take them.
+    """Return the tensors of `weights` under the names in `like`, the state dict of the model that will get them.
 
     An adapter is merged into its base model. Raises ConfigError if the weights cannot be read.
     """
@@ -37,7 +37,7 @@ def read_weights(weights: Weights, *, like: Mapping[str, Tensor]) -> dict[str, T
 
 
 def serving_copy(loaded: LoadedModel) -> LoadedModel:
-    """Return a copy for serving, in evaluation mode, with adapters merged."""
+    """Return a copy of the model for serving, in evaluation mode, with adapters merged."""
     model = cast("Any", loaded.model)
     base = copy.deepcopy(model.get_base_model() if hasattr(model, "peft_config") else model)
     if hasattr(model, "peft_config"):
@@ -49,10 +49,10 @@ def serving_copy(loaded: LoadedModel) -> LoadedModel:
 
 
 def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
-    """Return why `state` does not fit a model with the state `own`: each tensor that is missing, unknown or misshapen.
+    """Return the tensors because of which `state` does not fit a model: missing, unknown, or of another shape.
 
-    The list is sorted, and empty if `state` fits. A tensor of `own` may be missing from `state` if it shares its memory
-    with one that `state` has (a tied output layer).
+    The list is sorted, and empty if `state` fits the model's own state dict `own`. A tensor of `own` may be missing
+    from `state` if it shares its memory with one that `state` has (a tied output layer).
     """
     given = {own[name].data_ptr() for name in state if name in own}
     missing = [f"{n} (missing)" for n, t in own.items() if n not in state and t.data_ptr() not in given]
@@ -67,6 +67,6 @@ def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]
 
 @torch.no_grad()
 def copy_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Overwrite the tensors `own` of a model in place with those of `state`, which must fit (`misfits`)."""
+    """Overwrite a model's tensors `own` in place with those of `state`, which must fit (see `misfits`)."""
     for name, tensor in state.items():
         own[name].copy_(tensor)

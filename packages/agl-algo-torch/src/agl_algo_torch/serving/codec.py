@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields in which templates look for the reasoning of an answer."""
+"""Names of the message fields in which chat templates look for an answer's reasoning."""
 
 _FORMS: tuple[tuple[str | None, bool], ...] = (("", False), (None, False), ("", True), (None, True))
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return the chat template's text for messages of `plain_message`, with tool calls in the form that it expects."""
+    """Return messages (of `plain_message`) as the chat template renders them, with tool calls as it expects them."""
     if any(message.get("tool_calls") for message in messages):
         content, is_text = _call_form(tokenizer, str(tokenizer.chat_template))
         messages = [_formed(message, content, is_text=is_text) for message in messages]
@@ -47,9 +47,10 @@ def _formed(message: Mapping[str, Any], content: str | None, *, is_text: bool) -
 
 @lru_cache(maxsize=8)
 def _call_form(tokenizer: Any, _template: str) -> tuple[str | None, bool]:
-    """Return the content of a message with tool calls alone, and whether arguments are text, as the template wants it.
+    """Return the form that the template expects of tool calls: the content of such a message, and the arguments' type.
 
-    Templates that expect another form leave the call out, or write its arguments as Python would.
+    The second value is true if arguments are to be text. Templates that expect another form leave the call out, or
+    write its arguments as Python would.
     """
     function = {"name": "agl_probe_tool", "arguments": {"where": "agl-probe"}}
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "agl000000", "function": function}]}
@@ -92,7 +93,7 @@ class TextCodec:
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
-        """Names that `chat_template_kwargs` may not set: arguments of the rendering, not variables of the template."""
+        """Names that `chat_template_kwargs` may not set, because they are arguments of the rendering function."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset({"messages", *parameters}) - {"documents"}
 
@@ -108,18 +109,18 @@ class TextCodec:
             return self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, also of a special token."""
+        """Return the text of one token; for a special token, too."""
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self.decode([token_id])
         return self._token_texts[token_id]
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the chat template's text for `messages`, up to where the assistant's answer begins."""
+        """Return the conversation as the chat template renders it, up to where the assistant's answer begins."""
         with self._lock:
             return render_chat(self._tokenizer, messages, add_generation_prompt=True, **options)
 
     def generation_suffix(self) -> str:
-        """Return the text that the template puts before an assistant's answer; `""` if it cannot be determined."""
+        """Return the text that the chat template puts before an assistant's answer; `""` if it cannot be determined."""
         hello = [{"role": "user", "content": "hello"}]
         with self._lock:
             if not self._tokenizer.chat_template:
@@ -132,7 +133,7 @@ class TextCodec:
 
 
 class TextStream:
-    """The text of a growing sequence, in complete characters only."""
+    """The decoded text of a growing token sequence; it holds complete characters only."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -141,7 +142,7 @@ class TextStream:
         self.text = ""
 
     def push(self, token_id: int) -> None:
-        """Take the next token; `text` grows by the characters that this token completes."""
+        """Add the next token; `text` grows by the characters that the token completes."""
         self._ids.append(token_id)
         # Only the latest tokens are decoded again. The text of a token depends on the token before it (leading spaces),
         # so the window starts one completed piece earlier, and the text of that piece is removed.
@@ -156,13 +157,16 @@ class TextStream:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Return `text` up to the earliest stop string."""
+    """Return `text` up to its earliest stop string."""
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return text[: min(found)] if found else text
 
 
 def safe_length(text: str, markers: Sequence[str]) -> int:
-    """Return how many characters of a growing text come before any marker, also one that later text may complete."""
+    """Return how many characters of a growing text can be sent.
+
+    Text from the first marker on is held back, and so is an end that later text may complete to a marker.
+    """
     cut = len(cut_at_stop(text, markers))
     if cut < len(text):
         return cut
@@ -174,7 +178,7 @@ def safe_length(text: str, markers: Sequence[str]) -> int:
 
 
 def stop_checker(codec: TextCodec, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-    """Return a `GenerationRequest.stop_check` that finds any stop string at the end; None without stop strings."""
+    """Return a `GenerationRequest.stop_check` that detects stop strings; None without stop strings."""
     if not stops:
         return None
     # A character takes at most four tokens (byte by byte). Four more tokens complete a first character that is cut.

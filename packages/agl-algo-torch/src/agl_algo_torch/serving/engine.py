@@ -85,7 +85,7 @@ class EngineSettings:
 
 @dataclass(slots=True)
 class _Swap:
-    """A weight change that waits for the running rows until `deadline`, on the monotonic clock."""
+    """A requested change of weights; running rows may finish until `deadline`, on the monotonic clock."""
 
     apply: Callable[[nn.Module], None]
     version: str
@@ -95,7 +95,7 @@ class _Swap:
 
 @dataclass(slots=True)
 class _Scoring:
-    """A prompt to score."""
+    """A prompt whose tokens are to be scored, and the future of the scores."""
 
     ids: Sequence[int]
     done: Future[list[float]]
@@ -103,7 +103,7 @@ class _Scoring:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Counts since the engine's start."""
+    """The engine's counters since its start."""
 
     generated_tokens: int = 0
     prefilled_tokens: int = 0
@@ -126,7 +126,7 @@ class Engine:
         settings: Limits.
         version: Version of the weights that generate now.
         vocab_size: Number of token ids, which start at 0.
-        stats: Counts, written by the engine's thread.
+        stats: Counters, which the engine's thread updates.
     """
 
     def __init__(self, model: nn.Module, *, version: str = "0", settings: EngineSettings | None = None) -> None:
@@ -155,7 +155,7 @@ class Engine:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread; idempotent. Raises EngineStoppedError after `stop`."""
+        """Start the engine's thread; idempotent. Raises EngineStoppedError after `stop`."""
         if self._is_stopping:
             raise EngineStoppedError("The engine was stopped and cannot start again; construct a new policy.")
         if self._thread is None:
@@ -173,7 +173,7 @@ class Engine:
     def submit(
         self, requests: Sequence[GenerationRequest], *, listeners: Sequence[Callable[[Event], None]]
     ) -> list[Flight]:
-        """Queue the requests, all or none of them, and return their flights in order.
+        """Queue all of the requests, or none; returns their flights in the same order.
 
         The listener of each request gets its events, in the engine's thread, and must not block.
         Raises PromptError, QueueFullError or EngineStoppedError.
@@ -198,7 +198,7 @@ class Engine:
         return flights
 
     def _check(self, ids: Sequence[int]) -> None:
-        """Raise PromptError for a prompt with an invalid token id; on a GPU that would break the whole process."""
+        """Raise PromptError for a prompt with an invalid token id, which on a GPU would break the whole process."""
         if not ids:
             raise PromptError("The prompt has no tokens; give at least one.")
         odd = next((i for i in (min(ids), max(ids)) if not 0 <= i < self.vocab_size), None)
@@ -209,11 +209,11 @@ class Engine:
             )
 
     def _uniforms(self, seed: int | None) -> random.Random:
-        """Return the random stream of a sequence's draws; without a seed it depends on the order of the requests."""
+        """Return the random generator for a sequence; without a seed it depends on the order of the requests."""
         return random.Random(self._seeds.getrandbits(62) if seed is None else seed)
 
     def snapshot(self) -> dict[str, int]:
-        """Return the counts since the start, and the present numbers of running and waiting sequences."""
+        """Return the counters since the start, and the current numbers of running and waiting sequences."""
         waiting = len(self._inbox) + len(self._waiting)
         return {"running": len(self._running), "waiting": waiting, **asdict(self.stats)}
 
@@ -223,11 +223,11 @@ class Engine:
             flight.is_cancelled = True
 
     def swap(self, apply: Callable[[nn.Module], None], *, version: str, drain_s: float = 30.0) -> Future[None]:
-        """Change the weights at a token boundary by `apply(model)`; the future is done when the new weights serve.
+        """Change the weights by `apply(model)` at a token boundary; the future is done once the new weights serve.
 
         Running rows finish on the old weights while new requests wait, for at most `drain_s` seconds. Rows that still
         run after that time continue on the new weights from recomputed keys and values, and their version spans show
-        the change. An exception of `apply` becomes that of the future, and the engine continues with the old version.
+        the change. If `apply` raises, the future gets the exception, and the engine continues with the old version.
         Cancelling the future before the swap begins withdraws the swap.
         """
         swap = _Swap(apply, version, time.monotonic() + drain_s, Future())
@@ -239,7 +239,7 @@ class Engine:
         return swap.done
 
     def score(self, ids: Sequence[int]) -> Future[list[float]]:
-        """Return a future of the log-probability of each token after the first, at temperature 1, in nats.
+        """Return a future of the log-probabilities of all tokens but the first, at temperature 1, in nats.
 
         It takes one forward pass between two tokens of the running rows, one prompt at a time.
         Raises PromptError or EngineStoppedError; the future raises EngineError if the pass fails.
@@ -277,7 +277,7 @@ class Engine:
             return not self._is_stopping
 
     def _turn(self) -> None:
-        """Do the work of one token boundary."""
+        """Do the work of one token boundary, then draw a token for every running row."""
         self._drop_cancelled()
         self._swap_if_due()
         self._score_next()
@@ -349,7 +349,7 @@ class Engine:
             self._prefill(admissions)
 
     def _prefill(self, admissions: list[Admission]) -> None:
-        """Compute the prompts in one pass, add their flights to the batch and draw their first tokens."""
+        """Compute new prompts in one pass, add their flights to the batch, and draw the first token of each."""
         # The flights count as running before the pass, so that their listeners get the error if it fails.
         first = len(self._running)
         self._running += [flight for admission in admissions for flight in admission.flights]
@@ -372,7 +372,7 @@ class Engine:
         self._draw(logits[source], first=first)
 
     def _step(self) -> None:
-        """Run one forward pass over the latest token of every running row, and draw the next one."""
+        """Run one forward pass over the latest token of every running row, and draw each row's next token."""
         lengths = self._cache.lengths
         ids = torch.tensor([[flight.ids[-1]] for flight in self._running])  # [rows, 1]
         positions = torch.tensor([[length] for length in lengths])  # [rows, 1], without the padding
@@ -383,7 +383,7 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, cache: BatchCache, ids: Tensor, positions: Tensor, *, new: list[int]) -> Tensor:
-        """Return the logits after the last column, [rows, V]; ids and positions are left-padded, [rows, columns]."""
+        """Return the logits at the last column, [rows, V]; ids and positions are left-padded, [rows, columns]."""
         inputs: dict[str, Any] = {
             "input_ids": ids.to(self._device),
             "attention_mask": cache.mask(new, pad_to=ids.shape[1]),
@@ -400,7 +400,7 @@ class Engine:
 
     @torch.inference_mode()
     def _draw(self, logits: Tensor, *, first: int) -> None:
-        """Draw the next token of the rows from index `first` on, and remove the rows that have finished."""
+        """Draw the next token for the rows from index `first` on, and remove the rows that this finishes."""
         flights = self._running[first:]
         draws = draw(
             logits,
@@ -413,7 +413,7 @@ class Engine:
         self._finish([row for row in range(first, len(self._running)) if self._running[row].finish_reason])
 
     def _finish(self, rows: list[int]) -> None:
-        """Report the finished rows, store them as prefixes for later turns, and remove them."""
+        """Report finished rows to their listeners, store them as prefixes for later turns, and remove them."""
         for row in rows:
             flight = self._running[row]
             length = self._cache.lengths[row]  # one less than its tokens: the last one was drawn but never an input
@@ -431,15 +431,15 @@ class Engine:
 
 
 _WORTH_WAITING = 32
-"""A request waits one turn if another one is about to compute this many more tokens of their common prefix."""
+"""A request waits one turn if another request is about to compute this many more tokens of their common prefix."""
 
 
 @dataclass(slots=True)
 class Admission:
-    """One distinct prompt and the sequences that start from it.
+    """A distinct prompt, and the sequences that start from it.
 
     Attributes:
-        tokens: The prompt, and the tokens that were generated before a weight swap, if one has interrupted a sequence.
+        tokens: The prompt, and any tokens that were generated before a weight swap interrupted the sequence.
         shared: Number of tokens in `prefix`.
         prefix: Keys and values of the first `shared` tokens; None without a stored prefix.
         flights: The sequences that join the batch; they share the computation of the prompt.
@@ -452,15 +452,15 @@ class Admission:
 
     @property
     def new(self) -> int:
-        """Number of tokens to compute."""
+        """Number of prompt tokens to compute, without the stored prefix."""
         return len(self.tokens) - self.shared
 
 
 def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: PrefixStore) -> list[Admission]:
-    """Take flights from the left of `waiting` and return their distinct prompts.
+    """Take flights from the left of `waiting`, and return their distinct prompts.
 
-    At most `rows` flights are taken. A flight stays if a prompt that was taken has a long prefix of its prompt in
-    common, or if the prompts, padded to the longest one, would exceed `prefill_tokens`. The first prompt is taken
+    At most `rows` flights are taken. A flight stays if its prompt shares a long prefix with a prompt already taken, or
+    if the prompts, padded to the longest one, would exceed `prefill_tokens`. The first prompt is taken
     whatever its length. Flights that stay keep their order at the left of `waiting`.
     """
     picked: dict[bytes, Admission] = {}
@@ -487,7 +487,7 @@ def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: Pr
 
 
 def _admission(tokens: TokenArray, picked: dict[bytes, Admission], prefixes: PrefixStore) -> Admission | None:
-    """Return the admission of a prompt that is new in this turn, or None if another one will compute its prefix."""
+    """Return the admission of a prompt not yet picked in this turn; None if a picked prompt will compute its prefix."""
     shared, prefix = prefixes.find(tokens)
     probe = shared + _WORTH_WAITING
     if prefixes.is_on and len(tokens) > probe:
@@ -498,7 +498,7 @@ def _admission(tokens: TokenArray, picked: dict[bytes, Admission], prefixes: Pre
 
 
 def padded(admissions: Sequence[Admission], width: int) -> tuple[Tensor, Tensor]:
-    """Return ids and positions of the tokens to compute of each prompt, both [rows, width], padded left with 0."""
+    """Return ids and positions of each prompt's tokens to compute, both [rows, width], padded with 0 on the left."""
     ids = torch.zeros((len(admissions), width), dtype=torch.long)
     positions = torch.zeros_like(ids)
     for row, admission in enumerate(admissions):

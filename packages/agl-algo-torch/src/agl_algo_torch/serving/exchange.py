@@ -38,7 +38,7 @@ VERSION_HEADER = "x-agl-model-version"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
-    """A checked request that is ready to run; `requests` has one sequence for each choice, in order."""
+    """A checked request that is ready to run; `requests` has one generation request per choice, in order."""
 
     body: ChatBody | CompletionBody
     head: AnswerHead
@@ -48,7 +48,7 @@ class CheckedRequest:
 
 
 async def serve(request: web.Request, call: CheckedRequest, engine: Engine) -> web.StreamResponse:
-    """Run a request and answer it, whole or as a stream; if this ends early, running sequences are cancelled."""
+    """Run a request and send its answer, whole or as a stream; an early end cancels its sequences."""
     run = _RunningRequest(engine, call.requests)
     try:
         return await (_stream(request, call, run) if call.body.stream else _whole(call, run))
@@ -57,7 +57,7 @@ async def serve(request: web.Request, call: CheckedRequest, engine: Engine) -> w
 
 
 class _RunningRequest:
-    """The sequences of one request in the engine, and their events."""
+    """The sequences of one HTTP request in the engine, and the queue of their events."""
 
     def __init__(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
         self._engine = engine
@@ -71,7 +71,11 @@ class _RunningRequest:
         return lambda event: cast("None", self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event)))
 
     async def events(self) -> AsyncIterator[list[tuple[int, Draw | Generation]]]:
-        """Yield events in batches, as they arrive, until all sequences have finished; raises EngineError."""
+        """Yield events with the index of their sequence, in batches as they arrive, until all sequences have finished.
+
+        Raises:
+            EngineError: A sequence failed.
+        """
         left = len(self._flights)
         while left:
             batch = [await self._queue.get()]
@@ -170,7 +174,7 @@ def json_response(body: dict[str, Any], *, status: int = 200, headers: dict[str,
 
 
 def wire_error(error: EngineError) -> WireError:
-    """Return the HTTP error for an error of the engine."""
+    """Return the HTTP error that reports an error of the engine to the client."""
     if isinstance(error, PromptError):
         return WireError(str(error))
     if isinstance(error, QueueFullError):

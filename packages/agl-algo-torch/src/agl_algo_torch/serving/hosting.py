@@ -66,7 +66,7 @@ _TRAINING = "training"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """Low-rank adapters on groups of a model's linear layers.
+    """The low-rank adapters to add to a model's linear layers.
 
     Attributes:
         rank: Rank of the matrices.
@@ -92,7 +92,7 @@ class TargetRow:
     Attributes:
         ids: Ids of the tokens that the model reads.
         targets: Id of the token to predict at every position.
-        inputs: Numbers for the loss by name, one for every position.
+        inputs: Further inputs of the loss, by name, with one number for every position.
     """
 
     ids: Sequence[int]
@@ -158,7 +158,7 @@ class Sample:
 
 
 class HostedModel:
-    """A frozen base model.
+    """A frozen base model that several trainees and samplers share.
 
     Args:
         path: Directory or hub name.
@@ -178,7 +178,7 @@ class HostedModel:
 
     @property
     def path(self) -> str:
-        """The directory or hub name that the model was loaded from."""
+        """The directory or hub name from which the model was loaded."""
         return self._loaded.name
 
     @property
@@ -197,13 +197,13 @@ class HostedModel:
         return self._codec.stop_ids
 
     def trainee(self, adapter: Adapter) -> Trainee:
-        """Return a trainee with new adapters; raises ConfigError if no layer would have an adapter."""
+        """Return a trainee with new adapters; raises ConfigError if `adapter` selects no layer."""
         settings = Lora(rank=adapter.rank, alpha=adapter.alpha, targets=self._targets(adapter))
         seed_everything(adapter.seed)
         return self._trainee(add_lora(self._bare(), settings), adapter)
 
     def restored(self, folder: Path, *, moments: bool) -> Trainee:
-        """Return a trainee that continues from a folder of `Trainee.save`; without `moments` AdamW's moments are new.
+        """Return a trainee that continues from a folder of `Trainee.save`; without `moments`, with new AdamW moments.
 
         Raises ConfigError if the folder is absent or belongs to another model.
         """
@@ -212,7 +212,9 @@ class HostedModel:
         return trainee
 
     def sampler(self, folder: Path | None = None, *, settings: EngineSettings | None = None) -> Sampler:
-        """Return a started sampler with the adapters of a folder of `Trainee.save_adapter`; None for the base alone."""
+        """Return a started sampler with the adapters that `Trainee.save_adapter` wrote; with None, of the base
+        alone.
+        """
         model = self._bare()
         if folder is not None:
             from peft import PeftModel
@@ -228,7 +230,7 @@ class HostedModel:
         return Trainee(model, adapter=adapter, origin=self.path, token_budget=self._token_budget)
 
     def _bare(self) -> nn.Module:
-        """Return a copy of the base model that shares all parameters; adapters on the copy do not change them."""
+        """Return a copy of the base model that shares its parameters; adapters on the copy leave the base as it is."""
         shared = {id(parameter): parameter for parameter in self._loaded.model.parameters()}
         return copy.deepcopy(self._loaded.model, cast("dict[int, Any]", shared))
 
@@ -251,7 +253,7 @@ class HostedModel:
 
 
 class Trainee:
-    """Adapters in training, for one caller at a time."""
+    """A set of adapters in training. Only one caller may use it at a time."""
 
     def __init__(self, model: nn.Module, *, adapter: Adapter, origin: str, token_budget: int) -> None:
         self.adapter = adapter
@@ -260,9 +262,9 @@ class Trainee:
         self._optimizer = build_optimizer(model, Optim(lr=1.0))
 
     def run(self, rows: Sequence[TargetRow], loss: TokenLoss, *, has_gradient: bool) -> tuple[float, list[list[float]]]:
-        """Return the sum of the loss over all tokens, and the log-probabilities of every row's targets in nats.
+        """Return the sum of the loss over all tokens, and the log-probabilities of each row's targets, in nats.
 
-        With `has_gradient` the gradient of the sum is added to that of earlier calls, and an error discards the whole
+        With `has_gradient`, the gradient of the sum is added to that of earlier calls, and an error discards the whole
         gradient since the last update. Raises AglError if the loss is not finite.
         """
         try:
@@ -289,7 +291,7 @@ class Trainee:
         return total, [found[place] for place in range(len(rows))]
 
     def step(self, settings: AdamStep) -> float:
-        """Do one update with the accumulated gradient and clear it; returns the gradient's 2-norm before clipping.
+        """Do one update with the accumulated gradient and clear the gradient; returns its 2-norm before clipping.
 
         Raises AglError if the gradient is not finite; the gradient is then cleared, and nothing else changes.
         """
@@ -322,7 +324,7 @@ class Trainee:
         write_directory(folder, fill)
 
     def load(self, folder: Path, *, moments: bool) -> None:
-        """Continue from a folder of `save`; without `moments` those of AdamW are new. Any gradient is discarded."""
+        """Continue from a folder of `save`; without `moments`, with new AdamW moments. Any gradient is discarded."""
         self.updates = load_training(folder / _TRAINING, model=self._model, optimizer=self._optimizer)
         if not moments:
             self._optimizer.state.clear()
@@ -338,7 +340,7 @@ class Trainee:
         write_directory(folder, fill)
 
     def _loss(self, batch: MicroBatch, rows: Sequence[TargetRow], loss: TokenLoss) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of a batch's targets, [N], and the sum of the loss, a scalar."""
+        """Return the log-probabilities of a batch's targets, [N], and the summed loss, a scalar."""
         logp_N = batch.logprobs(self._model)
         chosen = [rows[place] for place in batch.rows]
         inputs = {
@@ -348,7 +350,7 @@ class Trainee:
         return logp_N, loss(logp_N, inputs, batch.row_M).sum()
 
     def _batch(self, rows: Sequence[TargetRow], places: Sequence[int]) -> MicroBatch:
-        """Return a micro-batch that predicts a target at every position."""
+        """Return a micro-batch of the rows at `places`, in which every position predicts a target."""
         device = next(self._model.parameters()).device
         chosen = [rows[place] for place in places]
         lengths = tuple(len(row.ids) for row in chosen)
@@ -372,14 +374,14 @@ class Trainee:
 
 
 class Sampler:
-    """Samples from one snapshot of weights; any thread may call the methods. Call `close` at the end."""
+    """Samples from a snapshot of weights; any thread may call the methods. Call `close` at the end."""
 
     def __init__(self, model: nn.Module, *, codec: TextCodec, settings: EngineSettings | None) -> None:
         self._engine, self._codec = Engine(model, settings=settings), codec
         self._engine.start()
 
     def sample(self, request: SampleRequest) -> Future[list[Sample]]:
-        """Return a future of `count` continuations.
+        """Return a future of `request.count` continuations.
 
         The future raises EngineError (a PolicyError) if generation fails; cancel it to stop the continuations that run.
         Raises PromptError, QueueFullError or EngineStoppedError.
@@ -407,7 +409,7 @@ class Sampler:
         return gathered.done
 
     def score(self, ids: Sequence[int]) -> Future[list[float]]:
-        """Return a future of the log-probability of each token after the first, at temperature 1, in nats."""
+        """Return a future of the log-probabilities of all tokens but the first, at temperature 1, in nats."""
         return self._engine.score(ids)
 
     def close(self) -> None:
@@ -416,7 +418,7 @@ class Sampler:
 
 
 class _Gathered:
-    """Collects the continuations of one request; `done` is complete with the last of them."""
+    """Collects the continuations of one request; the future `done` completes with the last one."""
 
     def __init__(self, count: int) -> None:
         self.done = Future[list[Sample]]()
@@ -440,7 +442,7 @@ class _Gathered:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Return the description of the adapters in a folder; raises ConfigError if the folder has no adapters."""
+    """Return the description of the adapters in a folder; raises ConfigError if the folder holds none."""
     path = folder / _ADAPTER
     if not path.is_file():
         raise ConfigError(f"There are no adapters in {folder}: {_ADAPTER} is missing. Name a folder that was saved.")

@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     TokenArray = npt.NDArray[np.int32]
 
 _HEADROOM = 256
-"""Spare columns after a re-allocation, so that there is one about every 256 decoding steps."""
+"""Spare columns after a re-allocation, so that a re-allocation is needed about every 256 decoding steps."""
 
 _SPARE = 4
-"""Upper bound on the ratio of allocated to needed cells (row, column) of the buffers."""
+"""Upper bound on the ratio of allocated to needed buffer cells, where a cell is one column of one row."""
 
 KeyValues = list["Tensor"]
-"""Keys and values of one row: one tensor per buffer, [tensors of the buffer, heads, tokens, head_dim]."""
+"""Keys and values of one row: one tensor per buffer, [tensors in the buffer, heads, tokens, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """Assigns the keys and values of a model's layers to buffers; tensors of one shape share a buffer.
 
-    A row of a buffer then moves with a single copy.
+    Because of this, a single copy per buffer moves a row.
 
     Attributes:
-        stores: For each buffer the number of its tensors, their heads and their head_dim.
+        stores: For each buffer: the number of tensors in it, and their heads and head_dim.
         places: For each layer the positions of the keys and of the values, each as (buffer, index in the buffer).
         dtype: Type of all buffers.
         device: Device of all buffers.
@@ -63,7 +63,7 @@ class CacheLayout:
 
     @classmethod
     def of(cls, model: nn.Module) -> CacheLayout:
-        """Find the layout of a model by running one token; raises ConfigError for a model that cannot be batched."""
+        """Return the layout for a model, found by running one token; raises ConfigError if it cannot be batched."""
         caller = cast("Any", model)
         layers = _probe(caller)
         counts: dict[tuple[int, int], int] = {}  # tensors by (heads, head_dim)
@@ -85,7 +85,7 @@ class CacheLayout:
 
 @torch.no_grad()
 def _probe(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values of every layer after one token; raises ConfigError for other kinds of layers."""
+    """Run one token and return the keys and values of every layer; raises ConfigError for layers with other state."""
     config = model.config.get_text_config()
     cache = DynamicCache(config=config)
     strange = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _PLAIN})
@@ -104,18 +104,18 @@ _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def forward_arguments(model: nn.Module) -> frozenset[str]:
-    """Return the names of the arguments of a model's forward pass; with adapters, those of the base model."""
+    """Return the argument names of a model's forward pass; for a model with adapters, those of the base model."""
     base = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
     return frozenset(inspect.signature(base.forward).parameters)
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name of the forward pass's argument for the cache, which is `cache` since transformers 5.24."""
+    """Return the name of the forward pass's cache argument, which is `cache` since transformers 5.24."""
     return "cache" if "cache" in forward_arguments(model) else "past_key_values"
 
 
 def has_sliding_window(model: nn.Module) -> bool:
-    """Return true if some layer attends to the latest tokens only.
+    """Return true if any layer attends to the latest tokens only.
 
     Such a model cannot reuse prefixes: the padding between prefix and new tokens would shift the layer's window.
     """
@@ -124,7 +124,7 @@ def has_sliding_window(model: nn.Module) -> bool:
 
 
 class _Window:
-    """The part of the buffers that the rows of a batch occupy. All layers of one cache share one object."""
+    """The range of rows and columns that a batch occupies in the buffers; shared by all layers of one cache."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -137,7 +137,7 @@ class _Window:
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's view of the buffers: `k` and `v`, each [row capacity, heads, column capacity, head_dim]."""
+    """One layer's views into the buffers, `k` and `v`: [row capacity, heads, column capacity, head_dim] each."""
 
     def __init__(self, window: _Window) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType] - untyped in transformers
@@ -151,7 +151,7 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new columns and return keys and values of the window, each [rows, heads, columns, head_dim].
+        """Write the new columns, and return the keys and values in the window, each [rows, heads, columns, head_dim].
 
         The end of the window does not move here, because every layer writes the same columns; `advance` moves it.
         """
@@ -161,11 +161,11 @@ class _Layer(CacheLayerMixin):
         return self.k[: window.rows, :, window.start : end], self.v[: window.rows, :, window.start : end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of columns that attention reads, and the offset of the first one from the window, 0."""
+        """Return the number of columns that attention reads, and their offset, which is always 0."""
         return self.window.width + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of columns of the window."""
+        """Return the number of columns in the window."""
         return self.window.width
 
     def get_max_length(self) -> int:
@@ -178,7 +178,7 @@ class _Layer(CacheLayerMixin):
 
 
 class BatchCache(Cache):
-    """The keys and values of all running rows, for one thread.
+    """The keys and values of all running rows; used in one thread only.
 
     Attributes:
         lengths: Number of tokens of each row; row `i` occupies the columns `end - lengths[i]` to `end`.
@@ -195,7 +195,7 @@ class BatchCache(Cache):
         self._stores: list[Tensor] = self._allocate((0, 0))
 
     def _allocate(self, capacity: tuple[int, int]) -> list[Tensor]:
-        """Return new buffers [tensors, row capacity, heads, column capacity, head_dim], and give them to the layers."""
+        """Allocate buffers [tensors, row capacity, heads, column capacity, head_dim], and let the layers view them."""
         rows, columns = capacity
         layout = self._layout
         stores = [
@@ -209,13 +209,13 @@ class BatchCache(Cache):
 
     @property
     def width(self) -> int:
-        """Number of columns that attention reads, which is the length of the longest row."""
+        """Number of columns that attention reads: the length of the longest row."""
         return self._window.width
 
     def begin(self, rows: Sequence[KeyValues | None], *, new_tokens: int) -> None:
         """Replace all rows by these prefixes (None for an empty row), with room for a pass of `new_tokens` columns.
 
-        The memory of earlier rows is used again, because fresh memory pages would cost more time than the pass.
+        The memory of earlier rows is reused, because fresh memory pages would cost more time than the pass.
         """
         longest = max((row[0].shape[2] for row in rows if row is not None), default=0)
         need = (len(rows), longest + new_tokens)
@@ -247,14 +247,14 @@ class BatchCache(Cache):
             column = end
 
     def reserve(self, new_tokens: int) -> None:
-        """Make room for the `new_tokens` columns of the next forward pass."""
+        """Make room for the next forward pass, which adds `new_tokens` columns."""
         if self._window.end + new_tokens > self._capacity[1]:
             self._resize(rows=len(self.lengths), longest=self.width, extra=new_tokens)
 
     def _resize(self, *, rows: int, longest: int, extra: int = 0) -> None:
         """Move the window into new buffers for at least `rows` rows, so that it ends at column `longest`.
 
-        After it there are `extra` columns for the next pass, and spare ones.
+        After that column, there is room for `extra` columns of the next pass and for spare ones.
         """
         window, old, capacity = self._window, self._stores, self._capacity[0]
         # The capacity of rows at least doubles, so adding n rows one by one copies about 2 n rows in all. It shrinks
@@ -269,12 +269,12 @@ class BatchCache(Cache):
         window.start, window.end = target.start, target.stop
 
     def advance(self, new_tokens: int) -> None:
-        """Add the columns that a forward pass has just written to the window and to every row."""
+        """Extend the window and every row by the columns that a forward pass has just written."""
         self._window.end += new_tokens
         self.lengths = [length + new_tokens for length in self.lengths]
 
     def remove(self, row: int) -> None:
-        """Remove a row; the last row moves to its index."""
+        """Remove a row; the last row takes its index."""
         last, window = len(self.lengths) - 1, self._window
         if row != last:
             columns = slice(window.end - self.lengths[last], window.end)
@@ -286,12 +286,12 @@ class BatchCache(Cache):
         window.start = window.end - max(self.lengths, default=0)
 
     def row(self, row: int, *, tokens: int) -> KeyValues:
-        """Return views of the last `tokens` columns of a row; copy them before the cache changes."""
+        """Return views of the last `tokens` columns of a row; they are valid until the cache changes."""
         columns = slice(self._window.end - tokens, self._window.end)
         return [store[:, row, :, columns] for store in self._stores]
 
     def mask(self, new_tokens: Sequence[int], *, pad_to: int) -> Tensor:
-        """Return the attention mask of a pass, [rows, width + pad_to] bool: true for the tokens of a row, old and new.
+        """Return the attention mask of a pass, [rows, width + pad_to] bool: true at a row's tokens, old and new.
 
         Row `i` has `new_tokens[i]` new tokens in the pass, padded to `pad_to` columns.
         """

@@ -143,7 +143,7 @@ class TorchPolicy:
         return True
 
     def resource(self) -> Weights:
-        """Return the weights that the policy was constructed with, as a resource."""
+        """Return the weights with which the policy was constructed, as a resource."""
         return Weights(uri=self._loaded.name)
 
     async def start(self) -> ServedModel:
@@ -187,13 +187,13 @@ class TorchPolicy:
         """Let the next `load` take `weights` from memory, so that they need not be on disk.
 
         Args:
-            weights: The resource of the next `load`; an offer of other weights is dropped.
+            weights: The resource that the next `load` serves; if it serves another one, the offer is dropped.
             held: The model with these weights, its state, or its adapter. It must not change until `load` returns.
         """
         self._offered = (weights, held)
 
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """Serve the weights of a version, from memory if they were just offered, else from disk.
+        """Serve the weights of a version, from memory if they were offered for it, else from disk.
 
         Returns when they are live. Raises ConfigError if the resource is not weights, or if they do not fit the model.
         """
@@ -221,7 +221,7 @@ class TorchPolicy:
         )
 
     async def publish(self, state: Mapping[str, Tensor], version: str, *, drain_s: float | None = None) -> None:
-        """Serve `state` as `version`; returns when it is live. Do not change `state` until then.
+        """Serve `state` as `version`; returns when the version is live. Do not change `state` until then.
 
         Requests in flight finish on the old weights, for at most `drain_s` seconds, while new ones wait.
         If names or shapes differ from the model's, the old weights stay, and this raises ConfigError.
@@ -236,12 +236,12 @@ class TorchPolicy:
         await asyncio.wrap_future(done)
 
     def health(self) -> dict[str, Any]:
-        """Return the model's name, its version and the engine's counts, as `/health` shows them."""
+        """Return the model's name, its version and the engine's counters, as the endpoint `/health` shows them."""
         return {"model": self.model_name, "model_version": self.model_version, **self._engine.snapshot()}
 
 
 def _key() -> str:
-    """Return the API key of this process's policies from the environment; the first policy makes one if needed."""
+    """Return the API key that all policies of this process share; it is created in the environment if it is missing."""
     return os.environ.setdefault(POLICY_KEY_ENV, secrets.token_urlsafe(32))
 
 
@@ -269,7 +269,7 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, name="agl-policy-server", daemon=True)
 
     def start(self) -> int:
-        """Listen and return the port; raises PolicyError if that fails. Call this once."""
+        """Start to listen; returns the port. Raises PolicyError if the server cannot listen. Call this once."""
         self._thread.start()
         self._ready.wait()
         if self._error is not None:

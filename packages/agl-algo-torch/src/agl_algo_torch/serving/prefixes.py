@@ -22,7 +22,7 @@ _BLOCK = 16
 
 @dataclass(slots=True)
 class _Prefix:
-    """One stored sequence: its tokens, hash chain, keys and values, and the size of those in bytes."""
+    """One stored sequence: its tokens, hash chain, keys and values, and their size in bytes."""
 
     tokens: TokenArray
     chain: list[int]
@@ -53,7 +53,7 @@ class PrefixStore:
     def find(self, tokens: TokenArray) -> tuple[int, KeyValues | None]:
         """Return the longest stored prefix of `tokens` as (number of tokens, keys and values), or (0, None).
 
-        The prefix never contains the last token, because the logits of that token must be computed. The tensors are
+        The prefix never contains the last of the tokens, because its logits must be computed. The tensors are
         views: copy them before the store changes.
         """
         # A later link covers a longer prefix, so the first hit from the end is the best.
@@ -72,7 +72,7 @@ class PrefixStore:
         return shared, [tensor[:, :, :shared] for tensor in entry.key_values]
 
     def add(self, tokens: TokenArray, key_values: KeyValues) -> None:
-        """Store a sequence and copies of its tensors, unless it is a prefix of a stored one or shorter than a block."""
+        """Store a sequence and copies of its tensors, unless it is shorter than a block or prefix of a stored one."""
         chain = list(_chain(tokens))
         if not chain or not self.is_on or self._covers(chain[-1], tokens):
             return
@@ -104,7 +104,9 @@ class PrefixStore:
 
 
 def _chain(tokens: TokenArray) -> Iterator[int]:
-    """Yield one hash per whole block, of all blocks up to it; equal hashes almost always mean equal prefixes."""
+    """Yield a hash for each whole block, over all tokens up to its end; equal hashes almost always mean equal
+    prefixes.
+    """
     link = 0
     for end in range(_BLOCK, len(tokens) + 1, _BLOCK):
         link = hash((link, tokens[end - _BLOCK : end].tobytes()))
@@ -112,7 +114,7 @@ def _chain(tokens: TokenArray) -> Iterator[int]:
 
 
 def _shared(left: TokenArray, right: TokenArray) -> int:
-    """Return the length of the common prefix."""
+    """Return the number of tokens in the common prefix of two sequences."""
     size = min(len(left), len(right))
     differs = left[:size] != right[:size]
     first = int(differs.argmax()) if size else 0  # the first difference, or 0 when there is none

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class PromptThread:
-    """A prompt builder in a separate thread. Call the methods from one event loop.
+    """Builds prompts in a separate thread. Call the methods from one event loop.
 
     Args:
         builder: The builder, which only the thread may use from now on, like the builder's codec.
@@ -44,11 +44,11 @@ class PromptThread:
         return await self._run(lambda: self._builder.encode(text))
 
     def remember(self, prompt: Prompt, ids: Sequence[int], *, message: Mapping[str, Any]) -> None:
-        """Store a response to `prompt`, as ids and as the client's message, for prompts that are built later."""
+        """Store a response to `prompt`, as token ids and as the message sent to the client, for later prompts."""
         self._thread.submit(self._builder.remember, prompt, ids, message=message)
 
     def close(self) -> None:
-        """End the thread after its current work; waiting work is dropped."""
+        """End the thread after its current prompt; waiting prompts are dropped."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, work: Callable[[], T]) -> T:

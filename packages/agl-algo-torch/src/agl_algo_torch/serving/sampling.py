@@ -39,7 +39,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if every token is the likeliest one, without sampling."""
+        """True if the likeliest token is always taken, without sampling."""
         return self.temperature == 0.0
 
     @property
@@ -50,13 +50,13 @@ class SamplingParams:
 
     @property
     def logprobs_mode(self) -> str:
-        """vLLM's name for the kind of log-probabilities that are reported: from raw or from scaled logits."""
+        """vLLM's name for the log-probabilities that are reported: those of raw or of temperature-scaled logits."""
         is_raw = self.is_greedy or self.temperature == 1.0
         return "raw_logprobs" if is_raw else "temperature_scaled_logprobs"
 
     @property
     def shape(self) -> tuple[float, float, int]:
-        """The parameters in which rows must agree to be processed together."""
+        """The parameters that must be equal in rows that are drawn together."""
         return self.temperature, self.top_p, self.top_k
 
 
@@ -88,7 +88,7 @@ def draw(logits_B_V: Tensor, params: Sequence[SamplingParams], *, uniforms: Sequ
 
 
 def _by_shape(params: Sequence[SamplingParams]) -> list[list[int]]:
-    """Return the indices of the rows with equal `shape`, in order of first appearance."""
+    """Return the row indices grouped by `shape`, in order of first appearance."""
     groups: dict[tuple[float, float, int], list[int]] = {}
     for row, one in enumerate(params):
         groups.setdefault(one.shape, []).append(row)
@@ -96,7 +96,7 @@ def _by_shape(params: Sequence[SamplingParams]) -> list[list[int]]:
 
 
 def _draw_alike(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[Draw]:
-    """Draw for rows of equal temperature, top-p and top-k; `logits` [B, V]."""
+    """Draw a token for each of several rows with the same temperature, top-p and top-k; `logits` is [B, V]."""
     first = params[0]
     scaled = logits
     # z / tau. Greedy decoding is the limit tau -> 0, where everything but the maximum would get log-probability
@@ -113,7 +113,7 @@ def _draw_alike(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequ
 
 
 def _probabilities(scaled: Tensor, params: SamplingParams) -> Tensor:
-    """Return the probabilities to draw by, [B, V]: those of the logits `scaled`, cut by top-k, then by top-p."""
+    """Return the probabilities to draw from, [B, V]: softmax of `scaled` after top-k, then top-p."""
     warpers: list[Any] = []
     # Top-k first, as transformers and vLLM do: top-p then counts the mass of what top-k has left.
     if params.top_k > 0:
@@ -124,7 +124,7 @@ def _probabilities(scaled: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _warp(warpers: list[Any], scores: Tensor) -> Tensor:
-    """Return `scores` with the warpers applied, [B, V]."""
+    """Return `scores` after applying the warpers, [B, V]."""
     if not warpers:
         return scores
     # The interface of warpers takes the tokens so far, but the warpers used here ignore them.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _PART = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-"""Name of a tensor in an adapter's file: the groups are the layer, and the matrix `A` or `B`."""
+"""Name of a tensor in an adapter's file; the groups give the layer, and `A` or `B` for the matrix."""
 
 _KNOWN = frozenset(
     {
@@ -41,14 +41,14 @@ _KNOWN = frozenset(
         *("megatron_core", "qalora_group_size"),  # without effect unless another field is set
     }
 )
-"""Fields of an adapter's configuration that are read here or do not matter for serving."""
+"""Fields of an adapter's configuration that are read here or have no effect on serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter: the matrices (A [rank, in], B [out, rank]) of every adapted layer, by the layer's name.
+    """A LoRA adapter: the matrices A [rank, in] and B [out, rank] of every adapted layer, by the layer's name.
 
-    They change the layer by `delta W = B A * scale`.
+    The adapter changes a layer's weight by `delta W = B A * scale`.
     """
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
@@ -71,7 +71,7 @@ class Exchange:
 
 
 class ServedWeights:
-    """Prepares and applies exchanges of the weights of one served model. The caller does one exchange at a time.
+    """Prepares and applies exchanges of the weights of one served model; only one exchange at a time.
 
     With `merges` every adapter is merged into its base.
     """
@@ -92,7 +92,7 @@ class ServedWeights:
         return self._beside(adapter, base=weights.base_model)
 
     def take(self, held: LoadedModel | Mapping[str, Tensor] | HeldAdapter) -> Exchange:
-        """Return the exchange for weights in memory: a model, its state or its adapter; raises like `read`. Blocks."""
+        """Return the exchange for weights in memory: a model, its state or adapter. Raises as `read` does. Blocks."""
         if isinstance(held, HeldAdapter):
             return self._adapted(held)
         if not isinstance(held, LoadedModel):
@@ -125,11 +125,11 @@ class ServedWeights:
         return Exchange(base=self._fitting(read_weights(Weights(uri=base), like=own)), place=place, adapter=adapter)
 
     def whole(self, state: Mapping[str, Tensor], *, place: str = "") -> Exchange:
-        """Return the exchange of all weights; raises ConfigError unless names and shapes fit the model."""
+        """Return the exchange that replaces all weights; raises ConfigError unless names and shapes fit the model."""
         return Exchange(base=self._fitting(state), place=place)
 
     def apply(self, exchange: Exchange) -> None:
-        """Apply an exchange; the model must not compute at the same time."""
+        """Apply an exchange to the model, which must not compute at the same time."""
         if exchange.base:
             self._place = ""  # an error would leave the base partly written
             copy_into(self._model.state_dict(), exchange.base)
@@ -149,13 +149,13 @@ class ServedWeights:
 
 
 def _place(name: str) -> str:
-    """Return the absolute path of a directory, so that its names compare equal; a hub name stays as it is."""
+    """Return the absolute path of a directory, so that paths can be compared; a hub name is returned unchanged."""
     path = Path(name)
     return str(path.resolve()) if path.is_dir() else name
 
 
 def _read_adapter(weights: Weights, model: nn.Module) -> Adapter | None:
-    """Read an adapter; returns `None` unless it consists of pairs of matrices that fit linear layers of the model."""
+    """Return the adapter on disk; `None` unless it consists of pairs of matrices that fit the model's linear layers."""
     folder = Path(weights.uri)
     try:
         config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -167,7 +167,7 @@ def _read_adapter(weights: Weights, model: nn.Module) -> Adapter | None:
 
 
 def _held_adapter(held: LoadedModel, model: nn.Module) -> Adapter | None:
-    """Return a copy of the adapter of a model in memory; `None` as in `_read_adapter`."""
+    """Return a copy of the adapter of a model in memory; `None` in the cases of `_read_adapter`."""
     import peft
 
     config: dict[str, Any] = cast("Any", held.model).peft_config["default"].to_dict()
@@ -179,7 +179,7 @@ def _held_adapter(held: LoadedModel, model: nn.Module) -> Adapter | None:
 
 
 def _adapter(config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module) -> Adapter | None:
-    """Make an adapter from its configuration and tensors; returns `None` as `_read_adapter` does."""
+    """Return the adapter with this configuration and tensors; `None` in the cases of `_read_adapter`."""
     if config.get("bias", "none") != "none" or any(value for name, value in config.items() if name not in _KNOWN):
         return None
     halves: dict[str, dict[str, Tensor]] = {"A": {}, "B": {}}
@@ -207,7 +207,7 @@ def _fits(layer: nn.Module | None, down: Tensor, up: Tensor, *, rank: int) -> bo
 
 
 def _add(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
-    """Make every adapted layer add its `delta W` to the output; returns the handles that undo this."""
+    """Make every adapted layer add its `delta W` to the output; returns handles that remove this again."""
     layers = dict(modules(model))
     return [
         layers[name].register_forward_hook(_LowRank(down, up * adapter.scale, like=layers[name]))

@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_BODY = 64 * 2**20
 _SEED_HEADER = "x-agl-seed"
-"""Header in which the gateway gives a seed to a request without one."""
+"""Header with a seed that the gateway gives to a request without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class PolicyServerSettings:
     """The name and the limits of the served model.
 
     Attributes:
-        model_name: Name of the model that requests must have.
+        model_name: Name of the model, which requests must use.
         context_length: Largest number of tokens of prompt and response together.
         default_max_tokens: Largest response of a request without a limit; None for the rest of the context.
     """
@@ -106,7 +106,7 @@ class PolicyServer:
 
     @web.middleware
     async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests without the key, except for `/health`, and compressed ones, before the body is read."""
+        """Refuse requests without the key (except for `/health`) and compressed requests, before the body is read."""
         sent = request.headers.get("authorization", "").partition(" ")[2].strip()
         if request.path != "/health" and not hmac.compare_digest(sent.encode("utf-8", "replace"), self._key):
             raise WireError(
@@ -199,7 +199,7 @@ class PolicyServer:
         return await serve(request, self._call(body, head, writer, prompts, stop_ids), self._engine)
 
     async def _scores(self, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[list[float]] | None:
-        """Return the log-probabilities of the prompts' tokens after the first; None if the request wants none."""
+        """Return the log-probabilities of each prompt's tokens after the first; None if not requested."""
         if body.prompt_logprobs is None:
             return None
         if body.stream:
@@ -268,7 +268,7 @@ class PolicyServer:
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts of a request as a list of texts or token ids; raises WireError for other values."""
+    """Return the prompts of a request, each as text or token ids; raises WireError for other values."""
     items = [prompt] if isinstance(prompt, str) or all(type(item) is int for item in prompt) else prompt
     for item in items:
         is_ids = isinstance(item, list) and all(type(i) is int for i in cast("list[Any]", item))
@@ -279,7 +279,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every failure with an error in OpenAI's form."""
+    """Turn every failure into an error response in OpenAI's format."""
     try:
         return await handler(request)
     except WireError as error:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from agl_algo_torch.serving.codec import TextCodec
 
 _LONGEST_TAIL = 24
-"""Largest number of characters at the end of a stored prompt by which it is searched for in a longer one."""
+"""Largest number of characters at a stored prompt's end that are used to find the prompt in a longer text."""
 
 _MOST_SIBLINGS = 64
-"""Largest number of stored responses per prompt."""
+"""Largest number of responses that are stored for one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A response to a stored prompt, with the ids of both."""
+    """A stored response and its prompt, both as token ids."""
 
     text: str
     prompt_ids: tuple[int, ...]
@@ -109,7 +109,10 @@ class PromptBuilder:
         return replace(prompt, messages=len(plain))
 
     def _as_written(self, plain: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
-        """Render the conversation with stored answers as the model wrote them; None if there are none or it fails."""
+        """Render the conversation with stored answers exactly as the model wrote them.
+
+        Returns None if no stored answer is in the conversation, or if the template fails.
+        """
         found = self._answers.found(plain)
         while found:
             marks = {place: f"[{self._secret}-{place}]" for place in found}
@@ -133,7 +136,7 @@ class PromptBuilder:
         return None
 
     def _spliced(self, text: str, known_calls: set[str]) -> Prompt | None:
-        """Return a prompt with the ids of the longest stored turn that is a prefix of `text`; else None."""
+        """Return a prompt with the ids of the longest stored turn that is a prefix of `text`; None without one."""
         found = self._find(text, known_calls)
         if found is None:
             return None
@@ -150,7 +153,7 @@ class PromptBuilder:
         return self._codec.encode(text, add_special_tokens=True)
 
     def _find(self, text: str, known_calls: set[str]) -> tuple[int, _Turn] | None:
-        """Return the longest stored turn that is a prefix of `text`, after the position where it ends."""
+        """Return the longest stored turn that is a prefix of `text`, as (its end in `text`, turn); None without one."""
         for end in self._ends(text):
             turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
             if turns:
@@ -161,7 +164,7 @@ class PromptBuilder:
         return None
 
     def _ends(self, text: str) -> Iterator[int]:
-        """Return the positions in `text` at which a stored prompt may end, last first."""
+        """Yield the positions in `text` at which a stored prompt may end, from last to first."""
         found: set[int] = set()
         for tail in self._tails:
             at = text.find(tail)
@@ -174,8 +177,8 @@ class PromptBuilder:
     def remember(self, prompt: Prompt, ids: Sequence[int], *, message: Mapping[str, Any] | None = None) -> None:
         """Store a response to `prompt`, as token ids, for later turns; of equal texts the most recent one counts.
 
-        `message` is the response as the client gets it, in OpenAI's form. The oldest prompts are removed beyond the
-        limit of tokens.
+        `message` is the response as it was sent to the client, in OpenAI's form. When the limit of tokens is exceeded,
+        the oldest prompts are removed.
         """
         if not ids:
             return
@@ -198,7 +201,7 @@ class PromptBuilder:
             self._evict()
 
     def _answer(self, prompt: Prompt, text: str, last: int, message: Mapping[str, Any]) -> WrittenAnswer | None:
-        """Return the answer as the model wrote it; None if every template renders the message in this way."""
+        """Return the answer as the model wrote it; None if every template renders `message` with exactly that text."""
         end = self._codec.token_text(last) if last in self._codec.stop_ids else ""
         answer = WrittenAnswer(prompt, text.removesuffix(end), plain_message(message))
         return answer if answer.is_needed else None
@@ -252,7 +255,10 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class WrittenAnswer:
-    """An answer as the model wrote it, without the end token, and as the client got it (`plain_message`)."""
+    """An answer: the text as the model wrote it, without the end token, and the message sent to the client.
+
+    The message has the form of `plain_message`.
+    """
 
     prompt: Prompt
     text: str
@@ -265,14 +271,17 @@ class WrittenAnswer:
 
 
 class WrittenAnswers:
-    """Stored answers, found by the ids of their tool calls or by their text. The caller removes each added answer."""
+    """Stores answers, and finds them by the ids of their tool calls or by their text.
+
+    The caller must remove every answer that it adds.
+    """
 
     def __init__(self) -> None:
         self._by_call: dict[str, WrittenAnswer] = {}
         self._plain: dict[str, list[WrittenAnswer]] = {}
 
     def add(self, answer: WrittenAnswer) -> None:
-        """Store an answer."""
+        """Store an answer; the caller removes it later."""
         calls = call_ids(answer.message)
         self._by_call |= dict.fromkeys(calls, answer)
         if not calls:
@@ -286,14 +295,14 @@ class WrittenAnswers:
             self._plain |= {answer.text: others} if others else {}
 
     def drop_calls(self, answers: Iterable[WrittenAnswer]) -> None:
-        """Find these answers by the ids of their tool calls no more."""
+        """Remove these answers from the index by tool call id."""
         for call_id in (call_id for answer in answers for call_id in call_ids(answer.message)):
             self._by_call.pop(call_id, None)
 
     def found(self, messages: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[WrittenAnswer]]:
-        """Return the stored answers that an assistant's message may be, by its place; only messages that have any.
+        """Return, by message index, the stored answers that an assistant's message may be; other messages are left out.
 
-        An answer is not found if the client has changed its text or its tool calls.
+        A message whose text or tool calls the client has changed matches no answer.
         """
         found = {i: self._of(message) for i, message in enumerate(messages) if message["role"] == "assistant"}
         return {place: answers for place, answers in found.items() if answers}
@@ -311,10 +320,10 @@ def call_ids(message: Mapping[str, Any]) -> list[str]:
 
 
 def _joined(text: str, mark: str, answers: Iterable[WrittenAnswer]) -> str | None:
-    """Return a rendered conversation with an answer right after its prompt, in place of the mark.
+    """Return a rendered conversation in which an answer replaces the mark and directly follows its prompt.
 
-    This drops what the template puts between the two, such as an empty block of reasoning: the answer has the model's
-    own. Returns None if the conversation does not start with the prompt of any of the answers.
+    Text that the template puts between the two, such as an empty block of reasoning, is dropped: the model's answer
+    contains its own. Returns None if the conversation does not start with the prompt of any of the answers.
     """
     head, found, rest = text.partition(mark)
     if not found or mark in rest:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One tool call; `arguments` is a JSON object as text."""
+    """One tool call; `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
@@ -37,7 +37,7 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponse:
-    """A response's text outside of its tool calls (`None` without such text), its tool calls and its reasoning."""
+    """A response split into text (`None` if there is no text outside of tool calls), tool calls and reasoning."""
 
     content: str | None
     calls: tuple[ParsedToolCall, ...] = ()
@@ -49,7 +49,8 @@ class ToolParser:
     """A notation of tool calls.
 
     Attributes:
-        parse: Reads a response without its reasoning, for these tools; the schema of a tool types bare arguments.
+        parse: Splits a response without its reasoning into text and calls of these tools; a tool's schema gives the
+            types of arguments that are written as bare text.
         markers: Texts that may start a call; a stream holds back text from a marker on.
         tags: Texts around a call; if they are special tokens of the model, decoded text still contains them.
         is_whole: Whether `parse` also reads the reasoning, and responses to requests without tools.
@@ -79,17 +80,17 @@ class AnswerFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Texts that stay in decoded responses although they are special tokens."""
+        """Texts that stay in decoded responses even if they are special tokens."""
         return (*self.parser.tags, *(self.thinking or ()))
 
     def opens_thinking(self, prompt: str) -> bool:
-        """Return whether a prompt ends with the text before the reasoning."""
+        """Return true if a prompt ends with the text that opens the reasoning."""
         return self.thinking is not None and prompt.rstrip().endswith(self.thinking[0])
 
     def split(self, text: str, *, is_open: bool) -> tuple[str, int]:
-        """Return the reasoning of a growing response and where its content begins; -1 if that is not known yet.
+        """Return the reasoning in a growing response, and the position at which the content begins.
 
-        `is_open` says that the prompt ends within the reasoning.
+        The position is -1 while it is not known. `is_open` says that the prompt ends within the reasoning.
         """
         if self.thinking is None:
             return "", 0
@@ -102,7 +103,7 @@ class AnswerFormat:
         return thought.strip("\n"), len(text) - len(content) if content else -1
 
     def read(self, text: str, *, tools: Tools, is_open: bool) -> ParsedResponse:
-        """Return the reasoning, the content and the tool calls of a whole response."""
+        """Split a finished response into reasoning, content and tool calls."""
         thought, start = self.split(text, is_open=is_open)
         rest = text[start:] if start >= 0 else "" if thought or is_open else text
         found = self.parser.parse(rest, tools) if tools or self.parser.is_whole else ParsedResponse(rest)
@@ -168,7 +169,7 @@ def read_format(tokenizer: Any, *, tool_parser: str = "auto", stop_texts: Sequen
 
 
 def find_parser(name: str) -> ToolParser:
-    """Return the parser of a notation by name or reference; raises ConfigError for an unknown one."""
+    """Return the parser of a notation, by name or by `"module:ATTRIBUTE"`; raises ConfigError for an unknown one."""
     module, is_reference, attribute = name.partition(":")
     if is_reference:
         try:
@@ -184,7 +185,7 @@ def find_parser(name: str) -> ToolParser:
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Any], *, tools: Tools | None, is_prompt: bool) -> str:
-    """Return a rendered conversation, `""` if the template refuses it."""
+    """Return a conversation as the chat template renders it; `""` if the template refuses it."""
     try:
         return render_chat(tokenizer, messages, tools=tools, add_generation_prompt=is_prompt)
     except (TemplateError, TypeError, ValueError, KeyError):
@@ -192,13 +193,13 @@ def _rendered(tokenizer: Any, messages: Sequence[Any], *, tools: Tools | None, i
 
 
 def _after(text: str, prompt: str) -> str:
-    """Return what a rendered answer adds to its prompt, or to the part of the prompt that it repeats."""
+    """Return the part of `text` after the prefix that it shares with `prompt`: what a rendered answer adds."""
     same = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), min(len(text), len(prompt)))
     return text[same:]
 
 
 def _thinking(tokenizer: Any, prompt: str) -> tuple[str, str] | None:
-    """Return the texts around the reasoning of an answer; None if the template renders none."""
+    """Return the texts before and after an answer's reasoning; None if the chat template renders no reasoning."""
     message = {"role": "assistant", "content": "agl-content", **dict.fromkeys(REASONING, _PROBE)}
     text = _rendered(tokenizer, [_QUESTION, message], tools=None, is_prompt=False)
     head, found, rest = text.partition(_PROBE)
@@ -212,7 +213,7 @@ def _thinking(tokenizer: Any, prompt: str) -> tuple[str, str] | None:
 def _tagged(
     before: str, after: str, read: Callable[[str, Tools], ParsedToolCall | None], *, around: Sequence[str] = ()
 ) -> ToolParser:
-    """Return the parser of calls between two tags; other text is content, without the texts `around` all calls."""
+    """Return a parser of calls between two tags; other text is content, without the texts `around` the calls."""
 
     def parse(text: str, tools: Tools) -> ParsedResponse:
         head, *parts = text.split(before)
@@ -244,7 +245,7 @@ def _call(name: object, arguments: object) -> ParsedToolCall | None:
 
 
 def _json(text: str) -> Any:
-    """Return the value of a JSON text, None if it is not JSON."""
+    """Return the value of a JSON text; None if the text is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -258,7 +259,10 @@ def _json_call(value: Any) -> ParsedToolCall | None:
 
 
 def _typed_call(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ParsedToolCall | None:
-    """Return a call whose arguments are bare texts: JSON where the tool's schema has another type than a string."""
+    """Return a call with arguments given as bare texts.
+
+    A text is parsed as JSON if the tool's schema gives the argument another type than string.
+    """
     functions: list[Any] = [tool.get("function", {}) for tool in tools]
     schema: Any = next((one.get("parameters") for one in functions if one.get("name") == name), None) or {}
     kinds: dict[str, Any] = {key: value.get("type") for key, value in schema.get("properties", {}).items()}
@@ -283,7 +287,7 @@ def _glm_call(body: str, tools: Tools) -> ParsedToolCall | None:
 
 
 def _deepseek(words: str) -> str:
-    """Return a special token of DeepSeek's, which has full-width bars and blocks of an eighth in place of spaces."""
+    """Return a special token of DeepSeek, with full-width bars, and lower-eighth blocks in place of spaces."""
     name = f"tool {words}".replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
     return f"<\N{FULLWIDTH VERTICAL LINE}{name}\N{FULLWIDTH VERTICAL LINE}>"
 
@@ -325,7 +329,7 @@ def _parse_mistral(text: str, _: Tools) -> ParsedResponse:
 
 
 def _parse_harmony(text: str, _: Tools) -> ParsedResponse:
-    """Read the messages of gpt-oss: `analysis` is reasoning, one to `functions.NAME` is a call, and others content."""
+    """Read gpt-oss messages: `analysis` is reasoning, messages to `functions.NAME` are calls, the rest content."""
     reasoning: list[str] = []
     content: list[str] = []
     calls: list[ParsedToolCall | None] = []
@@ -346,7 +350,7 @@ def _parse_harmony(text: str, _: Tools) -> ParsedResponse:
 
 
 def _all_or_text(text: str, content: str | None, calls: Iterable[ParsedToolCall | None]) -> ParsedResponse:
-    """Return the content and the calls; the whole text if a call is malformed or there are none."""
+    """Return content and calls; if a call is malformed, the whole text as content."""
     found = tuple(calls)
     whole = tuple(call for call in found if call is not None)
     if len(whole) < len(found):

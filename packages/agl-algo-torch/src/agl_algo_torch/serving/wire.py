@@ -51,7 +51,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class WireError(Exception):
-    """An error that becomes the answer to a request, in OpenAI's form.
+    """An error response to a request, in OpenAI's form.
 
     Attributes:
         status: HTTP status.
@@ -68,7 +68,7 @@ class WireError(Exception):
         self.param = param
 
     def body(self) -> bytes:
-        """Return the JSON body."""
+        """Return the JSON body of the error response."""
         kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -76,7 +76,7 @@ class WireError(Exception):
 
 
 class NamedFunction(msgspec.Struct):
-    """The function of a tool call in a message; other fields are not checked, but the template gets them."""
+    """The checked fields of a tool call's function; the template gets the others unchecked."""
 
     name: str
     arguments: str | None = None
@@ -97,7 +97,7 @@ class ContentPart(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """The fields of a message that are checked; the template gets the original message."""
+    """The checked fields of a message; the template gets the original message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -131,7 +131,7 @@ class _Common(msgspec.Struct, kw_only=True):
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings without empty ones."""
+        """The stop strings of the request, without empty ones."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         return [stop for stop in stops if stop]
 
@@ -146,7 +146,7 @@ class _Common(msgspec.Struct, kw_only=True):
         raise NotImplementedError
 
     def params(self, choice: int) -> SamplingParams:
-        """Return the sampling parameters of a choice; the choices of a request with a seed have different seeds."""
+        """Return the sampling parameters of one choice; with a seed, each choice gets another seed derived from it."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -169,7 +169,7 @@ class ChatBody(_Common, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """`max_completion_tokens`, or the older `max_tokens` without it."""
+        """`max_completion_tokens`, or the older `max_tokens` if that is missing."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -203,14 +203,14 @@ Body = TypeVar("Body", ChatBody, CompletionBody)
 
 
 def seeded(body: Body, header: str | None) -> Body:
-    """Return the request; without a seed of its own it gets the seed in the gateway's header, if there is one."""
+    """Return the request, with the seed from the gateway's header if the request has no seed of its own."""
     if body.seed is not None or header is None or not header.isdecimal():
         return body
     return msgspec.structs.replace(body, seed=int(header))
 
 
 def read_body(data: bytes, kind: type[Body]) -> Body:
-    """Decode and check a request; raises WireError, which names the invalid field."""
+    """Decode and check a request body; raises WireError that names the invalid field."""
     try:
         raw = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
@@ -239,13 +239,13 @@ def _refuse_unless_neutral(key: str, value: Any) -> None:
 
 
 def _field(message: str) -> str | None:
-    """Return the path of the field at the end of msgspec's message, without the root; None if there is no path."""
+    """Return the path of the field that msgspec's error message names, without the root; None if it names no field."""
     _, found, path = message.partition("`$.")
     return path.rstrip("`") if found else None
 
 
 def check_template_kwargs(options: Mapping[str, Any], *, refused: Collection[str]) -> None:
-    """Raise WireError for an option in `refused`: an argument of the rendering, such as another template."""
+    """Raise WireError for an option in `refused`: an argument of the rendering function, such as another template."""
     for name in options:
         if name in refused:
             raise WireError(

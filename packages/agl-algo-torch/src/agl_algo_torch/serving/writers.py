@@ -29,31 +29,31 @@ Json = dict[str, Any]
 
 
 class AnswerWriter(Protocol):
-    """Writes the answers of one endpoint. `index` is the number of a choice."""
+    """Writes the answers of one endpoint. The argument `index` is the number of a choice."""
 
     def top(self) -> Json:
-        """Return the fields next to `choices` in a whole answer and in the first chunk of a stream."""
+        """Return the fields beside `choices` in a whole answer, and in the first chunk of a stream."""
         ...
 
     def choice(self, index: int, generation: Generation) -> Json:
-        """Return a finished choice for a whole answer."""
+        """Return a finished choice as it appears in a whole answer."""
         ...
 
     def opening(self, index: int) -> Json | None:
-        """Return a choice for the first chunk, before any token; None if the stream has no such chunk."""
+        """Return a choice for the first chunk of a stream, before any token; None to send no such chunk."""
         ...
 
     def token(self, index: int, draw: Draw) -> Json | None:
-        """Return a choice for the chunk of one token; None if there is nothing to send yet."""
+        """Return a choice for the chunk that sends one token; None if there is nothing to send yet."""
         ...
 
     def closing(self, index: int, generation: Generation) -> Json:
-        """Return a choice for the last chunk."""
+        """Return a choice for the last chunk of a stream."""
         ...
 
 
 class _ChoiceTexts:
-    """The visible texts of the choices of one request, whole or growing."""
+    """The visible text of each choice of a request, complete or still growing."""
 
     def __init__(self, codec: TextCodec, *, stops: Sequence[str], stop_ids: frozenset[int], markers: Sequence[str]):
         self._codec = codec
@@ -72,9 +72,9 @@ class _ChoiceTexts:
     def push(
         self, index: int, draw: Draw, *, split: Callable[[str], tuple[str, int]] = lambda _: ("", 0)
     ) -> tuple[str, str]:
-        """Take the next token; returns the content that can be sent now, and the reasoning before the content.
+        """Add the next token of a choice; returns the content to send now, and the reasoning before the content.
 
-        `split` returns the reasoning of a text, and where its content begins, as `AnswerFormat.split` does.
+        `split` returns the reasoning in a text, and where the content begins, as `AnswerFormat.split` does.
         """
         if draw.token_id in self._stop_ids:
             return "", ""
@@ -88,12 +88,12 @@ class _ChoiceTexts:
         return content[sent:safe], thought
 
     def rest(self, index: int, whole: str) -> str:
-        """Return the part of the final content `whole` that has not been sent."""
+        """Return the part of a choice's final content `whole` that was not sent yet."""
         return whole[self._sent.get(index, 0) :]
 
 
 class ChatWriter:
-    """Writes chat completions, and remembers every response so that the next turn's prompt can extend its tokens."""
+    """Writes chat completions, and stores every response so that the next turn's prompt can extend its tokens."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class ChatWriter:
         self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
 
     def top(self) -> Json:
-        """Return the prompt ids if the request asks for them."""
+        """Return the ids of the prompt if the request asks for token ids."""
         return {"prompt_token_ids": list(self._prompt.ids)} if self._body.return_token_ids else {}
 
     def choice(self, index: int, generation: Generation) -> Json:
@@ -147,7 +147,7 @@ class ChatWriter:
         return details
 
     def opening(self, index: int) -> Json | None:
-        """Return a choice for the first chunk, which has the role."""
+        """Return a choice for the first chunk, which carries the assistant's role."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 
     def token(self, index: int, draw: Draw) -> Json | None:
@@ -175,7 +175,7 @@ class ChatWriter:
 
 
 class CompletionWriter:
-    """Writes completions: plain text, with prompt ids in each choice; the `n` choices of a prompt follow each other."""
+    """Writes text completions; the prompt ids are in each choice, and the `n` choices of a prompt are consecutive."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class CompletionWriter:
         self._offsets: dict[int, int] = {}
 
     def top(self) -> Json:
-        """Return no fields, because the prompt ids are in the choices."""
+        """Return no fields: completions carry the prompt ids in the choices."""
         return {}
 
     def choice(self, index: int, generation: Generation) -> Json:
@@ -215,7 +215,7 @@ class CompletionWriter:
         return {"prompt_token_ids": list(self._prompts[index // self._body.n])}
 
     def _prompt_scores(self, index: int) -> Json:
-        """Return the log-probabilities of the prompt's tokens in vLLM's form, with None for the first token."""
+        """Return the log-probabilities of the prompt's tokens in vLLM's form, in which the first token has None."""
         if self._scores is None:
             return {}
         place = index // self._body.n
@@ -223,7 +223,7 @@ class CompletionWriter:
         return {"prompt_logprobs": [None, *found]}
 
     def opening(self, index: int) -> Json | None:
-        """Return a choice with the prompt ids if the request asks for them."""
+        """Return a choice with the prompt ids if the request asks for token ids, else None."""
         if not self._body.return_token_ids:
             return None
         opening: Json = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
@@ -258,7 +258,7 @@ class AnswerHead:
     kind: str
 
     def fields(self, *, is_chunk: bool) -> Json:
-        """Return the fields under OpenAI's names."""
+        """Return these fields under OpenAI's names."""
         name = "text_completion" if self.kind == "completions" else "chat.completion"
         if is_chunk and self.kind == "chat":
             name += ".chunk"
@@ -266,12 +266,12 @@ class AnswerHead:
 
 
 def new_id(prefix: str) -> str:
-    """Return a random id such as `chatcmpl-...`, unique among all answers."""
+    """Return a new random id such as `chatcmpl-...`."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def version_fields(generations: Mapping[int, Generation], params: SamplingParams) -> Json:
-    """Return the fields about the versions that sampled each choice's tokens, and about the log-probabilities."""
+    """Return the fields that say which model versions sampled each choice, and what the log-probabilities are."""
     spans = [
         {"choice": choice, "version": span.version, "start": span.start, "end": span.end}
         for choice, generation in generations.items()

@@ -59,7 +59,7 @@ class VerlCritic:
         self._worker = _open(path, settings, steps=steps, device=device)
 
     def values(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return the value before each token of the responses, [R] per sample on the CPU."""
+        """Return V before each token of the responses, [R] per sample on the CPU."""
         if not samples:
             return []
         # V_t must not depend on token t: `responses` takes the outputs one position before each token.
@@ -68,7 +68,7 @@ class VerlCritic:
     def update(self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
         """Do one optimizer update towards the samples' `returns`; returns the metrics to log.
 
-        `is_last` marks the last update of a step, which advances the schedule of the learning rate.
+        `is_last` marks the last update of a step, after which the learning-rate schedule advances.
         """
         # VERL divides a mean over sequences by `global_batch_size`: the number of rollouts, not of rows, as for the
         # policy.
@@ -80,7 +80,10 @@ class VerlCritic:
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a checkpoint next to the policy's; removes others, except `kept` and the last `keep`, at least two."""
+        """Write a checkpoint next to the policy's and remove old ones, except the newest `keep` and the steps `kept`.
+
+        At least two checkpoints stay.
+        """
 
         def fill(directory: Path) -> None:
             self._worker.save_checkpoint(str(directory), global_step=step)
@@ -178,7 +181,7 @@ def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device
 
 @contextmanager
 def _quietly() -> Generator[None]:
-    """Inside the block, stop transformers from reporting that the value head is new, as it is for every critic."""
+    """Inside the block, hide transformers' report that the value head is new, which it is for every critic."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

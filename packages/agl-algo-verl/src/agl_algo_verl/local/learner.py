@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behind:
-    """The checkpoint of an earlier step from which training continues (`""` for none), and the schedule's position."""
+    """A checkpoint to which training went back (`""` for none), and the position at which the schedule continues."""
 
     checkpoint: str
     place: int
@@ -58,7 +58,7 @@ class Behind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """The result of a step's training: its own rows with final advantages, the replayed rows, and metrics to log."""
+    """The rows of a step after training, with final advantages; the replayed rows; and the metrics to log."""
 
     own: list[RowSample]
     replayed: list[RowSample]
@@ -97,16 +97,16 @@ class VerlLearner:
         """Updates since this object was created that changed the policy's weights."""
 
     def notice(self) -> str:
-        """Return a message about updates skipped since the last call; `""` if there were none."""
+        """Return a message about the updates skipped since the last call; `""` if there were none."""
         return self._skipped.news()
 
     @property
     def opened(self) -> str:
-        """Version of the weights from which training started; `""` before it has started."""
+        """The policy version with whose weights training started; `""` before it has started."""
         return self._opened if self._worker is not None else ""
 
     async def open(self, origin: Weights, *, version: str) -> None:
-        """Open a version of the policy in place of the current one; its schedule continues, and the critic is kept."""
+        """Load a version of the policy in place of the current model; the schedule continues, and the critic stays."""
         place = None if self._worker is None else self._worker.place
         self._worker = None  # free the old model first: two of them may not fit
         self._worker = await asyncio.to_thread(self._load, origin, place)
@@ -124,7 +124,7 @@ class VerlLearner:
         """Do all updates of a step; a metric that several updates report is averaged, and skipped updates are counted.
 
         The policy also trains on the `replayed` rollouts, with their stored advantages; the critic does not. The rows
-        `held` keep agents that are not trained near their start (`losses/anchor.py`).
+        in `held` keep agents that are not trained near their start (`losses/anchor.py`).
         """
         # Stages 1 to 4: pi_old, pi_ref, V and A_t are constants of the step, whatever number of updates follows.
         samples, metrics = await asyncio.to_thread(self._evaluate, prepared)
@@ -169,35 +169,35 @@ class VerlLearner:
         return not self._settings.has_critic or self._settings.trainer.critic_warmup <= step
 
     async def save(self, *, step: int, kept: Collection[int]) -> None:
-        """Save a checkpoint of all models after a step, and remove old ones except those of the steps `kept`."""
+        """Save a checkpoint of all models after a step, and remove old ones, except those of the steps in `kept`."""
         await asyncio.to_thread(self._policy.save, self._workdir, step=step, keep=self._keep, kept=kept)
         if self._critic is not None:
             await asyncio.to_thread(self._critic.save, self._workdir, step=step, keep=self._keep, kept=kept)
 
     def finished(self) -> None:
-        """Record that a step has ended; training continues from this step's own checkpoint."""
+        """Record that a step has ended, so that training continues from that step's own checkpoint."""
         self._behind = None
 
     def served(self, *, step: int) -> Weights:
-        """Return the resource that names a step's weights to serve, which need not be written yet."""
+        """Return the resource that names the weights of a step; their files need not exist yet."""
         return self._policy.served(self._workdir, step=step)
 
     def origins(self) -> list[str]:
-        """Return the weights from which the policy was opened, and those named in the checkpoints on disk."""
+        """Return the weights from which the policy was loaded, and those named in the checkpoints on disk."""
         from agl_algo_verl.local.worker import origins
 
         return [self._policy.origin.uri, *origins(self._workdir)]
 
     async def held(self) -> dict[str, Tensor] | HeldAdapter:
-        """Return the weights to serve by name, or the adapter."""
+        """Return the current weights by tensor name, or the adapter, for a policy that takes them from memory."""
         return await asyncio.to_thread(self._policy.held)
 
     async def export(self, *, step: int, kept: Collection[int]) -> Weights:
-        """Write the weights to serve and return the resource that names them; old ones are removed as in `save`."""
+        """Write the current weights for serving and return their resource; old ones are removed as in `save`."""
         return await asyncio.to_thread(self._policy.export, self._workdir, step=step, keep=self._keep, kept=kept)
 
     def state(self, *, step: int) -> dict[str, Json]:
-        """Return what a resume needs: checkpoint, opened version, weight of the KL penalty, rate, schedule position."""
+        """Return the state to save: checkpoint, opened version, KL weight, rate, and schedule position."""
         checkpoint, place = str(step_directory(self._workdir / "state", step)) if step else "", None
         if self._behind is not None:
             checkpoint, place = self._behind.checkpoint, self._behind.place
@@ -219,7 +219,7 @@ class VerlLearner:
             await asyncio.to_thread(self._resume, Path(checkpoint))
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> str:
-        """Continue from an earlier `state` with `rate` times the learning rate; the schedule keeps its position.
+        """Return to an earlier `state` with `rate` times the learning rate; the schedule keeps its position.
 
         If the state is empty or its checkpoint is missing, the live weights are opened next, with new moments. Returns
         the missing checkpoint, or `""`.
@@ -270,7 +270,7 @@ class VerlLearner:
             self._critic.load(self._workdir, step=int(checkpoint.name))
 
     def _place(self, worker: VerlWorker, place: int | None) -> None:
-        """Give a newly opened policy its learning rate: at `place` in the schedule, or where the run went back to."""
+        """Set the learning rate of a newly loaded policy: at `place` in the schedule, or as set when going back."""
         place = place if self._behind is None else self._behind.place
         # After going back eta_t is multiplied by `rate`: the same step size would diverge at the same place again.
         if place is not None or self._rate != 1.0:
@@ -284,7 +284,10 @@ class VerlLearner:
     def _jobs(
         self, update: Any, prepared: PreparedStep, *, tasks: int | None, epochs: int
     ) -> list[tuple[Any, Part, bool]]:
-        """Return the updates of one model: every mini-batch, `epochs` times; the last update advances the schedule."""
+        """Return the updates of one model in order: every mini-batch, `epochs` times.
+
+        Each is (update function, mini-batch, whether it is the step's last update); the last one advances the schedule.
+        """
         from agl_algo_verl.rows.batches import updates
 
         parts = updates(prepared.samples, prepared.rollouts, tasks=tasks or self._settings.data.train_batch_size)
@@ -296,7 +299,7 @@ class VerlLearner:
     def _update_policy(
         self, rows: Sequence[RowSample], *, rollouts: int, is_last: bool, held: Sequence[RowSample]
     ) -> dict[str, float]:
-        """Do one update of the policy, unless nothing has a gradient; the schedule counts the step in both cases."""
+        """Do one update of the policy, unless no row has a gradient; the schedule counts the step in both cases."""
         from agl_algo_verl.rows.batches import has_gradient
 
         # All A_t are 0 where all rollouts of a task have one reward; a KL term in the loss still has a gradient then.
@@ -327,7 +330,7 @@ class VerlLearner:
         return found
 
     def _with_replayed(self, prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:
-        """Return a step with its own evaluated rows, and the replayed rows with today's log-probabilities."""
+        """Return the step with the replayed rows added to its own, and their log pi_old under the current weights."""
         every = with_replayed(prepared, replayed)
         rows = every.samples[len(prepared.samples) :]
         if not rows:
@@ -341,12 +344,12 @@ class VerlLearner:
         return replace(every, samples=[*prepared.samples, *rows])
 
     def _with_reference(self, rows: Sequence[RowSample]) -> list[RowSample]:
-        """Return the rows with log pi_ref; without rows the reference is not opened."""
+        """Return the rows with log pi_ref added; without rows the reference is not loaded."""
         found = self._policy.reference_logprobs(rows) if rows else []
         return [replace(row, reference=values) for row, values in zip(rows, found, strict=True)]
 
     def _evaluate(self, prepared: PreparedStep) -> tuple[list[RowSample], dict[str, float]]:
-        """Return the rows with the models' log-probabilities, values and advantages, and metrics to log."""
+        """Return the step's rows with log-probabilities, values and advantages added, and metrics to log."""
         from agl_algo_verl.losses import shaping
 
         worker, algorithm = self._policy, self._settings.algorithm
@@ -405,7 +408,7 @@ class KlController:
         self.value = settings.kl_ctrl.kl_coef
 
     def update(self, *, kl: float, rollouts: int) -> None:
-        """Adapt the weight to the KL of a step with `rollouts` rollouts; a fixed weight stays."""
+        """Adapt the weight to the KL of a step with `rollouts` rollouts; a fixed weight does not change."""
         from agl_algo_verl.typed import verl_part
 
         control = self._settings.kl_ctrl

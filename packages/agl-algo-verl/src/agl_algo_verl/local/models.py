@@ -53,7 +53,7 @@ Kind = Literal["language_model", "value_model"]
 def open_policy(path: str, settings: VerlSettings, *, role: Role, steps: int, device: torch.device) -> Any:
     """Return a worker for the language model at `path`, with VERL's `ppo_loss`.
 
-    `steps` is the length of the learning rate's schedule. Raises ConfigError for a model that cannot be loaded.
+    `steps` is the length of the learning-rate schedule. Raises ConfigError for a model that cannot be loaded.
     """
     model, actor = settings.actor_rollout_ref.model, settings.actor
     # A reference gets no adapters: it is the model at the start, where B = 0 and adapters have no effect.
@@ -127,7 +127,10 @@ def actor_config(settings: VerlSettings) -> Any:
 def engine_config(
     fsdp: FsdpKeys, *, device: torch.device, tokens: int, rows: int | None, is_forward_only: bool = False
 ) -> Any:
-    """Return VERL's configuration of its FSDP2 engine, with micro-batches of `rows` rows, else of `tokens` tokens."""
+    """Return the configuration of VERL's FSDP2 engine.
+
+    A micro-batch has `rows` rows; if `rows` is None, it has up to `tokens` tokens.
+    """
     precision = fsdp.mixed_precision
     return verl_part("verl.workers.config:FSDPEngineConfig")(
         strategy="fsdp2",

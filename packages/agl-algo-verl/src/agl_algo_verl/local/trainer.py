@@ -62,10 +62,9 @@ class VERL(VerlTraining):
         self._live = ""  # the version whose weights a step began to train
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that one policy with reachable weights is tuned and that there are tasks; logs the keys that are
-        overruled.
+        """Check that exactly one policy with reachable weights is tuned and that there are tasks.
 
-        Raises ConfigError for a run that cannot be trained here.
+        Logs the keys that are overruled. Raises ConfigError for a run that cannot be trained here.
         """
         # One policy: a run with several policies needs an algorithm for each.
         self._tuned, _ = tuned_policy(context)
@@ -78,7 +77,7 @@ class VERL(VerlTraining):
         self._learner = VerlLearner(self.settings, workdir=context.workdir, steps=self._steps)
 
     async def step(self) -> StepReport:
-        """Take one batch of groups, update, publish, and save unless saving may wait."""
+        """Take one batch of groups, update, publish the weights, and save them unless saving may wait."""
         context, step = self._context, self._step + 1
         # If another algorithm has published weights in the meantime, those are trained from here on.
         await self._open()
@@ -125,7 +124,7 @@ class VERL(VerlTraining):
         return self._report(prepared, metrics=metrics, published=published, uses=uses)
 
     async def save(self, must: bool) -> bool:
-        """Write the state from which training continues and the live weights; see `defer` of the context."""
+        """Write the training state and the live weights; see `defer` of the context."""
         if self._is_moving or not (must or self._interval.is_due()):
             return False
         started, kept = time.perf_counter(), self._context.kept()
@@ -143,11 +142,11 @@ class VERL(VerlTraining):
         return True
 
     def state(self) -> Mapping[str, Json]:
-        """Return the step count, the learner's state, and the groups that are being collected."""
+        """Return the state to save: the step count, the learner's state, and the groups that are being collected."""
         return {"step": self._step, "supply": self._supply.state(), **self._learner.state(step=self._step)}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint: weights, optimizer moments, schedule and random state."""
+        """Continue from a checkpoint: weights, optimizer moments, learning-rate schedule and random state."""
         self._step = int(state["step"])
         # Groups that were being collected are requested again by their numbers, and found in the store.
         self._supply.restore(state["supply"])
@@ -156,7 +155,7 @@ class VERL(VerlTraining):
         await self._learner.restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        """Return to the weights and optimizer moments of an earlier state, with `rate` times the learning rate."""
         self._live_at_saves.note()
         # Groups that were drawn with the abandoned weights are dropped.
         self._supply.go_back(step=self._step)
@@ -174,7 +173,7 @@ class VERL(VerlTraining):
             self._learner.close()
 
     async def _publish(self, step: int) -> str:
-        """Make the weights live, from memory if the policy can take them from there; returns `name@version`."""
+        """Make the weights live, from memory if the policy can take them so; returns `name@version`."""
         context, learner = self._context, self._learner
         # A policy in this process takes weights from memory, so they need not be written before they are served.
         offer = offer_of(context, self._tuned)
@@ -188,7 +187,7 @@ class VERL(VerlTraining):
         return f"{self._tuned}@{version.version}"
 
     async def _open(self) -> None:
-        """Open the policy; reopen it if another algorithm has published weights in the meantime."""
+        """Load the policy for the first step, and again whenever another algorithm has published weights."""
         version = self._context.current(self._tuned)
         # The worker already has its own weights, and the version from which it was opened.
         is_foreign = version.algorithm != self._context.name and version.version != self._learner.opened
@@ -199,7 +198,7 @@ class VERL(VerlTraining):
 
 
 def check_machine(settings: VerlSettings) -> None:
-    """Raise ConfigError for settings that this machine cannot run, before anything is spent."""
+    """Raise ConfigError for settings that this machine cannot run, before any rollout is spent."""
     from agl_algo_verl.local.worker import check_device
 
     check_device(settings, own_device())

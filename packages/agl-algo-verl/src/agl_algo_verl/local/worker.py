@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from agl_objectives.adapters import HeldAdapter
 
 ORIGIN = "origin.json"
-"""The file in a checkpoint that names the weights from which the model was opened."""
+"""The file in a checkpoint that names the weights from which the model was loaded."""
 
 
 class VerlWorker:
@@ -69,7 +69,7 @@ class VerlWorker:
 
     @classmethod
     def resume(cls, source: Path, *, settings: VerlSettings, steps: int) -> VerlWorker:
-        """Open the checkpoint that `save` wrote: weights, moments, position in the schedule and random state.
+        """Load a checkpoint of `save`: weights, moments, schedule position and random state.
 
         Learning rate, betas and weight decay come from the settings.
         """
@@ -84,7 +84,7 @@ class VerlWorker:
         return worker
 
     def use_threads(self) -> None:
-        """Set torch's number of threads in the calling thread to the configured one; one is fastest for tiny models."""
+        """Set torch's number of threads for the calling thread, if the settings give one; 1 suits tiny models best."""
         if self._settings.threads:
             torch.set_num_threads(self._settings.threads)
 
@@ -102,9 +102,9 @@ class VerlWorker:
         return responses(found["log_probs"], samples), responses(found["entropy"], samples)
 
     def reference_logprobs(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return the log-probabilities under the weights from which the model was opened, [R] per sample on the CPU.
+        """Return the log-probabilities under the weights from which the model was loaded, [R] per sample on the CPU.
 
-        With adapters these are the current weights without the adapters; else the first call opens a second model.
+        With adapters these are the current weights without the adapters; otherwise the first call loads a second model.
         """
         self.use_threads()
         if self._settings.is_lora:
@@ -120,7 +120,7 @@ class VerlWorker:
     ) -> dict[str, float]:
         """Do one optimizer update on the rows of `rollouts` rollouts; returns the metrics to log.
 
-        `is_last` marks the last update of a step, which advances the schedule of the learning rate. `held` are the rows
+        `is_last` marks the last update of a step, after which the learning-rate schedule advances. `held` are the rows
         of `losses/anchor.py`, with the reference's log-probabilities.
         """
         self.use_threads()
@@ -142,17 +142,17 @@ class VerlWorker:
 
     @property
     def place(self) -> int:
-        """The number of completed steps in the learning rate's schedule."""
+        """The position in the learning-rate schedule: the number of completed steps."""
         return int(schedule_of(self._worker.engine).last_epoch)
 
     def move_schedule(self) -> None:
-        """Count a step without an update in the schedule of the learning rate."""
+        """Advance the learning-rate schedule for a step without an update."""
         with warnings.catch_warnings():  # torch expects an update before each move, and the first step had none
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`")
             self._worker.engine.lr_scheduler_step()
 
     def use_rate(self, rate: float, *, place: int | None = None) -> None:
-        """Train with `rate` times the configured learning rate; its schedule continues at `place`, if given."""
+        """Use `rate` times the configured learning rate; with `place`, move the schedule to that position."""
         use_rate_of_schedule(self._worker.engine, peak=rate * self._settings.actor.optim.lr, place=place)
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
@@ -179,14 +179,14 @@ class VerlWorker:
         return weights
 
     def served(self, workdir: Path, *, step: int) -> Weights:
-        """Return the resource that names the output of `export`."""
+        """Return the resource that names the files of `export`."""
         place = str(step_directory(workdir.absolute() / "weights", step))
         if self._settings.is_lora:
             return Weights(uri=place, base_model=self.origin.uri, format="lora")
         return Weights(uri=place, format="hf")
 
     def held(self) -> dict[str, Tensor] | HeldAdapter:
-        """Return the weights to serve by name, on the CPU, with tied weights once; or the adapter."""
+        """Return the current weights by tensor name, on the CPU, with tied weights once; or the adapter."""
         engine = self._worker.engine
         if self._settings.is_lora:
             return adapter_of(engine.module, base=self.origin.uri, whole=_gathered)
@@ -211,7 +211,7 @@ class VerlWorker:
         put_probe(directory, engine.model_config.tokenizer, self._score_tokens)
 
     def _score_tokens(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the engine's log-probability of every token but the first; [N - 1] for N tokens."""
+        """Return the engine's log-probabilities of all tokens but the first, [N - 1] for N tokens."""
         others = torch.ones(len(token_ids) - 1)  # [R]: a row whose prompt is its first token
         row = RowSample(
             rollout="probe",
@@ -230,7 +230,7 @@ class VerlWorker:
         return responses(self._answer(worker, samples, calculate_entropy=False, **options)["log_probs"], samples)
 
     def _answer(self, worker: Any, samples: Sequence[RowSample], **options: Any) -> Any:
-        """Return the result of VERL's forward pass over the rows."""
+        """Return the result of VERL's forward pass over the rows, without a loss."""
         return worker.infer_batch(self._batch(samples, compute_loss=False, **options))
 
     def _batch(self, samples: Sequence[RowSample], **options: Any) -> TensorDict:
@@ -240,7 +240,7 @@ class VerlWorker:
 
 
 def origins(workdir: Path) -> list[str]:
-    """Return the weights from which the models in the checkpoints below `workdir` were opened."""
+    """Return the weights from which the models of the checkpoints in `workdir` were loaded."""
     return [_origin_in(file.parent) for file in (workdir / "state").glob(f"[0-9]*/{ORIGIN}")]
 
 
@@ -250,7 +250,7 @@ def _origin_in(checkpoint: Path) -> str:
 
 @contextmanager
 def no_progress_bars() -> Generator[None]:
-    """Inside the block, stop transformers from drawing progress bars over the experiment's own."""
+    """Inside the block, switch off transformers' progress bars; the experiment draws its own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -281,5 +281,5 @@ def check_device(settings: VerlSettings, device: torch.device) -> None:
 
 
 def _gathered(tensor: Any) -> Tensor:
-    """Return the full tensor on the CPU; FSDP2 stores each rank's shard as a DTensor."""
+    """Return the whole tensor on the CPU, even if FSDP2 has divided it between ranks (a DTensor)."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 def held_rows(
     groups: Sequence[Sequence[Episode]], *, policy: str, settings: VerlSettings
 ) -> tuple[list[RowSample], dict[str, float]]:
-    """Return a row for each call of the policy by an agent that is not trained, and metrics to log.
+    """Return a row for each call that the policy answered for an untrained agent, and metrics to log.
 
-    If `anchor_coef` is 0, no call is held. Calls longer than the configured lengths are left out and counted.
+    If `anchor_coef` is 0, no row is returned. Calls longer than the configured lengths are left out and counted.
     """
     if not settings.anchor_coef:
         return [], {}
@@ -49,7 +49,7 @@ def held_rows(
 
 
 def _is_held(call: Transition, policy: str) -> bool:
-    """Return true if the policy answered the call with token ids, but the agent filter excludes it from training."""
+    """Return true if the policy answered the call with token ids, but its agent is not selected for training."""
     return call.reject == "not_selected" and call.policy == policy and bool(call.prompt_ids and call.response_ids)
 
 

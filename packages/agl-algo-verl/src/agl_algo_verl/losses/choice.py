@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from agl_objectives.registry import FoundEstimator, FoundLoss
 
 OVER_SEQUENCES = ("sapo", "geo_mean")
-"""VERL's losses that are always a mean over sequences, whatever `loss_agg_mode` is."""
+"""VERL's losses that always take a mean over sequences, whatever `loss_agg_mode` says."""
 
 AGG_MODES: dict[Aggregation, str] = {"token": "token-mean", "sequence": "seq-mean-token-mean"}
-"""VERL's names of the aggregations that losses request."""
+"""VERL's names for the aggregations of losses."""
 
 
 PREFIX = "agl:"
-"""Prefix of a `loss_mode` that names a loss of agl-objectives for VERL's workers."""
+"""Prefix of a `loss_mode` by which VERL's workers recognise a loss of agl-objectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class LossChoice:
     constant: int
 
     def found(self) -> FoundLoss:
-        """Return the loss; raises ConfigError for an unknown name or parameter."""
+        """Look the loss up by name; raises ConfigError for an unknown name or parameter."""
         return find_loss(self.name, self.params)
 
 
@@ -90,17 +90,17 @@ def unused_estimator(settings: VerlSettings) -> UnusedEstimator:
 
 
 def has_greedy(settings: VerlSettings) -> bool:
-    """Return true if every task of a step has a greedy rollout, which is the baseline of its group."""
+    """Return true if each task of a step gets a greedy rollout, which is the baseline of its group."""
     return not settings.has_critic and chosen_estimator(settings).entry.needs_baseline
 
 
 def compares_batch(settings: VerlSettings) -> bool:
-    """Return true if rollouts of different tasks are compared with each other."""
+    """Return true if the estimator compares rollouts of different tasks with each other."""
     return not settings.has_critic and chosen_estimator(settings).entry.compares == "batch"
 
 
 def chosen_loss(settings: VerlSettings) -> LossChoice | None:
-    """Return the loss of a run; None if it is VERL's own function, `vanilla` or `gspo`."""
+    """Return the loss of a run; None for VERL's own functions, `vanilla` and `gspo`."""
     actor = settings.actor
     if settings.loss:
         name, params = settings.loss, settings.loss_params
@@ -124,7 +124,7 @@ def needs_entropies(settings: VerlSettings) -> bool:
 
 
 def loss_mode(settings: VerlSettings) -> str:
-    """Return VERL's name of the loss, or the text from which `losses/loss_worker.py` finds one of agl-objectives."""
+    """Return the `loss_mode` for VERL: its own name of the loss, or a text that names a loss of agl-objectives."""
     choice = chosen_loss(settings)
     if choice is None:
         return settings.actor.policy_loss.loss_mode
@@ -132,7 +132,7 @@ def loss_mode(settings: VerlSettings) -> str:
 
 
 def with_aggregation(settings: VerlSettings, *, is_given: bool) -> VerlSettings:
-    """Return the settings with the `loss_agg_mode` that the loss requests, unless the user set one (`is_given`)."""
+    """Return the settings with the `loss_agg_mode` that the loss requests; unchanged if `is_given`."""
     actor = settings.actor
     if is_given:
         return settings
@@ -146,7 +146,7 @@ def with_aggregation(settings: VerlSettings, *, is_given: bool) -> VerlSettings:
 
 
 def _weights(actor: ActorKeys) -> tuple[Aggregation, int]:
-    """Return our name for VERL's `loss_agg_mode`, and the divisor of `constant`."""
+    """Return the aggregation that VERL's `loss_agg_mode` names, and the divisor for `constant`."""
     # w_t = 1 and W = the update's tokens, as in DAPO (arXiv 2503.14476, section 3.3).
     if actor.loss_agg_mode == "token-mean":
         return "token", 1

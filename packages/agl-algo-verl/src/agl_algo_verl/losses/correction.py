@@ -47,7 +47,7 @@ OPTIONS = (
     *(f"seq_{over}_k{kind}" for over in ("sum", "mean") for kind in (1, 2, 3)),
     *(f"seq_max_k{kind}" for kind in (2, 3)),
 )
-"""VERL's names of the statistics by which tokens are rejected."""
+"""VERL's names for the statistics that decide which tokens are rejected."""
 
 LIMIT = 20.0
 """Largest absolute value of a log-weight, as in VERL."""
@@ -62,7 +62,7 @@ class Bound:
     high: float
 
     def holds(self, log_M: Tensor, rollout_M: Tensor) -> Tensor:
-        """Return for each token if the statistic is within its bounds, [M] bool."""
+        """Return for each token whether the statistic is within the bounds, [M] bool."""
         # Schulman's estimates of KL(pi_behaviour || pi_old), each computed from log_M = log k_t of its token.
         kind = self.option[-2:]
         # k1 is log(1 / k_t): values and bounds are compared as logarithms, which gives the same decisions.
@@ -82,7 +82,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """The importance weights and the rejection of a run; None and no bounds if they are off.
+    """The importance weights and the rejection of a run; `importance` None and no `bounds` turn them off.
 
     Rollouts are numbered from 0.
     """
@@ -92,18 +92,18 @@ class Correction:
 
     @property
     def is_on(self) -> bool:
-        """True if weights or rejection are on."""
+        """True if importance weights or rejection are configured."""
         return self.importance is not None or bool(self.bounds)
 
     def weights(self, old_M: Tensor, behaviour_M: Tensor, rollout_M: Tensor) -> Tensor:
-        """Return the importance weight of every token; 1 if weights are off."""
+        """Return the importance weight of every token, [M]; all 1 if importance weights are off."""
         if self.importance is None:
             # k_t = 1: every token counts as if pi_old had drawn it.
             return torch.ones_like(old_M)
         return self.importance.weights(old_M, behaviour_M, rollout_M=rollout_M)
 
     def keeps(self, old_M: Tensor, behaviour_M: Tensor, rollout_M: Tensor) -> Tensor:
-        """Return for each token if it is kept, [M] bool; false means rejected."""
+        """Return for each token whether it is kept, [M] bool; false means rejected."""
         # log k_t; the clamp prevents an overflow of exp for tokens that are nearly impossible under pi_old.
         log_M = (old_M - behaviour_M).clamp(-LIMIT, LIMIT)
         kept_M = torch.ones_like(log_M, dtype=torch.bool)
@@ -130,7 +130,7 @@ def correction_of(keys: RolloutCorrectionKeys) -> Correction:
 
 
 def corrected(samples: Sequence[RowSample], correction: Correction) -> list[RowSample]:
-    """Return the rows of a whole step, evaluated with `old`, with their weights and rejected tokens."""
+    """Return a step's rows, which must have `old`, with importance weights added and rejected tokens marked."""
     rows = [row for row in samples if row.trained_tokens]
     if not (correction.is_on and rows):
         return list(samples)
@@ -157,7 +157,7 @@ def corrected(samples: Sequence[RowSample], correction: Correction) -> list[RowS
 
 
 def correction_metrics(samples: Sequence[RowSample], correction: Correction) -> dict[str, float]:
-    """Return the share of tokens with a weight at its bound, the share of rejected tokens, and the effective share.
+    """Return the shares of tokens with a weight at its bound and of rejected tokens, and the effective share.
 
     The effective share is (sum of weights)^2 / sum of squared weights, divided by the number of tokens. All are taken
     over the rows with an advantage, or over all rows if no row has one, because weights have no effect on the others.
@@ -223,7 +223,7 @@ def _bound(option: str, text: str) -> Bound:
 
 
 def _threshold(name: str, value: str | float) -> tuple[float | None, float]:
-    """Return the lower bound, or None, and the upper bound in a number or in `"LOW_HIGH"`."""
+    """Parse a threshold, a number or `"LOW_HIGH"`; returns the lower bound (None for a number) and the upper bound."""
     # "LOW_HIGH", or a number; VERL writes both as text.
     parts = str(value).split("_")
     try:

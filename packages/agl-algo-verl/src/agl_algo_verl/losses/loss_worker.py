@@ -60,13 +60,13 @@ if TYPE_CHECKING:
     from agl_objectives.registry import FoundLoss
 
 WEIGHT, TOTAL, ROLLOUT, ROW = "agl_weight", "agl_total", "agl_rollout", "agl_row"
-"""Batch fields with one number per row: w_t of its tokens, W, the number of its rollout, and its own number."""
+"""Batch fields with one number per row: weight w_t of its tokens, total W, number of its rollout, its own number."""
 
 UPDATES, ROLLOUTS = "agl_updates", "agl_rollouts"
 """Batch fields: the number of updates in the step, and the number of rollouts in the row's update."""
 
 ANCHOR, START, ANCHOR_COEF = "agl_anchor", "agl_start", "agl_anchor_coef"
-"""Batch fields: 1 / U at held tokens and log pi_ref, both ragged with [R] per row; and the anchor's weight."""
+"""Batch fields of held rows: 1 / U at each token and log pi_ref, ragged with [R] per row; and the anchor's weight."""
 
 LIMIT = 20.0
 """Largest absolute value of a log-ratio, as in VERL."""
@@ -76,7 +76,7 @@ FOUND = "agl_found_"
 
 
 def loss_of(mode: str) -> FoundLoss | None:
-    """Return the loss that a `loss_mode` names; None for VERL's own names."""
+    """Return the loss of agl-objectives that a `loss_mode` names; None for VERL's own names."""
     if not mode.startswith(PREFIX):
         return None
     # The name travels as text, because VERL's configuration passes nothing else to its workers.
@@ -92,7 +92,7 @@ class LossWorker(TrainingWorker):
     _place = 0  # of the update in its step
 
     def set_loss_fn(self, loss_fn: Any) -> None:
-        """Set the loss that the configuration in VERL's `ppo_loss` names, with the anchor for rows that are held."""
+        """Set the loss that the configuration in VERL's `ppo_loss` names, with the anchor's term for held rows."""
         config: Any = loss_fn.keywords["config"]
         policy = getattr(config, "policy_loss", None)
         self.loss_fn = loss_fn
@@ -108,7 +108,7 @@ class LossWorker(TrainingWorker):
         self.loss_fn = partial(anchored, own)
 
     def train_mini_batch(self, data: TensorDict) -> Any:
-        """Do the updates that the rows name, once per epoch; a single update is left to VERL."""
+        """Do the updates to which the rows belong, once per epoch; a step with a single update is left to VERL."""
         # With a single update, VERL makes the mini-batch, which then has all rows.
         count = int(per_row(data, UPDATES)[0]) if UPDATES in cast("Any", data) else 1
         self._place = 0
@@ -130,7 +130,7 @@ class LossWorker(TrainingWorker):
         return get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": merged}) if merged else None
 
     def _update(self, data: TensorDict, number: int) -> TensorDict:
-        """Return this rank's rows of update `number` as a single mini-batch of VERL."""
+        """Return this rank's rows of update `number` as one of VERL's mini-batches."""
         # This rank's rows of the update; the other ranks have the rest.
         places = (per_row(data, UPDATE) == number).nonzero()[:, 0]
         select: Any = verl_part("verl.utils.tensordict_utils:index_select_tensor_dict")
@@ -146,7 +146,10 @@ class LossWorker(TrainingWorker):
         return part
 
     def train_batch(self, data: TensorDict) -> Any:
-        """Do one update, after the survey if the loss has one; an update without a gradient runs its passes only."""
+        """Do one update, after the survey if the loss has one.
+
+        If the update has no gradient, only its passes run; weights and moments stay.
+        """
         if not self._moves_schedule:
             verl_part("verl.utils.tensordict_utils:assign_non_tensor")(data, update_lr_scheduler=False)
         if self._found is not None and isinstance(self._found.call, SurveyedLoss):
@@ -159,7 +162,7 @@ class LossWorker(TrainingWorker):
                 return super().train_batch(data)
 
     def _surveyed(self, data: TensorDict, loss: SurveyedLoss) -> TensorDict:
-        """Return the batch with the results of the loss's survey of the update's tokens on all ranks."""
+        """Return the batch with the results of the loss's survey, which reads the update's tokens on all ranks."""
         asked = cast("Any", data.copy())
         verl_part("verl.utils.tensordict_utils:assign_non_tensor")(asked, compute_loss=False, calculate_entropy=False)
         # log pi before the update; the survey compares it over all tokens of the update.
@@ -181,17 +184,17 @@ class LossWorker(TrainingWorker):
 on_every_rank: Any = verl_part("verl.single_controller.base.decorator:register")(
     dispatch_mode=verl_part("verl.single_controller.base.decorator:Dispatch").ONE_TO_ALL
 )
-"""Decorator for a worker's method that VERL's trainer can call, on all ranks at once."""
+"""Decorator that lets VERL's trainer call a worker's method on all ranks at once."""
 
 
 class _OfCluster:
-    """Gives a cluster's training worker the run's schedule and settings in place of a checkpoint's."""
+    """Mixin for a cluster's training worker: it uses the run's schedule and settings instead of a checkpoint's."""
 
     _role = "policy"
 
     @on_every_rank
     def reset(self) -> None:
-        """Open the model, with a schedule over the steps of the whole run, at the run's current position."""
+        """Load the model, with a schedule over all steps of the run, at the run's current position."""
         schedule = found_schedule()
         if schedule is not None:
             cast("Any", self).optimizer_config.total_training_steps = schedule.steps
@@ -200,13 +203,13 @@ class _OfCluster:
 
     @on_every_rank
     def load_checkpoint(self, local_path: Any, hdfs_path: Any = None, del_local_after_load: bool = False) -> None:
-        """Load weights, moments and random state; learning rates and other settings stay as configured."""
+        """Load weights, moments and random state from a checkpoint; learning rates and settings stay as configured."""
         with with_own_settings(cast("Any", self).engine):
             cast("Any", super()).load_checkpoint(local_path, hdfs_path, del_local_after_load)
         self._move()
 
     def _move(self) -> None:
-        """Move the schedule to the run's position."""
+        """Move the learning-rate schedule to the run's position."""
         schedule = found_schedule()
         if schedule is not None:
             use_rate_of_schedule(cast("Any", self).engine, place=getattr(schedule, self._role))
@@ -225,11 +228,10 @@ class ClusterCritic(_OfCluster, TrainingWorker):
 def policy_loss(
     config: Any, model_output: Any, data: TensorDict, dp_group: Any = None, *, found: FoundLoss
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return a micro-batch's part of the update's loss, a scalar with gradient, and metrics; see the module's
-    docstring.
+    """Return a micro-batch's contribution to the update's loss, a scalar with gradient, and metrics.
 
-    It replaces VERL's `ppo_loss` and has the same arguments. Raises ConfigError unless the loss returns one number per
-    token.
+    It replaces VERL's `ppo_loss` and has the same arguments; the module's docstring gives the formula. Raises
+    ConfigError unless the loss returns one number per token.
     """
     del dp_group  # the weights of the rows are those of the whole update
     fields: Any = data
@@ -276,7 +278,7 @@ def policy_loss(
 def counted(
     loss_fn: Any, config: Any, model_output: Any, data: TensorDict, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return VERL's own loss `loss_fn` of a micro-batch, with the metrics that losses of agl-objectives report.
+    """Return VERL's own loss `loss_fn` for a micro-batch, with the metrics that losses of agl-objectives report.
 
     VERL's means over the tokens of a micro-batch become parts of a mean over the update's tokens, because micro-batches
     differ in size, and one with held rows only has no trained token.
@@ -306,7 +308,7 @@ def counted(
 
 
 def anchored(loss_fn: Any, model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
-    """Return a micro-batch's part of the loss `loss_fn` plus the anchor's term, with the metrics of both."""
+    """Return a micro-batch's contribution to the loss `loss_fn` plus the anchor's term, with the metrics of both."""
     loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
     fields: Any = data
     if ANCHOR not in fields:
@@ -322,7 +324,7 @@ def anchored(loss_fn: Any, model_output: Any, data: TensorDict, dp_group: Any = 
 
 
 def tokens_of(data: TensorDict, logp_B_R: Tensor) -> TokenBatch:
-    """Return the trained tokens of rows as losses read them, with the results of a survey."""
+    """Return the trained tokens of the batch in the form that losses take, with the results of a survey."""
     mask_B_R = _padded(data, "response_mask").bool()
     fields = [str(name) for name in cast("Any", data).keys()]  # noqa: SIM118 - a batch iterates over its rows
     names = [name for name in fields if name.startswith(FOUND)]
@@ -339,7 +341,7 @@ def tokens_of(data: TensorDict, logp_B_R: Tensor) -> TokenBatch:
 
 
 def by_row(tokens: TokenBatch) -> dict[int, TokenBatch]:
-    """Return the tokens of each row that has any, by row number, on the CPU and without gradient."""
+    """Split tokens by row; returns the tokens of each row that has any, by row number, on the CPU without gradient."""
     # The tokens of a row are adjacent, so each run of equal numbers is a row.
     numbers, counts = cast("Any", torch).unique_consecutive(tokens.row_M, return_counts=True)
     sizes = integers(counts)
@@ -349,7 +351,7 @@ def by_row(tokens: TokenBatch) -> dict[int, TokenBatch]:
 
 
 def surveyed_rows(rows: Mapping[int, TokenBatch], loss: SurveyedLoss) -> dict[str, dict[int, Tensor]]:
-    """Return the results of the loss's survey over all rows, by name and row number; one number per token."""
+    """Return the results of the loss's survey over all rows, by name and row number, with one number per token."""
     order = sorted(rows)  # the same on every rank, however rows were dealt out
     if not order:
         return {}
@@ -368,7 +370,7 @@ def _of_vectors(values: Sequence[Tensor]) -> TokenBatch:
 
 
 def _of_all_ranks(own: dict[int, TokenBatch]) -> dict[int, TokenBatch]:
-    """Return the rows of all ranks, by row number."""
+    """Return the rows of all ranks, by row number; every rank must call this."""
     distributed = cast("Any", torch.distributed)
     parts: list[Any] = [None] * distributed.get_world_size()
     # Objects, because ranks have different numbers of rows.
@@ -377,7 +379,7 @@ def _of_all_ranks(own: dict[int, TokenBatch]) -> dict[int, TokenBatch]:
 
 
 def _ragged_rows(parts: Mapping[int, Tensor], data: TensorDict, *, lengths: Sequence[int]) -> Tensor:
-    """Return values of trained tokens as one vector per row of the batch, with 0 at all other tokens."""
+    """Return values of trained tokens, given by row number, as one vector per row of the batch, with 0 elsewhere."""
     mask = _field(data, "response_mask")
     rows: list[Tensor] = []
     for number, mask_R, length in zip(integers(per_row(data, ROW)), mask.unbind(), lengths, strict=True):

@@ -83,7 +83,7 @@ def penalise(samples: Sequence[RowSample], *, settings: AlgorithmKeys, beta: flo
 def with_penalty(
     prepared: PreparedStep, samples: Sequence[RowSample], *, penalty: KlPenalty, settings: VerlSettings
 ) -> list[RowSample]:
-    """Return the samples with new advantages, after each rollout's scores are reduced by the penalty of its tokens.
+    """Return the samples with new advantages: the credit of each call is reduced by its rollout's whole penalty.
 
     Raises ConfigError if credit gives finished advantages, from which a penalty cannot be subtracted.
     """
@@ -107,7 +107,7 @@ def with_penalty(
 
 
 def _with_penalty(call: CallCredit, penalty: float) -> CallCredit:
-    """Return the call with `penalty` added to its credit; it is negative if the policy has moved from the reference."""
+    """Return the call with `penalty`, usually a negative number, added to its credit."""
     if call.is_advantage:
         raise ConfigError(
             "algorithm.use_kl_in_reward takes a penalty off returns, and the configured credit gives finished "
@@ -120,7 +120,7 @@ def _with_penalty(call: CallCredit, penalty: float) -> CallCredit:
 def with_values(
     prepared: PreparedStep, samples: Sequence[RowSample], *, penalty: KlPenalty | None, settings: AlgorithmKeys
 ) -> list[RowSample]:
-    """Return samples with advantages and returns computed by VERL's GAE from their critic's `values`.
+    """Return the samples with advantages and returns, which VERL's GAE computes from the critic's `values`.
 
     Raises ConfigError if credit gives finished advantages, because the critic would be ignored.
     """
@@ -139,7 +139,7 @@ def with_values(
 
 
 def gae(samples: Sequence[RowSample], rewards: Sequence[Tensor], *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return VERL's whitened advantages, and returns, of rows with `values`; both [B, R], float64, 0 where untrained.
+    """Return VERL's whitened advantages and the returns of rows with `values`; both [B, R], float64, 0 where untrained.
 
     Whitening needs two trained tokens; a single one gets the advantage 0.
     """
@@ -159,7 +159,7 @@ def gae(samples: Sequence[RowSample], rewards: Sequence[Tensor], *, gamma: float
 
 
 def call_returns(prepared: PreparedStep) -> dict[str, dict[str, float]]:
-    """Return the return that credit gave each call, by rollout and span id.
+    """Return the return that credit gave each call, by rollout id and span id.
 
     Raises ConfigError if credit gives finished advantages, because the critic would be ignored.
     """
@@ -170,7 +170,7 @@ def call_returns(prepared: PreparedStep) -> dict[str, dict[str, float]]:
 
 
 def call_rewards(sample: RowSample, returns: Mapping[str, float]) -> Tensor:
-    """Return the reward at each token of a response, [R], float64; `returns` are keyed by span id."""
+    """Return the reward at each token of a response, [R], float64; `returns` has each call's return, by span id."""
     rewards_R = torch.zeros(len(sample.mask), dtype=torch.float64)
     # Calls before the response have no token to carry a reward.
     parts = sorted((call for call in sample.calls if call[2] > 0), key=lambda call: call[1])  # by their first token
@@ -182,9 +182,9 @@ def call_rewards(sample: RowSample, returns: Mapping[str, float]) -> Tensor:
 
 
 def value_fit(samples: Sequence[RowSample]) -> dict[str, float]:
-    """Return the mean value, and the share of the returns' variance that the critic explains, over trained tokens.
+    """Return the mean value over trained tokens, and the share of the returns' variance that the critic explains.
 
-    The share is 1 for a perfect critic, 0 for one that only knows the mean, and negative for a worse one.
+    The share is 1 for a perfect critic, 0 for a constant one, and negative for a worse one.
     """
     if not samples:
         return {}
@@ -197,18 +197,18 @@ def value_fit(samples: Sequence[RowSample]) -> dict[str, float]:
 
 
 def logprob_gaps(samples: Sequence[RowSample]) -> dict[str, float]:
-    """Return the largest and the mean absolute difference of the engine's and the recorded log-probabilities, in nats.
+    """Return the largest and the mean absolute difference between the engine's and the recorded log-probabilities.
 
-    Both are over trained tokens, and 0 without any.
+    Both are in nats over trained tokens, and 0 if there is no such token.
     """
     found = [abs(x) for s in samples if s.old is not None for x in floats((s.old - s.behaviour)[s.mask])]
     return {"logprob_gap": max(found, default=0.0), "logprob_gap_mean": sum(found) / max(1, len(found))}
 
 
 def distance(samples: Sequence[RowSample]) -> dict[str, float]:
-    """Return the mean distance of rows with `old` from their reference, in nats per trained token, as k3.
+    """Return the mean k3 estimate of the KL to the reference, in nats per trained token, as the metric `kl`.
 
-    It is the metric `kl` of agl-algo-torch; without a trained token nothing is returned.
+    The metric is the same as in agl-algo-torch; without a trained token nothing is returned.
     """
     found = [
         kl_estimate(_present(s.old), _present(s.reference), kind="k3")[s.mask] for s in samples if s.trained_tokens

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from agl_algo_verl.ray.completion import Completion
 
 NAME = "agl_bridge"
-"""The actor's Ray name."""
+"""Name of the Ray actor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class StepRequest:
     """VERL's request for the rollouts of a step.
 
     Attributes:
-        step: VERL's count of steps, from 1.
-        addresses: The addresses that serve the current weights, `host:port` each.
+        step: VERL's step count, from 1.
+        addresses: The addresses that serve the current weights, each as `host:port`.
     """
 
     step: int
@@ -34,7 +34,7 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """agl's answer: the rows of a step.
+    """agl's answer to a `StepRequest`: the rows of a step.
 
     Attributes:
         rows: The rows to train on.
@@ -43,7 +43,7 @@ class StepRows:
             which counts the tokens, and for a loss of agl-objectives, whose rows carry their weights.
         updates: The number of rollouts of each update, if the step has several.
         saves: Whether VERL saves a checkpoint at the end of the step; it always does after its last step.
-        completion: The computation on the rows once VERL has their log-probabilities; None for none.
+        completion: The computation on the rows once VERL has recomputed log-probabilities; None to change nothing.
     """
 
     rows: tuple[BridgeRow, ...]
@@ -89,7 +89,7 @@ class BridgeRow:
 
 
 class Bridge:
-    """Passes one request at a time, and the answer to it; run it as a Ray actor."""
+    """Passes a request from VERL to agl, then the answer back, one at a time; run it as a Ray actor."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[StepRequest] = asyncio.Queue()
@@ -97,7 +97,7 @@ class Bridge:
         self._saves: asyncio.Queue[None] = asyncio.Queue()
 
     async def ask(self, request: StepRequest) -> list[Any]:
-        """Send a request and wait for the answer; called by VERL's side.
+        """Send a request and wait for its answer; called by VERL's side.
 
         Returns a list with one reference to the rows. An empty list means: save a checkpoint now, then call `saved`.
         """
@@ -105,12 +105,12 @@ class Bridge:
         return await self._answers.get()
 
     async def saved(self) -> list[Any]:
-        """Report that a checkpoint is saved, and wait for the answer as `ask` does; called by VERL's side."""
+        """Report that a checkpoint is saved, then wait for the answer as `ask` does; called by VERL's side."""
         await self._saves.put(None)
         return await self._answers.get()
 
     async def save(self) -> None:
-        """Request a checkpoint of the step before the pending request; returns once it is saved; for agl's side."""
+        """Make VERL save a checkpoint of the last completed step; returns once it is saved; called by agl's side."""
         await self._answers.put([])
         await self._saves.get()
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 STARTS = "verl-{:06d}"
-"""The directory for a start of VERL's trainer; the number is that of steps completed before."""
+"""Name of the directory for one start of VERL's trainer, formatted with the number of steps completed before."""
 
 STEPS = "steps.json"
 
@@ -49,10 +49,10 @@ ORIGIN = "origin.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsaved:
-    """The incomplete checkpoint of a step.
+    """A checkpoint that VERL writes, or has written, but that agl has not completed.
 
     Attributes:
-        folder: The directory into which VERL writes it.
+        folder: The directory of the checkpoint.
         is_written: True if VERL has written it at the end of its step.
         seconds: The time that VERL took to write it.
     """
@@ -63,12 +63,12 @@ class Unsaved:
 
 
 def weights_in(folder: Path, read: RaySettings) -> Path:
-    """Return the directory of a checkpoint with the weights in Hugging Face's format."""
+    """Return the directory in a checkpoint that holds the weights in Hugging Face's format."""
     return folder / WEIGHTS[read.strategy]
 
 
 def complete(weights: Weights, folder: Path, *, read: RaySettings, probes: bool) -> None:
-    """Repair VERL's files so that they load as trained, and add a probe; may be repeated after a failure.
+    """Repair VERL's weight files so that they load as trained, and add a probe; may be repeated after a failure.
 
     Raises AglError if VERL wrote no weights.
     """
@@ -87,7 +87,7 @@ def complete(weights: Weights, folder: Path, *, read: RaySettings, probes: bool)
 
 
 def count(folder: Path, *, step: int, origin: str) -> None:
-    """Record that a step of the algorithm continues from a checkpoint, whose training began on the weights `origin`."""
+    """Record in a checkpoint that `step` of the algorithm continues from it; training began on the weights `origin`."""
     known = steps_of(folder)
     for name, content in ((ORIGIN, {"uri": origin}), (STEPS, [*known, *([] if step in known else [step])])):
         fresh = folder / f"{name}.new"
@@ -96,24 +96,24 @@ def count(folder: Path, *, step: int, origin: str) -> None:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Return the steps of the algorithm that continue from a checkpoint; empty if it does not count."""
+    """Return the steps of the algorithm that continue from a checkpoint; empty if no step does."""
     file = folder / STEPS
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
 
 
 def origins(workdir: Path) -> list[str]:
-    """Return the weights on which VERL was started, for all checkpoints that count."""
+    """Return, for every checkpoint from which a step continues, the weights on which VERL was started."""
     counted = [path for path in workdir.glob(f"verl-*/{CHECKPOINTS.format('*')}") if steps_of(path)]
     return [json.loads((path / ORIGIN).read_text(encoding="utf-8"))["uri"] for path in counted]
 
 
 def number(folder: Path) -> int:
-    """Return the number, in VERL's count, of the step after which a checkpoint was saved."""
+    """Return the VERL step number after which a checkpoint was saved."""
     return int(folder.name.rpartition("_")[2])
 
 
 def forget_after(folder: Path, *, step: int) -> None:
-    """Remove VERL's checkpoints after its `step`: agl never counted those steps as done, and repeats them."""
+    """Remove the checkpoints of VERL's steps after `step`: agl never counted those steps as done, and repeats them."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(CHECKPOINTS.format("*")):
         if number(path) > step:
@@ -121,7 +121,7 @@ def forget_after(folder: Path, *, step: int) -> None:
 
 
 def prune(workdir: Path, *, keep: int, kept: Collection[int], used: Collection[str]) -> None:
-    """Remove the checkpoints that count, except the newest `keep`, those of the steps `kept`, and those in `used`.
+    """Remove checkpoints from which steps continue, except the newest `keep`, those of the steps in `kept`, and `used`.
 
     `used` are directories that training needs, in a checkpoint or elsewhere.
     """
@@ -134,17 +134,17 @@ def prune(workdir: Path, *, keep: int, kept: Collection[int], used: Collection[s
 
 
 PREFIX, BASE = "base_model.model.", ".base_layer"
-"""The parts that peft adds to the names of the model's weights."""
+"""Prefix and infix that peft adds to the names of the model's weights."""
 
 WHOLE = "model.safetensors"
-"""The file of the merged weights."""
+"""Name of the file with the merged weights."""
 
 MERGED = {"format": "pt", "merged": "lora"}
-"""Metadata that marks this file as merged; transformers reads `format`."""
+"""Metadata that marks a weights file as merged; transformers reads `format`."""
 
 
 def say_precision(folder: Path) -> None:
-    """Write the actual precision of the weights in `folder` into its configuration."""
+    """Write the actual precision of the weights in `folder` into their `config.json`."""
     # All tensors of a checkpoint have one precision, so the first tensor of the first file shows it.
     with cast("Any", safe_open)(min(folder.glob("*.safetensors")), framework="pt") as file:
         precision = str(file.get_tensor(min(file.keys())).dtype).removeprefix("torch.")
@@ -174,7 +174,7 @@ def merge_saved(folder: Path, *, scaling: float) -> None:
 
 
 def _is_merged(file: Path) -> bool:
-    """Return true if the file exists and has weights with merged adapters."""
+    """Return true if the file exists and holds weights with merged adapters."""
     if not file.is_file():
         return False
     with cast("Any", safe_open)(file, framework="pt") as opened:
@@ -182,7 +182,7 @@ def _is_merged(file: Path) -> bool:
 
 
 def merged(state: dict[str, Tensor], *, scaling: float) -> dict[str, Tensor]:
-    """Return the weights with their adapters merged, under the names of the model without adapters."""
+    """Return the weights with adapters merged, under the model's own tensor names."""
     whole: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if ".lora_A." in name or ".lora_B." in name:

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings.ray import RaySettings
 
 LOGICAL_CPUS = 16
-"""CPUs that a cluster on one machine without GPUs claims: each of its actors requests one, and mostly waits."""
+"""Number of CPUs that a cluster on one machine without GPUs claims: its actors each request one, but mostly wait."""
 
 STORE_MB = 256
 """Shared memory of a cluster on one machine without GPUs, in MiB."""
 
 
 STARTS = 6
-"""Attempts to start Ray. It gives its own processes 30 seconds, which is too short on a busy machine."""
+"""Number of attempts to start Ray, whose own limit of 30 seconds is too short on a busy machine."""
 
 QUEUE_S, QUEUE_POLL_S = 60.0, 0.5
-"""Seconds for Ray to remove the remains of a run that ended or was killed, and seconds between two checks."""
+"""Seconds to wait until Ray has removed the queue of an earlier run, and seconds between two checks."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,24 +79,24 @@ class Cluster:
         return await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.request.remote().future()))
 
     async def ended(self) -> None:
-        """Return when VERL's trainer has ended, for whatever reason."""
+        """Wait until VERL's trainer has ended, for whatever reason."""
         if self._run is not None:
             await asyncio.wait({self._run})
 
     def failure(self) -> AglError | None:
-        """Return the error that ended VERL's trainer too early; None while it runs, and after its last step."""
+        """Return the error that ended VERL's trainer too early; None while it runs or after its last step."""
         run = self._run
         error = run.exception() if run is not None and run.done() else None
         return None if error is None else _trainer_error(error)
 
     async def answer(self, answer: StepRows) -> None:
-        """Send the rows of a step to VERL; raises AglError if its trainer has ended."""
+        """Send the rows of a step to VERL's trainer; raises AglError if the trainer has ended."""
         ray: Any = verl_part("importlib:import_module")("ray")
         self._given = await self._in_thread(lambda: ray.put(answer))  # kept: Ray drops what nobody refers to
         await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.answer.remote([self._given]).future()))
 
     async def save(self) -> None:
-        """Make VERL, which is waiting for rows, save a checkpoint; raises AglError if its trainer has ended."""
+        """Make VERL's trainer, which waits for rows, save a checkpoint; raises AglError if the trainer has ended."""
         await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.save.remote().future()))
 
     async def stop(self) -> None:
@@ -113,7 +113,10 @@ class Cluster:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _unless_trainer_ended(self, wanted: asyncio.Future[Any]) -> Any:
-        """Return the result of `wanted`; None if VERL's trainer ends normally first; raises AglError if one fails."""
+        """Return the result of `wanted`; None if VERL's trainer ends first.
+
+        Raises AglError if `wanted` or the trainer fails.
+        """
         run = self._run
         if run is None:
             raise AglError("VERL's trainer is not running; this is a defect of agl-algo-verl")
@@ -154,7 +157,7 @@ class Cluster:
         return {**runtime_env, **mine, "env_vars": {**runtime_env["env_vars"], **mine.get("env_vars", {})}}
 
     def _check_shared(self, ray: Any) -> None:
-        """Refuse arguments that have no effect on a cluster to which this process is already connected."""
+        """Raise ConfigError for `ray_init` arguments without effect on an already connected cluster."""
         given = {name: value for name, value in self._read.ray_init.items() if name != "runtime_env"}
         found = str(ray.get_runtime_context().gcs_address)
         if given.get("address") in ("auto", found):
@@ -209,8 +212,7 @@ class Cluster:
 
 
 def check_alone(ray: Any, *, patience_s: float = QUEUE_S) -> None:
-    """Wait for VERL's queue of a run that has just ended; raises ConfigError if another run still has one on the
-    cluster.
+    """Wait until VERL's queue of an earlier run is gone; raises ConfigError if another run still has one there.
 
     Two runs would put their rows into the same queue. Blocks.
     """
@@ -226,7 +228,7 @@ def check_alone(ray: Any, *, patience_s: float = QUEUE_S) -> None:
 
 
 def _kill(processes: set[psutil.Process]) -> None:
-    """Kill processes that this one started."""
+    """Kill the given processes, which this process has started."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -257,6 +259,6 @@ def _trainer_error(error: BaseException) -> AglError:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the type and last line of an error from another process; the last line names the cause."""
+    """Return the type and the last line of an error from another process; that line names the cause."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"

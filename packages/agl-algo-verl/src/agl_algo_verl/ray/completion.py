@@ -36,27 +36,27 @@ if TYPE_CHECKING:
     from agl_algo_verl.losses.choice import LossChoice
 
 HELD = "agl_held"
-"""Field with 1 / U at held rows, where U is the number of held tokens in the row's update, and 0 at others; [B, 1]."""
+"""Batch field, [B, 1]: 1 / U for held rows, where U is the number of held tokens in the row's update; else 0."""
 
 ROW_MEAN = "seq-mean-token-mean"
-"""VERL's mean over the tokens of each row; scaled advantages turn it into a mean over each rollout's tokens."""
+"""VERL's mean over each row's tokens; with scaled advantages it becomes a mean over each rollout's tokens."""
 
 REPLAYED = "agl_replayed"
-"""Field with 1 at rows on which earlier steps have trained, and 0 at others; [B, 1]."""
+"""Batch field, [B, 1]: 1 for rows on which earlier steps have trained, else 0."""
 
 UPDATE = "agl_update"
-"""Field with the index of a row's update in the step; [B, 1]."""
+"""Batch field, [B, 1]: the index of the row's update in the step."""
 
 SILENT = "agl_silent"
-"""Option with the indices of the updates that have no gradient."""
+"""Worker option: the indices of the updates that have no gradient."""
 
 METRIC = "agl/"
-"""Prefix of agl's own metrics among VERL's."""
+"""Prefix of the metrics that agl adds to VERL's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The fields, options and metrics that complete a step.
+    """The changes that complete a step's rows: fields, worker options and metrics.
 
     Attributes:
         fields: The fields to change or to add, by name.
@@ -69,7 +69,7 @@ class Completed:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to log, under names with agl's prefix."""
+        """Add metrics to log; their names get agl's prefix."""
         self.metrics.update({METRIC + name: value for name, value in metrics.items()})
 
 
@@ -97,12 +97,12 @@ class Completion:
 
     @property
     def is_needed(self) -> bool:
-        """True if there is anything to complete."""
+        """True if the run needs any of the computations on a step's rows."""
         return self.correction.is_on or self.anchor_coef > 0 or self.measures_kl
 
     @property
     def scales_later(self) -> bool:
-        """True if advantages are scaled to means over rollouts here, because rejection decides which tokens count."""
+        """True if advantages become means over rollouts only here, because rejection decides which tokens count."""
         return self.choice is None and self.mode == ROW_MEAN and bool(self.correction.bounds)
 
     @property
@@ -113,7 +113,7 @@ class Completion:
         return [*names, HELD] if self.anchor_coef else names
 
     def completed(self, data: TensorDict, *, padding: Sequence[bool]) -> Completed:
-        """Return the fields, options and metrics for all B rows, in their order.
+        """Return the changes to the fields of all B rows, in order, with worker options and metrics.
 
         Args:
             data: The fields of `reads`; ragged, one vector [R] per row, or [B, 1].
@@ -140,7 +140,7 @@ class Completion:
         return found
 
     def _silent(self, rows: Sequence[RowSample], *, updates: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the updates without a gradient; `updates` has the update's index for each row."""
+        """Return the indices of the updates without a gradient; `updates` gives each row's update."""
         if self.has_gradient is None:
             return ()
         parts: defaultdict[int, list[RowSample]] = defaultdict(list)
@@ -166,7 +166,7 @@ class Completion:
 
 
 def _samples(data: TensorDict) -> list[RowSample]:
-    """Return rows in the form that the correction reads, each named by the number of its rollout."""
+    """Return the batch's rows in the form that the correction reads; each is named by its rollout's number."""
     names = ("response_mask", "rm_scores", "rollout_log_probs", "old_log_probs")
     numbers = integers(per_row(data, "agl_rollout"))
     start = _start(data) if "ref_log_prob" in cast("Any", data) else [None] * len(numbers)
@@ -189,7 +189,7 @@ def _samples(data: TensorDict) -> list[RowSample]:
 
 
 def _anchored(data: TensorDict, *, padding: Sequence[bool]) -> dict[str, Tensor]:
-    """Return the fields that the anchor reads: 1 / U at the held tokens, and log pi_ref."""
+    """Return the fields for the anchor: 1 / U at the held tokens, and log pi_ref."""
     given = zip(floats(per_row(data, HELD)), padding, strict=True)
     shares = [0.0 if is_padding else share for share, is_padding in given]
     start = _start(data)

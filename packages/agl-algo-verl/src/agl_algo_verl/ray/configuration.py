@@ -79,7 +79,7 @@ def compose(
 
 
 def _defaults(read: RaySettings) -> dict[str, Any]:
-    """Return this package's defaults where they differ from VERL's; docs/how-to/verl.md lists them."""
+    """Return the defaults of this package that differ from VERL's; docs/how-to/verl.md lists them."""
     actor, settings = read.settings.actor, read.settings
     return {
         "trainer.nnodes": 1,
@@ -98,7 +98,7 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
 
 
 def _worker(read: RaySettings, *, rate: float) -> dict[str, Any]:
-    """Return the keys for this package's training worker, its loss, a reduced learning rate, and an anchor."""
+    """Return the keys that set this package's training worker: its loss, a reduced learning rate, and an anchor."""
     choice = chosen_loss(read.settings)
     named = read.given.get(LIBRARIES)
     theirs = cast("list[str]", named if isinstance(named, list) else [named] if named else [])
@@ -119,7 +119,7 @@ def _worker(read: RaySettings, *, rate: float) -> dict[str, Any]:
 
 
 def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
-    """Return the keys of VERL's critic, with the policy's network and VERL's own GAE."""
+    """Return the keys for VERL's critic, which starts from the policy's network and uses VERL's GAE."""
     critic = read.settings.critic
     own: dict[str, Any] = {
         "algorithm.adv_estimator": "gae",
@@ -142,7 +142,7 @@ def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
 
 
 def _on_cpu(threads: int) -> dict[str, Any]:
-    """Return the keys with only one possible value on the CPU, or only one that is not slow."""
+    """Return the keys that have only one possible value on the CPU, or only one that is fast enough."""
     return {
         "trainer.device": "cpu",
         "actor_rollout_ref.actor.use_torch_compile": False,
@@ -162,7 +162,7 @@ def _on_cpu(threads: int) -> dict[str, Any]:
 def _needed(
     read: RaySettings, *, model: str, folder: Path, steps: int, tasks: int, checkpoint: Path | None
 ) -> dict[str, Any]:
-    """Return the keys with which VERL's trainer uses agl's tasks, rollouts, advantages, checkpoints and metrics."""
+    """Return the keys that make VERL's trainer use agl's tasks, rollouts, advantages, checkpoints and metrics."""
     contents = ["model", "optimizer", "extra", "hf_model"]
     return {
         "algorithm.adv_estimator": "agl",  # advantages come with the rows (`loops.as_given`)
@@ -200,7 +200,7 @@ def _needed(
 
 
 def environment(read: RaySettings, *, folder: Path, threads: int, schedule: Schedule | None = None) -> dict[str, str]:
-    """Return the environment variables of every process of the cluster; `schedule` is among them if VERL uses FSDP2."""
+    """Return the environment variables for all processes of the cluster; `schedule` is included if VERL uses FSDP2."""
     common = {
         "VERL_FILE_LOGGER_PATH": str(folder / METRICS),
         "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARNING"),
@@ -220,7 +220,7 @@ def environment(read: RaySettings, *, folder: Path, threads: int, schedule: Sche
 
 
 def module_path(folder: Path) -> dict[str, str]:
-    """Return the variable with which every process of the cluster finds the modules in an experiment's folder.
+    """Return the `PYTHONPATH` with which all processes of the cluster find the modules in an experiment's folder.
 
     A loss may be one of them. On several machines the folder must exist everywhere, or the module be installed.
     """

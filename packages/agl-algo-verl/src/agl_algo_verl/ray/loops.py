@@ -86,7 +86,7 @@ class AgentLoops:
         self._config, self._balancer = config, balancer
         self._bridge = cast("Any", ray).get_actor(NAME)
         self.trainer: Any = None
-        """VERL's trainer, set when it begins to train (`privates.introduce_trainer`)."""
+        """VERL's trainer; set when training begins (`privates.introduce_trainer`)."""
         self._completion: Completion | None = None
 
     @classmethod
@@ -139,14 +139,14 @@ class AgentLoops:
         put(keys=uids, partition_id="train", tags=[{"status": "finished"} for _ in uids])
 
     def _complete_by(self, completion: Completion | None) -> None:
-        """Use `completion` for the rows of this step and later ones, in place of VERL's own correction."""
+        """Complete the rows with `completion` in this step and later ones, in place of VERL's own correction."""
         if completion is not None and self._completion is None:
             self._config.algorithm.rollout_correction = None  # whose statistics fail where every token is rejected
             before_advantages(self.trainer, self._complete)
         self._completion = completion
 
     def _complete(self, batch: Any, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Complete a batch in VERL's queue before advantages are computed; returns options for the training workers."""
+        """Complete a batch in VERL's queue before VERL computes advantages; returns options for the workers."""
         completion = self._completion
         if completion is None:
             return {}
@@ -162,7 +162,7 @@ class AgentLoops:
         return found.options
 
     def _widen_mini_batch(self, answer: StepRows) -> int:
-        """Set the step's mini-batch and temperature; returns the number of rows in the mini-batch, padding included."""
+        """Set the step's mini-batch size and temperature; returns the rows of a mini-batch, padding included."""
         policy, trainer = self._config.actor_rollout_ref, self._config.trainer
         ranks = trainer.nnodes * trainer.n_gpus_per_node
         # VERL multiplies this by rollout.n to get rows, and needs a multiple of the ranks: the smallest that holds all
@@ -174,7 +174,7 @@ class AgentLoops:
 
 
 def _row_fields(row: BridgeRow, uid: str, *, step: int, scale: float) -> dict[str, Any]:
-    """Return a row's tensors by their names in VERL."""
+    """Return a row as tensors under the names that VERL uses."""
     prompt = len(row.ids) - len(row.mask)  # P = T - R
     return {
         "uid": uid,
@@ -193,7 +193,7 @@ def _row_fields(row: BridgeRow, uid: str, *, step: int, scale: float) -> dict[st
 
 
 def _row_tags(row: BridgeRow, *, step: int) -> dict[str, Any]:
-    """Return the tags of a row, which VERL's queue reads instead of its tensors."""
+    """Return a row's tags, which VERL's queue reads instead of the row's tensors."""
     return {
         "status": "success",
         "prompt_len": len(row.ids) - len(row.mask),

@@ -39,7 +39,7 @@ def rows_for_verl(
     replayed: Collection[str] = (),
     completion: Completion | None = None,
 ) -> StepRows:
-    """Return the rows of a step.
+    """Return the rows of a step in the form that VERL's side of the bridge takes.
 
     Args:
         prepared: The step's rollouts, and at least one sample.
@@ -52,7 +52,7 @@ def rows_for_verl(
             those without a gradient are left out, because momentum would still move the weights.
         held: The rows of calls that are held.
         replayed: The rollouts on which earlier steps have trained.
-        completion: The computation on the rows once VERL has their log-probabilities; None for none.
+        completion: The computation on the rows once VERL has recomputed log-probabilities; None to change nothing.
 
     Raises AglError if rows have several temperatures, which VERL cannot train.
     """
@@ -88,13 +88,13 @@ def rows_for_verl(
 
 
 def with_rewards(prepared: PreparedStep) -> list[RowSample]:
-    """Return the samples with rewards in place of advantages, from which VERL computes advantages with its critic."""
+    """Return the samples with rewards in place of advantages; VERL's critic turns rewards into advantages."""
     returns = call_returns(prepared)
     return [replace(s, advantages=call_rewards(s, returns[s.rollout]).float()) for s in prepared.samples]
 
 
 def _temperature(samples: Sequence[RowSample], *, step: int) -> float:
-    """Return the temperature of all rows; raises AglError if they have several."""
+    """Return the temperature that all rows have; raises AglError if they have several."""
     found = sorted({sample.temperature for sample in samples})
     if len(found) > 1:
         raise AglError(
@@ -115,7 +115,7 @@ def _rows(
     held: Sequence[RowSample],
     replayed: Collection[str],
 ) -> list[BridgeRow]:
-    """Return the rows of an update with `rollouts` rollouts, and the `held` rows of the same rollouts."""
+    """Return the rows of one update of `rollouts` rollouts, and the `held` rows of the same rollouts."""
     weights = None if choice is None else weighting(samples, rollouts=rollouts, choice=choice)
     names = {sample.rollout for sample in samples}
     anchored = [sample for sample in held if sample.rollout in names]

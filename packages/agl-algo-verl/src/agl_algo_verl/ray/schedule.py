@@ -34,17 +34,17 @@ class Schedule:
     critic: int
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variable that `found_schedule` reads."""
+        """Return the environment variable from which `found_schedule` reads this schedule."""
         return {SCHEDULE_ENV: json.dumps(asdict(self))}
 
 
 def schedule_after(done: int, *, settings: VerlSettings, steps: int) -> Schedule:
-    """Return the schedule of a run of `steps` steps, after `done` steps."""
+    """Return the schedule of a run with `steps` steps, at the position after `done` steps."""
     alone = max(0, settings.trainer.critic_warmup - 1) if settings.has_critic else 0
     return Schedule(steps=steps, policy=max(0, done - alone), critic=done)
 
 
 def found_schedule() -> Schedule | None:
-    """Return the schedule with which this process was started; None outside a cluster, and with Megatron."""
+    """Return the schedule from this process's environment; None outside a cluster, and with Megatron."""
     written = os.environ.get(SCHEDULE_ENV)
     return None if written is None else Schedule(**json.loads(written))

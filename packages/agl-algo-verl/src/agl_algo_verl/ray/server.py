@@ -48,7 +48,7 @@ class HFServer:
         return served.base_urls[0].removeprefix("http://").removesuffix("/v1")
 
     async def load(self, state: dict[str, Tensor], step: int, *, adapter: dict[str, Any] | None = None) -> None:
-        """Serve the tensors of `state` from now on; returns once they are live.
+        """Serve the tensors in `state` from now on; returns once they are live.
 
         `state` holds the full weights, or those of a LoRA adapter with the peft configuration `adapter`.
         """
@@ -64,7 +64,7 @@ class HFServer:
             await self._policy.load(ResourceVersion(name=MODEL, version=f"global_step_{step}", resource=weights))
 
     async def wake_up(self) -> None:
-        """Do nothing: memory is never released here, and no request waits while weights change."""
+        """Do nothing: the server never releases memory, and no request waits while weights change."""
 
     async def sleep(self) -> None:
-        """Do nothing: memory is never released here."""
+        """Do nothing: the server never releases memory."""

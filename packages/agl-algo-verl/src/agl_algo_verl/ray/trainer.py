@@ -100,7 +100,7 @@ REPORTED = {
     "timing_s/save_checkpoint": "save_s",
     "timing_s/update_weights": "weight_sync_s",
 }
-"""VERL's metrics that are logged, by their names in VERL; their logged names are those used in one process."""
+"""Maps VERL's names of the logged metrics to the names that training in one process uses."""
 
 
 class RayVERL(VerlTraining):
@@ -129,7 +129,7 @@ class RayVERL(VerlTraining):
         self._unsaved: Unsaved | None = None
 
     async def check(self, context: AlgorithmContext) -> None:
-        """Check the machine, and let VERL check its whole configuration; starts nothing.
+        """Check the machine, and let VERL check the whole configuration; starts nothing.
 
         Raises ConfigError for missing hardware or packages, and for settings that VERL refuses.
         """
@@ -212,7 +212,7 @@ class RayVERL(VerlTraining):
         return self._report(prepared, metrics=metrics, published=published, uses=uses)
 
     async def save(self, must: bool) -> bool:
-        """Make VERL save a checkpoint unless it has done so, and complete the checkpoint; see the context's `defer`."""
+        """Complete the last step's checkpoint, which VERL writes first if it has not yet; see the context's `defer`."""
         if self._is_moving or not (must or self._interval.is_due()):
             return False
         started, waiting, kept = time.perf_counter(), self._unsaved, self._context.kept()
@@ -235,13 +235,13 @@ class RayVERL(VerlTraining):
         return True
 
     def state(self) -> Mapping[str, Json]:
-        """Return the step counts, VERL's newest checkpoint, and the version and weights from which training started."""
+        """Return the state to save: step counts, newest checkpoint, and the version and weights of VERL's start."""
         names = {"checkpoint": self._checkpoint, "opened": self._opened, "origin": self._origin, "start": self._start}
         counts = {"step": self._step, "base": self._base, "skipped": self._skipped}
         return {**counts, "supply": self._supply.state(), **names, "rate": self._rate}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from VERL's checkpoint when the next step begins."""
+        """Restore the state; VERL continues from its checkpoint when the next step begins."""
         self._step, self._base = int(state["step"]), int(state["base"])
         self._skipped = int(state["skipped"])
         self._opened, self._origin = str(state["opened"]), str(state["origin"])
@@ -256,7 +256,7 @@ class RayVERL(VerlTraining):
             )
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Start VERL again, at the next step, from an earlier checkpoint with `rate` times the learning rate.
+        """Go back: the next step restarts VERL from an earlier checkpoint, with `rate` times the learning rate.
 
         If the checkpoint is missing or `state` is empty, VERL starts from the live weights.
         """
@@ -289,7 +289,7 @@ class RayVERL(VerlTraining):
 
     @property
     def _done(self) -> int:
-        """Steps that VERL has completed since its count began."""
+        """Number of steps that VERL has completed since it was last started on other weights."""
         return self._step - self._base - self._skipped
 
     @property
@@ -298,21 +298,21 @@ class RayVERL(VerlTraining):
 
     @property
     def _folder(self) -> Path:
-        """The directory into which VERL writes."""
+        """The directory for the checkpoints of VERL's current start."""
         return self._workdir / self._start
 
     def _weights(self, folder: Path) -> Weights:
-        """Return the resource that names the weights in a checkpoint, which need not be written yet."""
+        """Return the resource that names the weights in a checkpoint; their files need not exist yet."""
         return Weights(uri=str(weights_in(folder, self.read)), format="hf")
 
     def _running(self) -> Cluster:
-        """Return the cluster, whose trainer waits for rows; raises AglError if it has stopped."""
+        """Return the running cluster; raises AglError if it has stopped."""
         if self._cluster is None:
             raise AglError("VERL's trainer has stopped before it saved its last steps")
         return self._cluster
 
     async def _open(self) -> Cluster:
-        """Return the running cluster; it is restarted if another algorithm has published weights in the meantime."""
+        """Return the running cluster, started if needed; restart it if another algorithm has published weights."""
         version = self._context.current(self._tuned)
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._cluster is not None and not is_foreign:
@@ -346,7 +346,7 @@ class RayVERL(VerlTraining):
         return cluster
 
     def _can_train(self, prepared: PreparedStep) -> bool:
-        """Return true if a step can move weights; a critic also learns from groups without a difference."""
+        """Return true if a step can move weights; a critic also learns from groups with equal rewards."""
         from agl_algo_verl.rows.batches import has_gradient
 
         samples = prepared.samples
@@ -368,7 +368,7 @@ class RayVERL(VerlTraining):
         return metrics
 
     async def _publish(self, step: int) -> str:
-        """Make the weights live, which the replicas already have; returns `name@version`."""
+        """Publish the weights, which VERL's replicas already serve; returns `name@version`."""
         weights = self._weights(Path(self._checkpoint))
         version = await self._context.publish(self._tuned, weights, step=step)
         return f"{self._tuned}@{version.version}"
@@ -384,7 +384,7 @@ class RayVERL(VerlTraining):
         return request
 
     async def _while_served(self, cluster: Cluster, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`; if VERL ends first, cancels `work` and raises AglError.
+        """Return the result of `work`; if VERL ends first, cancel `work` and raise AglError.
 
         Interrupted rollouts are repeated when the run is resumed.
         """
@@ -462,7 +462,7 @@ class RayVERL(VerlTraining):
         )
 
     def _trained(self, step: int) -> dict[str, float]:
-        """Return VERL's metrics of its step by the names in `REPORTED`, and the loss's own; empty without a log."""
+        """Return VERL's metrics of a step under the names in `REPORTED`, and the loss's own; empty without a log."""
         lines = (self._folder / METRICS).read_text(encoding="utf-8").splitlines()
         for line in reversed(lines):
             record = json.loads(line)
@@ -473,7 +473,7 @@ class RayVERL(VerlTraining):
         return {}
 
     def _noted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return VERL's metrics of a step; counts and reports an update that VERL skipped.
+        """Return VERL's metrics of a step; an update that VERL skipped is counted and reported.
 
         VERL reports the mean over its updates, which is not a number if one of them is not.
         """

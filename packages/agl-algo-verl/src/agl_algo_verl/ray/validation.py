@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings.ray import RaySettings
 
 NAMED = {"n_gpus": ("trainer.nnodes", "trainer.n_gpus_per_node")}
-"""Names in VERL's messages that are not keys, and the keys from which they are computed."""
+"""Maps names in VERL's messages that are not keys to the keys from which VERL computes them."""
 
 MOST_NAMED = 4
-"""The most keys that a message names."""
+"""The maximum number of keys that a message names."""
 
 
 def use_platform(environment: Mapping[str, str]) -> None:
-    """Set the variables that VERL reads when it is imported in this process, unless they are set."""
+    """Set the variables that VERL reads when this process imports it; variables that are set already stay."""
     for name in ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_LOGGING_LEVEL"):
         if name in environment:
             os.environ.setdefault(name, environment[name])
@@ -55,7 +55,7 @@ def check_composed(read: RaySettings, *, steps: int, tasks: int) -> None:
 
 
 def checked(config: Any, read: RaySettings) -> Any:
-    """Return VERL's configuration if VERL accepts it; raises ConfigError if not."""
+    """Return the configuration if VERL accepts it; raises ConfigError otherwise."""
     errors: tuple[type[Exception], ...] = (
         *(AssertionError, AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError),
         verl_part("omegaconf.errors:OmegaConfBaseException"),
@@ -104,7 +104,7 @@ def _message(said: str, config: Any, read: RaySettings) -> str:
 
 
 def _keys_in(said: str, *, given: Mapping[str, Any], known: Iterable[str]) -> list[str]:
-    """Return the keys that a message mentions, those that the user set first."""
+    """Return the keys that a message of VERL mentions; those that the user set come first."""
     found: list[str] = []
     names = sorted(known, key=lambda name: (name not in given, not name.startswith("actor_rollout_ref.actor"), name))
     for word in dict.fromkeys(re.findall(r"[A-Za-z_][\w.]*\w", said)):

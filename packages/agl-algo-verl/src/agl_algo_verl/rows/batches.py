@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def updates(
     samples: Sequence[RowSample], rollouts: Sequence[tuple[str, int]], *, tasks: int
 ) -> list[tuple[list[RowSample], int]]:
-    """Cut a step into updates of `tasks` tasks; returns the rows of each update and the number of its rollouts.
+    """Cut a step into updates of `tasks` tasks; returns for each update its rows and its number of rollouts.
 
-    Rollouts whose rows were all left out are counted; an update without rows is left out.
+    The number includes rollouts whose rows were all left out; an update without any row is left out.
     """
     parts: dict[int, tuple[list[RowSample], int]] = {}
     # The count divides a mean over sequences. It includes rollouts without rows: leaving out a row that is too long
@@ -51,7 +51,7 @@ def updates(
 
 
 def has_gradient(samples: Sequence[RowSample], settings: VerlSettings) -> bool:
-    """Return true if a loss of these rows can have a gradient."""
+    """Return true if the loss of these rows can have a gradient."""
     actor, choice = settings.actor, chosen_loss(settings)
     trains_silent = choice is not None and choice.found().entry.trains_silent
     others = actor.entropy_coeff or (actor.use_kl_loss and actor.kl_loss_coef) or trains_silent
@@ -87,7 +87,7 @@ class Weighting:
     number: Mapping[str, int]
 
     def fields(self, samples: Sequence[RowSample]) -> dict[str, Tensor]:
-        """Return the fields of each row that the loss reads, [B]."""
+        """Return the batch fields that the loss reads, one number per row, [B]."""
         # A held row may belong to a rollout without any trained row; it has no token to weight.
         return {
             "agl_weight": torch.tensor([self.weight.get(s.rollout, 0.0) for s in samples], dtype=torch.float32),
@@ -98,7 +98,7 @@ class Weighting:
 
 
 def weighting(samples: Sequence[RowSample], *, rollouts: int, choice: LossChoice) -> Weighting:
-    """Return the weights for the rows of an update with `rollouts` rollouts, including those without a row."""
+    """Return the weights of an update's tokens; `rollouts` is the number of rollouts, including those without a row."""
     tokens: Counter[str] = Counter()
     for sample in samples:
         tokens[sample.rollout] += sample.kept_tokens
@@ -114,7 +114,10 @@ def weighting(samples: Sequence[RowSample], *, rollouts: int, choice: LossChoice
 
 
 def fill_up(samples: Sequence[RowSample], *, multiple: int) -> list[RowSample]:
-    """Append copies without a trained token until the number of rows is a multiple of `multiple`; no sum changes."""
+    """Append copies of the last row, without trained tokens, until the number of rows is a multiple of `multiple`.
+
+    No sum over tokens changes.
+    """
     missing = -len(samples) % multiple
     copy = replace(samples[-1], mask=torch.zeros_like(samples[-1].mask), held=None)
     return [*samples, *(copy for _ in range(missing))]
@@ -123,9 +126,9 @@ def fill_up(samples: Sequence[RowSample], *, multiple: int) -> list[RowSample]:
 def micro_batched(
     samples: Sequence[RowSample], *, rows: int | None, tokens: int, device: torch.device, **options: Any
 ) -> TensorDict:
-    """Return a batch on a device, which VERL cuts into micro-batches of `rows` rows or at most `tokens` tokens.
+    """Return a batch on a device, which VERL cuts into micro-batches of `rows` rows or, without `rows`, by `tokens`.
 
-    A single row longer than `tokens` raises the budget to its length and forms a micro-batch alone.
+    A row longer than `tokens` raises the limit to its length and forms a micro-batch alone.
     """
     sizes: dict[str, Any] = {
         "use_dynamic_bsz": rows is None,
@@ -174,7 +177,7 @@ def batch(samples: Sequence[RowSample], *, weighting: Weighting | None = None, *
 
 
 def _held_fields(samples: Sequence[RowSample]) -> dict[str, Tensor]:
-    """Return the fields for the anchor: 1 / (held tokens of the update) at held tokens, and log pi_ref."""
+    """Return the fields for the anchor: 1 / (number of held tokens) at held tokens, and log pi_ref."""
     held = [torch.zeros_like(s.mask) if s.held is None else s.held for s in samples]
     share = 1.0 / max(1, sum(int(held_R.sum()) for held_R in held))
     start = [s.behaviour if s.held is None or s.reference is None else s.reference for s in samples]
@@ -188,7 +191,10 @@ def per_row(data: TensorDict, name: str) -> Tensor:
 
 
 def responses(found: Any, samples: Sequence[RowSample]) -> list[Tensor]:
-    """Return a model's outputs before each response token, [R] per sample on the CPU, from jagged [T] rows."""
+    """Return a model's outputs at the positions that predict the response tokens, [R] per sample on the CPU.
+
+    `found` is ragged, one vector [T] per row.
+    """
     # `offsets` is the start of each row in the flat values; padding rows of a micro-batch come last and are dropped.
     # The model's output at position i is about token i + 1, so the window begins one position before the response.
     values, offsets = found.values().float().cpu(), integers(found.offsets())

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings.settings import VerlSettings
 
 TENSORS = ("ids", "mask", "advantages", "behaviour")
-"""The tensors of a row that are stored; values that a later step computes anew are not."""
+"""Names of the tensors that are stored for a row; a later step computes the others anew."""
 
 
 class VerlReplay:
-    """The rollouts that may be replayed, and their files.
+    """Chooses rollouts of earlier steps to replay, and stores them in files.
 
     Args:
         settings: VERL's configuration, with `replay` and `saving`.
@@ -55,11 +55,11 @@ class VerlReplay:
         return self._pool.share > 0
 
     def take(self, prepared: PreparedStep, *, version: str) -> Replayed[RowSample]:
-        """Return the rollouts to replay with a step's own, while `version` is live."""
+        """Return the rollouts to replay together with a step's own, while `version` is live."""
         return self._pool.take(version, own=len({sample.rollout for sample in prepared.samples}))
 
     def add(self, samples: Sequence[RowSample], *, version: str, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
-        """Store a step's own rows, with the advantages that they were trained with."""
+        """Store a step's own rows, with the advantages with which they were trained."""
         later = dict.fromkeys(("old", "entropy", "reference", "values", "returns", "importance", "rejected"))
         rows = [replace(row, **cast("Any", later)) for row in samples]
         self._pool.add(version, rows, uses=uses)
@@ -69,20 +69,20 @@ class VerlReplay:
         return replayed.uses(bound=self._bound)
 
     def metrics(self, replayed: Replayed[RowSample]) -> dict[str, float]:
-        """Return metrics of the replayed rollouts; empty if replay is off."""
+        """Return metrics about the replayed rollouts; empty if replay is off."""
         return replayed.metrics() if self.is_on else {}
 
     def weights(self, rows: Sequence[RowSample]) -> dict[str, float]:
-        """Return metrics of the weights of replayed rows."""
+        """Return metrics about the importance weights of replayed rows."""
         return replay_weights(rows, bound=self._bound)
 
     def clear(self, *, step: int) -> None:
-        """Forget all rollouts after a step: training continues from other weights, for which they are not valid."""
+        """Drop all stored rollouts after a step, because training continues from weights that did not sample them."""
         self._pool.clear()
         self.save(step=step)
 
     def save(self, *, step: int, kept: Collection[int] = ()) -> None:
-        """Write the rows for the checkpoint of a step, and remove old files as for checkpoints."""
+        """Write the stored rows with the checkpoint of a step, and remove old files as for checkpoints."""
         if not self.is_on:
             return
 
@@ -98,7 +98,7 @@ class VerlReplay:
         prune(self._workdir, step=step, keep=max(2, self._keep), kept=kept)
 
     def load(self, *, step: int) -> None:
-        """Load the rows that were saved at a step; there are none if replay was off then."""
+        """Load the rows that were stored at a step; nothing happens if replay was off then."""
         source = step_directory(self._workdir, step)
         if not self.is_on or not source.is_dir():
             return
@@ -121,7 +121,7 @@ class VerlReplay:
 
 
 def replay_weights(rows: Sequence[RowSample], *, bound: float) -> dict[str, float]:
-    """Return the mean weight of replayed rows' trained tokens, and the share of these tokens at the bound."""
+    """Return the mean importance weight of replayed rows' trained tokens, and the share of weights at the bound."""
     found = [row.importance[row.trained] for row in rows if row.importance is not None]
     weight_M = torch.cat(found) if found else torch.empty(0)
     if not len(weight_M):
@@ -133,7 +133,7 @@ def replay_weights(rows: Sequence[RowSample], *, bound: float) -> dict[str, floa
 
 
 def with_replayed(prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:
-    """Return a step with its own rows and the replayed ones, which are distributed over the step's tasks."""
+    """Return the step with the replayed rows added, distributed over the step's tasks."""
     tasks = 1 + max((place for _, place in prepared.rollouts), default=0)
     places = {each.rows[0].rollout: index % tasks for index, each in enumerate(replayed.rollouts)}
     rows = [replace(row, group=places[row.rollout]) for row in replayed.rows]

@@ -81,7 +81,7 @@ class RowSample:
 
     @property
     def prompt(self) -> int:
-        """The number of tokens before the first trained one; at least 1."""
+        """The number of tokens before the response; at least 1."""
         return len(self.ids) - len(self.mask)
 
     @property
@@ -91,12 +91,12 @@ class RowSample:
 
     @property
     def trained_tokens(self) -> int:
-        """The number of tokens with mask 1."""
+        """The number of trained tokens."""
         return int(self.mask.sum())
 
     @property
     def is_silent(self) -> bool:
-        """True if no kept token has a non-zero weighted advantage."""
+        """True if every kept token's advantage, times its importance weight, is 0."""
         weighed_R = self.advantages if self.importance is None else self.advantages * self.importance
         return not bool((self.kept & (weighed_R != 0)).any())
 
@@ -113,7 +113,7 @@ class RowSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
-    """The rows of a step in the order of its episodes, and metrics to log.
+    """The rows of a step in the order of its episodes, with metrics to log.
 
     Attributes:
         samples: The rows that can be trained on.
@@ -133,7 +133,7 @@ class PreparedStep:
 
     @property
     def finished(self) -> dict[str, int]:
-        """The number of calls with credit, and the number of those whose credit already was an advantage."""
+        """The number of calls with credit (`calls`), and of those whose credit is a finished advantage (`final`)."""
         calls = [call for given in self.credits for call in given]
         return {"calls": len(calls), "final": sum(call.is_advantage for call in calls)}
 
@@ -225,7 +225,7 @@ def soft_overlong(settings: VerlSettings) -> SoftOverlong:
 
 
 def _check_length(row: Row, reason: str, settings: VerlSettings) -> None:
-    """Raise RowTooLongError for a prompt that is too long, if the configuration says to stop."""
+    """Raise RowTooLongError if `reason` is a prompt that is too long and the configuration says to stop."""
     if reason == "prompt_too_long" and not settings.data.filter_overlong_prompts:
         raise RowTooLongError(
             f"The rollout {row.rollout_id!r} has a prompt of more than data.max_prompt_length = "
@@ -253,7 +253,7 @@ def read_row(
     temperatures: Mapping[str, float | None],
     settings: VerlSettings,
 ) -> RowSample | str:
-    """Return a row's sample, or the reason why it cannot be trained on; `""` if no call in it has credit."""
+    """Return a row as a sample, or the reason why it cannot be trained on; `""` if no call in it has credit."""
     ids_T = from_bytes(row.ids, "<i4").long()  # [T]; packed as int32, indexed by torch as int64
     # The policy's own tokens are trained: its segments of the row whose calls have credit. Prompts, tool results and
     # tokens of agents that are not trained keep mask 0.
@@ -290,7 +290,7 @@ def read_row(
 
 
 def spread(values: Mapping[str, float], *, calls: Sequence[tuple[str, int, int]], length: int) -> Tensor:
-    """Return values, keyed by span id, at every token of their calls and 0 elsewhere; [R], float32."""
+    """Return the value of each call, given by span id, at all tokens of the call, and 0 elsewhere; [R], float32."""
     # One value for all tokens of a call: credit is per call, not per token.
     found_R = torch.zeros(length)
     for span_id, start, stop in calls:
@@ -314,5 +314,8 @@ def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) 
 
 
 def _silent(groups: Sequence[Sequence[Episode]], loud: set[str]) -> float:
-    """Count the groups without a gradient: all their advantages are 0, for example because all rollouts were equal."""
+    """Count the groups whose advantages are all 0, for example because their rewards are equal.
+
+    `loud` has the ids of the rollouts with another advantage.
+    """
     return float(sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group)))

@@ -77,13 +77,13 @@ class GroupRequest:
     live: dict[str, str]
 
     def saved(self) -> dict[str, Json]:
-        """Return the request as JSON."""
+        """Return the request as JSON, for the algorithm's state."""
         return {"number": self.number, "step": self.step, "live": dict(self.live)}
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingGroup:
-    """A request, with the task that collects its answer."""
+    """A request for a group, and the asyncio task that collects the group."""
 
     request: GroupRequest
     answer: asyncio.Task[Collected] = field(repr=False)
@@ -165,11 +165,11 @@ class VerlSupply:
         return StepGroups(groups=supplied.groups, metrics=supplied.metrics | metrics, dropped=lost)
 
     def go_back(self, *, step: int) -> None:
-        """Leave the weights of `step` for earlier ones: no group that was requested up to `step` is trained."""
+        """Record that training left the weights of `step`: groups requested up to then are not trained any more."""
         self._left = step
 
     def state(self) -> dict[str, Json]:
-        """Return the requested groups that are not trained yet, as JSON."""
+        """Return the state to save, as JSON: the requested groups that are not trained yet."""
         # Before the first step of a resumed run, the requests in the saved state have not been made again.
         waiting = [pending.request for pending in self._pending] or self._saved
         return {
@@ -191,7 +191,7 @@ class VerlSupply:
         ]
 
     async def close(self) -> None:
-        """Stop waiting for pending groups; their rollouts stay in the store."""
+        """Stop waiting for the requested groups; their rollouts stay in the store."""
         answers = [pending.answer for pending in self._pending]
         self._pending = []
         for answer in answers:
@@ -199,7 +199,7 @@ class VerlSupply:
         await asyncio.gather(*answers, return_exceptions=True)
 
     def _ask(self, step: int) -> None:
-        """Request groups ahead, but never more than the remaining steps will train."""
+        """Request groups ahead for this step, but never more than the remaining steps will train."""
         batches = min(step + self._v1.colocate_async.num_warmup_batches, self._steps)
         # Dropped groups train nothing, so as many may be requested again.
         while self._asked - self._dropped < batches * self._size:
@@ -221,7 +221,7 @@ class VerlSupply:
         self._pending.append(PendingGroup(request=request, answer=asyncio.create_task(asked)))
 
     async def _next(self) -> PendingGroup:
-        """Return the group that the step takes next, once it is finished."""
+        """Wait for the group that the step takes next, and return it."""
         if self._v1.sampler.max_off_policy_strategy == "wait":
             first = min(self._pending, key=lambda pending: pending.request.number)
             await asyncio.wait({first.answer})
@@ -230,7 +230,7 @@ class VerlSupply:
         return next(pending for pending in self._pending if pending.answer.done())
 
     async def _answer(self, done: PendingGroup, unusable: Counter[str]) -> Collected | None:
-        """Return the collected rollouts, or None if no rollout of the group is usable.
+        """Return the rollouts of a finished group, or None if no rollout of the group is usable.
 
         Raises RunError once as many groups of one step are unusable as a batch has, because then something is broken.
         """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agl_algo_verl.rows.rows import PreparedStep, RowSample
 
 ENTROPY, ADVANTAGE = "entropy", "advantage"
-"""The keys in `CallUse.tokens`."""
+"""The keys of the numbers in `CallUse.tokens`."""
 
 
 def mean_entropy(samples: Sequence[RowSample]) -> dict[str, float]:
@@ -34,7 +34,7 @@ def mean_entropy(samples: Sequence[RowSample]) -> dict[str, float]:
 
 
 def with_tokens(prepared: PreparedStep, samples: Sequence[RowSample]) -> dict[str, tuple[CallUse, ...]]:
-    """Return the uses of a step's calls, extended by the values of their tokens, by rollout id.
+    """Return the uses of a step's calls, by rollout id, with the entropies and advantages of their tokens added.
 
     A call gets its tokens' advantages if they differ, and their mean if it had no advantage itself: with a critic, and
     with a penalty in the reward.
@@ -73,6 +73,6 @@ def _with(use: CallUse, tokens: dict[str, bytes] | None, mean: float | None) -> 
 
 
 def _packed(values_N: Tensor, trained_N: Tensor, *, length: int) -> bytes:
-    """Return a call's values for `length` tokens; NaN at untrained tokens, and at a part cut off at its start."""
+    """Pack a call's values for its `length` tokens; NaN at untrained tokens, and where the row cuts the call."""
     known_N = values_N.float().where(trained_N, torch.nan)
     return half_bytes(torch.cat([torch.full((length - len(known_N),), torch.nan), known_N]))

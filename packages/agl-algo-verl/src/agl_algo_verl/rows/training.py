@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class VerlTraining:
-    """The part of the algorithm that both engines share."""
+    """Base of the algorithm's two engines, in one process and on Ray."""
 
     def __init__(self, settings: VerlSettings, notes: Iterable[str]) -> None:
         check_version()
@@ -33,7 +33,7 @@ class VerlTraining:
         self._step = 0  # steps done
 
     def _begin(self, context: AlgorithmContext, *, extra: Iterable[str], serves: str = "") -> None:
-        """Create the objects that steps need, once the settings are final; logs notes on overruled keys and `extra`."""
+        """Create the objects that steps need, once the settings are final; logs `extra` and notes on overruled keys."""
         self._steps = self.settings.steps(len(context.train))
         self._supply = VerlSupply(context, self.settings, steps=self._steps)
         self._unused = unused_estimator(self.settings)
@@ -48,12 +48,12 @@ class VerlTraining:
         raise NotImplementedError
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true if VERL's configuration asks for more steps than were taken."""
+        """Return true if VERL's configuration requests more steps than are done."""
         del sources_go_on
         return int(state["step"]) < self.settings.steps(tasks)
 
     async def _prepare(self, supplied: StepGroups, context: AlgorithmContext) -> PreparedStep:
-        """Return rows with advantages A, from credit and the estimator."""
+        """Return the step's rows with advantages, from credit and the estimator."""
         from agl_algo_verl.rows.rows import prepare
 
         # In a thread: if groups are collected ahead, agents run in this event loop meanwhile.

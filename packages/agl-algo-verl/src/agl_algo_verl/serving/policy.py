@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from agl.contracts import Policy
 
 BACKLOG = 4096
-"""The most connections that wait while the relay's process restarts."""
+"""The maximum number of connections that wait while the relay's process restarts."""
 
 
 class VerlPolicy:
@@ -89,7 +89,7 @@ class VerlPolicy:
         return True
 
     def resource(self) -> Weights:
-        """Return the weights to start from, as a resource."""
+        """Return the weights from which the policy starts, as a resource."""
         return Weights(uri=self._model)
 
     async def start(self) -> ServedModel:
@@ -126,7 +126,7 @@ class VerlPolicy:
             self._listener.close()
 
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """Serve these weights; VERL's replicas already have them from VERL itself."""
+        """Serve the weights of a version; if VERL's replicas serve, they have the weights from VERL already."""
         if not isinstance(version.resource, Weights):
             raise ConfigError(
                 f"the policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
@@ -140,7 +140,7 @@ class VerlPolicy:
 
         Args:
             addresses: The replicas, `host:port` each.
-            version: Version of their weights, for answers that do not name it.
+            version: Version of the replicas' weights, for answers that do not name one.
 
         Raises PolicyError if the first replica does not report its model, or if the relay's process does not start.
         """
@@ -163,7 +163,7 @@ class VerlPolicy:
         await self._there(self._attach(None))
 
     async def lost(self) -> None:
-        """Return once a call has found all replicas unreachable, or the relay has ended for good."""
+        """Return once a call has found all replicas unreachable, or once the relay has ended for good."""
         await self._there(self._relay.lost.wait())
 
     def failure(self) -> AglError | None:
@@ -171,7 +171,7 @@ class VerlPolicy:
         return self._relay.failure
 
     async def counts(self) -> dict[str, int]:
-        """Return the number of calls that replicas answered, of replicas found unreachable, and of relay restarts."""
+        """Return three counts: calls that replicas answered, replicas found unreachable, and restarts of the relay."""
         return await self._there(self._counts())
 
     def _served(self) -> ServedModel:
@@ -214,7 +214,7 @@ class VerlPolicy:
             await home.stop()
 
     async def _home_backend(self) -> Backend:
-        """Return VERL's replicas if they are attached by now, else the `home` policy, which the first call starts."""
+        """Return the replicas if they are attached by now, else the `home` policy, started for the first call."""
         async with self._lock:
             if self._replicas is not None:
                 return self._replicas
@@ -246,12 +246,12 @@ async def _model_of(url: str, *, key: str) -> str:
 
 
 def policy_key() -> str:
-    """Return the key that this process's policies and VERL's replicas require; created on first use unless set."""
+    """Return the API key of this process's policies and VERL's replicas; it is created if the environment has none."""
     return os.environ.setdefault(POLICY_KEY_ENV, secrets.token_urlsafe(32))
 
 
 def is_absent(model: str) -> bool:
-    """Return true if `model` is a path, not a hub name, and the directory does not exist."""
+    """Return true if `model` is the path of a directory that does not exist, and not a hub name."""
     path = Path(model).expanduser()
     is_place = model.startswith((".", "/", "~")) or (len(path.parts) > 1 and path.parent.is_dir())
     return is_place and not path.is_dir()

@@ -42,10 +42,10 @@ DRAIN_S = 60.0
 """Seconds for which calls in flight may continue when the relay stops."""
 
 VERSION_FIELDS = frozenset({"model_version", "model_versions", "weight_versions"})
-"""Fields in which servers name the version of their weights."""
+"""Fields of an answer in which servers name the version of their weights."""
 
 CONNECTION_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding"})
-"""Headers that belong to one connection, or to a body that may be rewritten; they are not passed on."""
+"""Headers that are not passed on: they belong to one connection, or to a body that may be rewritten."""
 
 
 HANG_UPS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError)
@@ -54,10 +54,10 @@ HANG_UPS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The servers that calls go to.
+    """The servers to which calls are sent.
 
     Attributes:
-        urls: Their base URLs, including `/v1`.
+        urls: The servers' base URLs, including `/v1`.
         model: The model name under which they serve.
         version: The version of their weights; `""` if unknown.
         is_awaited: True if calls wait for other servers once none of these can be reached.
@@ -75,8 +75,9 @@ class ReplicaRelay:
     """Listens on one address and passes calls on; all methods belong to one event loop.
 
     Args:
-        home: Returns the server for calls while there are no replicas, and may start it; an error of it becomes the
-            call's answer.
+        home: Returns the server for calls while there are no replicas, and may start it; if it raises an error, the
+            error
+            becomes the call's answer.
         key: API key that calls must carry.
 
     Attributes:
@@ -98,7 +99,7 @@ class ReplicaRelay:
         self.calls: Counter[str] = Counter()
 
     async def start(self, listener: socket.socket) -> None:
-        """Answer calls that arrive at a listening socket, which is closed in the end."""
+        """Answer calls that arrive at the socket `listener`; `stop` closes it."""
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S), connector=aiohttp.TCPConnector(limit=0)
         )
@@ -122,7 +123,7 @@ class ReplicaRelay:
             self.gate.resume()
 
     async def stop(self) -> None:
-        """Stop listening, after the calls in flight; held calls are refused. Idempotent."""
+        """Stop listening, and wait for the calls in flight; held calls are refused. Idempotent."""
         self._is_over = True
         self.gate.resume()
         runner, self._runner = self._runner, None
@@ -149,7 +150,7 @@ class ReplicaRelay:
                 return answer
 
     async def _ask(self, request: web.Request, content: bytes, backend: Backend) -> web.StreamResponse | None:
-        """Return the answer, or None if the call has to wait for other replicas because all of these are gone."""
+        """Send a call to the replicas in turn until one answers; None if all are gone and the call has to wait."""
         body, opening = _addressed(content, backend.model)
         path = request.match_info["path"].removeprefix("v1/")
         load = self.balance.load
@@ -179,7 +180,10 @@ class ReplicaRelay:
         return False
 
     async def _pass_on(self, request: web.Request, url: str, body: bytes, *, backend: Backend) -> web.StreamResponse:
-        """Pass a call on and return its answer; raises one of `HANG_UPS` only if none of the answer was passed on."""
+        """Send a call to a replica and pass its answer on.
+
+        Raises one of `HANG_UPS` only if no part of the answer was passed on.
+        """
         session, version = cast("aiohttp.ClientSession", self._session), backend.version
         headers = {"content-type": request.headers.get("content-type", "application/json")}
         headers |= _authorization(backend.key)
@@ -201,7 +205,7 @@ class ReplicaRelay:
 
 
 async def model_of(session: aiohttp.ClientSession, url: str, *, key: str) -> str:
-    """Return the name under which a server serves its model; raises PolicyError if it does not report one."""
+    """Return the name of the model that a server reports; raises PolicyError if it reports none."""
     try:
         async with session.get(f"{url}/models", headers=_authorization(key)) as reply:
             return str((await reply.json())["data"][0]["id"])
@@ -217,7 +221,7 @@ def _authorization(key: str) -> dict[str, str]:
 
 
 def _addressed(body: bytes, model: str) -> tuple[bytes, list[bytes]]:
-    """Return the body with the replicas' model name, and the digests of its messages."""
+    """Return the request body with the replicas' model name, and the digests of the request's messages."""
     fields = _fields(body)
     if fields is None:
         return body, []
@@ -227,7 +231,7 @@ def _addressed(body: bytes, model: str) -> tuple[bytes, list[bytes]]:
 
 
 def _parts(opening: msgspec.Raw | None) -> list[bytes]:
-    """Return the elements of a JSON list as bytes; a string or a list of token ids is one element."""
+    """Return the elements of a JSON list as bytes; a string or a list of token ids counts as one element."""
     if opening is None:
         return []
     written = bytes(opening)
@@ -237,7 +241,7 @@ def _parts(opening: msgspec.Raw | None) -> list[bytes]:
 
 
 def _fields(body: bytes) -> dict[str, msgspec.Raw] | None:
-    """Return the fields of a JSON object as bytes; None for other values, and for JSON that is nested too deep."""
+    """Return the fields of a JSON object, each as bytes; None for other values, and for JSON nested too deep."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
@@ -259,7 +263,7 @@ async def _first_bytes(reply: aiohttp.ClientResponse, version: str) -> bytes:
 
 
 def with_version(body: bytes, version: str) -> bytes:
-    """Return a JSON object with `model_version` added, unless it already names a version; others are unchanged."""
+    """Return a JSON object with `model_version` added; unchanged if it names a version, or is not an object."""
     fields = _fields(body)
     if fields is None or not VERSION_FIELDS.isdisjoint(fields):
         return body

@@ -1,4 +1,4 @@
-"""Runs the relay in a separate process, for its owner."""
+"""Runs the relay in a separate process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from agl_algo_verl.serving.relay import Backend
 
 PROGRAM = (sys.executable, "-m", "agl_algo_verl.serving.relay_program")
-"""The command that starts the process, without its arguments."""
+"""The command that starts the relay's process, without arguments."""
 
 STOP_S = DRAIN_S + 10.0
-"""Seconds within which the process must let calls end, and end itself."""
+"""Seconds that the relay's process has after `stop` to finish calls and exit."""
 
 
 class RelayProcess:
-    """Does the work of `ReplicaRelay` in another process; all methods belong to one event loop.
+    """Controls a `ReplicaRelay` in another process; all methods belong to one event loop.
 
     Args:
         home: Returns the server for calls while there are no replicas, and may start it.
@@ -39,7 +39,7 @@ class RelayProcess:
     Attributes:
         lost: Set while no replica can be reached and calls wait for others, and after a `failure`.
         calls: The number of answers of each replica, by URL, at the last `count`.
-        failures: The number of times that each replica could not be reached, likewise.
+        failures: The number of times that each replica could not be reached, by URL, at the last `count`.
         failure: The reason why the process is no longer restarted; None while it runs.
     """
 
@@ -85,14 +85,14 @@ class RelayProcess:
         return self._process.restarts
 
     async def start(self, listener: socket.socket) -> None:
-        """Answer calls that arrive at a listening socket, which is closed in the end.
+        """Start the process, which answers calls that arrive at the socket `listener`; `stop` closes it.
 
         Raises PolicyError with the process's last output if it does not start.
         """
         await self._process.start(listener)
 
     def use(self, backend: Backend | None) -> None:
-        """Send calls to these servers from now on, or to `home`; see `ReplicaRelay.use`."""
+        """Send calls to the servers `backend` from now on, or to `home` if None; see `ReplicaRelay.use`."""
         self._backend = backend
         if backend is not None and self.failure is None:
             self.lost.clear()
@@ -107,11 +107,11 @@ class RelayProcess:
         await self._process.ask(Order(kind="hold"))
 
     async def count(self) -> None:
-        """Update `calls` and `failures`."""
+        """Update `calls` and `failures` from the process."""
         await self._process.ask(Order(kind="count"))
 
     async def stop(self) -> None:
-        """Stop listening, after the calls in flight; held calls are refused. Idempotent."""
+        """Stop listening, and wait for the calls in flight; held calls are refused. Idempotent."""
         await self._process.stop(Order(kind="stop"), within_s=STOP_S)
         for job in tuple(self._jobs):
             job.cancel()

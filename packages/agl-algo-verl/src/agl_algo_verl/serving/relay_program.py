@@ -1,4 +1,4 @@
-"""The program of the relay's own process; `agl_algo_verl.serving.relay_process` sends its orders."""
+"""The program that the relay's process runs; `agl_algo_verl.serving.relay_process` sends it orders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Order(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A message of the owner: `use` other servers, `hold` calls, `count`, the server at `home`, `stop`.
+    """A message to the relay's process: `use` other servers, `hold` calls, `count`, the server at `home`, or `stop`.
 
     Attributes:
         use: Number of an order of the kind `use`; a `lost` message refers to it.
@@ -36,13 +36,13 @@ class Order(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Note(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A message of the relay: an order is `done`, a question for the server at `home`, or all replicas are `lost`.
+    """A message from the relay's process: an order is `done`, a question for `home`, or all replicas are `lost`.
 
     Attributes:
         calls: The number of answers of each replica since the process began, by URL.
-        failures: The number of times that each replica could not be reached, likewise.
+        failures: The number of times that each replica could not be reached since then, by URL.
         question: Number of the question for the server at `home`.
-        use: The order whose servers are lost.
+        use: Number of the `use` order whose servers are lost.
     """
 
     kind: Literal["done", "home", "lost"]
@@ -64,7 +64,7 @@ class RelayProgram:
         self._newest = 0  # number of the newest order to use servers
 
     async def run(self, listener: socket.socket) -> None:
-        """Answer calls until the owner sends `stop`."""
+        """Relay calls until the owner sends `stop`."""
         await self._relay.start(listener)
         self._owner.begin(self._read())
         await self._stopped.wait()
@@ -96,7 +96,7 @@ class RelayProgram:
         self._done(order)
 
     def _take(self, order: Order) -> None:
-        """Pass the server at `home` to the call that asked for it."""
+        """Give the answer to a question for `home` to the call that waits for it."""
         asked = self._asked.pop(order.question, None)
         if asked is None or asked.done():
             return
@@ -112,7 +112,7 @@ class RelayProgram:
         return await asked
 
     async def _tell_loss(self, use: int) -> None:
-        """Report that the replicas of an order are lost, unless a newer order has replaced them by then."""
+        """Report once the replicas of the order `use` are lost, unless a newer order has replaced them by then."""
         self._newest = use
         await self._relay.lost.wait()
         if self._newest == use:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 REMEMBERED = 65_536
-"""The number of calls whose replica is remembered."""
+"""The maximum number of calls for which the answering replica is remembered."""
 
 
 class Balance:
@@ -32,7 +32,7 @@ class Balance:
         self._urls: frozenset[str] = frozenset()
 
     def ranked(self, urls: Sequence[str], opening: Sequence[bytes]) -> list[str]:
-        """Return the URLs in the order in which to try them for a call.
+        """Return the replicas' URLs in the order in which to try them for a call.
 
         Args:
             urls: The current replicas, at least one.
@@ -50,7 +50,7 @@ class Balance:
         return ranked
 
     def answered(self, url: str, opening: Sequence[bytes]) -> None:
-        """Record that a replica has answered a call with these message digests."""
+        """Record that the replica at `url` has answered a call whose messages have these digests."""
         self._chosen[url] += 1
         for digest in opening[-1:]:
             self._readers[digest] = url

@@ -62,7 +62,7 @@ def check_rules(settings: VerlSettings, given: Mapping[str, Any], *, engine: Eng
 
 
 def _is_broken(rule: Mapping[str, Any], settings: VerlSettings, given: Mapping[str, Any]) -> bool:
-    """Return true if the settings are in none of the states that a rule needs, or in one that it forbids."""
+    """Return true if the settings are in none of the states that a rule needs, or in a state that it forbids."""
     needs: list[dict[str, Any]] = rule.get("needs", [{}] if "against" in rule else [])
     if rule.get("explicit") and any(key in given for state in needs for key in state):
         return False
@@ -73,7 +73,7 @@ def _is_broken(rule: Mapping[str, Any], settings: VerlSettings, given: Mapping[s
 
 
 def _value(settings: VerlSettings, name: str) -> Any:
-    """Return the value of a dotted key."""
+    """Return the value of the setting with a dotted name."""
     value: Any = settings
     for part in name.split("."):
         value = getattr(value, part)
@@ -81,14 +81,14 @@ def _value(settings: VerlSettings, name: str) -> Any:
 
 
 def _is(value: Any, expected: Any) -> bool:
-    """Return true if a value is the expected one, or one of several; booleans match any value that is on or off."""
+    """Return true if a value is the expected one, or one of several; true and false match whatever is on or off."""
     if isinstance(expected, bool):
         return bool(value) is expected
     return value in (cast("list[Any]", expected) if isinstance(expected, list) else [expected])
 
 
 def _matters(rule: Mapping[str, Any], value: Any) -> bool:
-    """Return true if a rule applies to this value; by default it applies to every value that switches something on."""
+    """Return true if a rule applies to a value; by default it does if the value switches something on."""
     if "values" in rule:
         return any(value is each or (value == each and type(value) is type(each)) for each in rule["values"])
     return bool(value) and value not in rule.get("but", ())
@@ -109,7 +109,9 @@ def _check_batches(settings: VerlSettings) -> None:
 
 
 def _check_updates(settings: VerlSettings) -> None:
-    """Raise ConfigError for a loss that needs several updates per step if there is one: in the first, pi is pi_old."""
+    """Raise ConfigError if the loss needs several updates per step and there is one: in a first update, pi is
+    pi_old.
+    """
     actor, tasks, choice = settings.actor, settings.data.train_batch_size, chosen_loss(settings)
     updates = actor.ppo_epochs * (tasks // (actor.ppo_mini_batch_size or tasks))
     # In bypass mode the old policy is the one that sampled the tokens, as the server computed it.
@@ -123,7 +125,7 @@ def _check_updates(settings: VerlSettings) -> None:
 
 
 def _check_estimator(settings: VerlSettings) -> None:
-    """Raise ConfigError for an estimator whose comparison is not possible."""
+    """Raise ConfigError for an estimator that cannot compare the step's rollouts as it has to."""
     if settings.has_critic:
         return
     found, algorithm = chosen_estimator(settings), settings.algorithm

@@ -30,43 +30,43 @@ MEGATRON_OVERRIDES = ("override_transformer_config", "override_ddp_config", "ove
 """Groups of VERL's Megatron engine that take Megatron's own arguments."""
 
 READ_BY_AGL = ("trainer.v1.", "reward.reward_kwargs.")
-"""Prefixes of keys that agl itself reads even on a cluster, where all other keys go to VERL."""
+"""Prefixes of the keys that agl itself reads on a cluster; all other keys go to VERL there."""
 
 Answer = tuple[Literal["used", "holds", "decided", "wrong"], str]
-"""The treatment of a key, and the note or reason for the user."""
+"""The treatment of a key, and the note or reason that the user sees."""
 
 
 @cache
 def key_tables() -> dict[str, Any]:
-    """Return the content of `keys.toml`."""
+    """Return the content of `keys.toml`, parsed."""
     return tomllib.loads((resources.files("agl_algo_verl.settings") / "keys.toml").read_text(encoding="utf-8"))
 
 
 def names_of(entry: Mapping[str, Any]) -> list[str]:
-    """Return the dotted names of an entry's keys."""
+    """Return the dotted names of all keys in an entry of `keys.toml`."""
     return [group + key for group in [f"{name}." for name in entry.get("below", ())] or [""] for key in entry["keys"]]
 
 
 def is_for(entry: Mapping[str, Any], engine: Engine) -> bool:
-    """Return true if an entry applies to an engine."""
+    """Return true if an entry of `keys.toml` applies to an engine."""
     engines = entry.get("engines", (engine,))
     return engine in engines or (engine != "inproc" and "ray" in engines)
 
 
 @cache
 def table(name: Literal["decided", "refused"], engine: Engine) -> dict[str, dict[str, Any]]:
-    """Return a table's entries for an engine, by the names of their keys."""
+    """Return the entries for an engine in a table of `keys.toml`, by key name."""
     return {key: entry for entry in key_tables()[name] if is_for(entry, engine) for key in names_of(entry)}
 
 
 def covering(keys: Mapping[str, Any], name: str) -> str:
-    """Return the key that equals `name`, or else the closest group above it; `""` if there is none."""
+    """Return the key in `keys` that equals `name`, else the closest group above it; `""` if there is neither."""
     parts = name.split(".")
     return next((key for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in keys), "")
 
 
 def classify(name: str, value: Any, *, engine: Engine, shape: type[msgspec.Struct]) -> Answer:
-    """Return the treatment of a key with a value; `shape` has the keys that agl itself reads."""
+    """Return the treatment of a key with this value; `shape` has the keys that agl itself reads."""
     is_own = has(shape, tuple(name.split(".")))
     unusable: str = key_tables()["values"].get(name, {}).get(value if isinstance(value, str) else "", "")
     used: Answer = ("wrong", f"{name} = {value!r}: {unusable}") if unusable else ("used", "")
@@ -132,7 +132,7 @@ def verl_keys(engine: Engine = "fsdp2") -> frozenset[str]:
 
 
 def is_verl_key(name: str, engine: Engine = "fsdp2") -> bool:
-    """Return true if VERL has this key with an engine, or accepts any key in its group."""
+    """Return true if VERL has this key with an engine, or accepts any key in the key's group."""
     known = verl_keys(engine)
     # Keys whose value is a mapping with keys of the user's choice.
     ends = ("_kwargs", "override_config", "engine_kwargs.vllm", *MEGATRON_OVERRIDES)
@@ -150,7 +150,7 @@ def leaves(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys with dotted names as a nested configuration."""
+    """Return a nested configuration made of keys with dotted names."""
     found: dict[str, Any] = {}
     for name, value in keys.items():
         *groups, last = name.split(".")
@@ -162,7 +162,7 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _every(content: Any, before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every key of nested mappings, including keys with mappings below them."""
+    """Yield the path of every key in nested mappings, groups included."""
     if isinstance(content, dict):
         for name, value in cast("dict[Any, Any]", content).items():
             yield (*before, str(name))
@@ -170,7 +170,7 @@ def _every(content: Any, before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def has(shape: type[msgspec.Struct], path: tuple[str, ...]) -> bool:
-    """Return true if a struct has a key at `path` with no keys below it."""
+    """Return true if a struct has a value, and not a group, at `path`."""
     return ".".join(path) in _paths(shape, is_lowest=True)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def with_packing(
     settings: VerlSettings, *, has_gpu: bool, has_kernels: bool | None = None
 ) -> tuple[VerlSettings, list[str]]:
-    """Return the settings with `use_remove_padding` decided if it was left open, and the notes about it.
+    """Return the settings with `use_remove_padding` decided if it was left open, and notes on the decision.
 
     Args:
         settings: VERL's configuration.

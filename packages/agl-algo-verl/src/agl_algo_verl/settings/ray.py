@@ -93,7 +93,7 @@ class RaySettings:
 
 
 def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
-    """Return the settings in VERL's nested keys.
+    """Return the settings from a configuration nested like VERL's.
 
     Raises ConfigError for keys that are unknown or would be ignored, all in one message, and for combinations that
     cannot train.
@@ -122,7 +122,7 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
 
 
 def _unserved(given: Mapping[str, Any]) -> list[str]:
-    """Return a note for every key that the replica for machines without a GPU does not read."""
+    """Return a note for each key that has no effect with the replica for machines without a GPU."""
     if given.get(ROLLOUT) != CPU:
         return []
     unread = dict.fromkeys(names_of(key_tables()["for_gpu_servers"]))
@@ -130,7 +130,7 @@ def _unserved(given: Mapping[str, Any]) -> list[str]:
 
 
 def _check_cluster(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a server that does not exist, or an impossible size of the cluster."""
+    """Raise ConfigError for an unknown kind of replica, or an impossible size of the cluster."""
     if given.get(ROLLOUT) not in ROLLOUTS:
         raise ConfigError(
             f'{ROLLOUT} is {given.get(ROLLOUT)!r}, and engine = "ray" serves with one of {", ".join(ROLLOUTS)}. '
@@ -182,7 +182,7 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
 
 
 def _has(module: str) -> bool:
-    """Return true if a module inside a package can be imported."""
+    """Return true if a module inside a package exists; imports nothing but its package."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # its package is absent
@@ -209,7 +209,7 @@ def _check_address(address: str) -> None:
 
 
 def _how(server: str) -> str:
-    """Return installation instructions for a server."""
+    """Return how to install a server, as the end of a sentence."""
     if server == "vllm":
         return f"it with: {pip_install('agl-algo-verl[vllm]')}"
     return "sglang 0.5.12 as VERL's documentation says (pip cannot: the extra of VERL 0.9.1 contradicts itself)"

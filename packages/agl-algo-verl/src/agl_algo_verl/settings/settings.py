@@ -170,7 +170,7 @@ class ActorKeys(Settings, frozen=True, kw_only=True):
     fsdp_config: FsdpKeys = FsdpKeys()
 
     def number(self, name: str) -> Any:
-        """Return the value of a dotted key; a ratio bound that is not set is `clip_ratio`, whatever VERL's default."""
+        """Return the value of the key with a dotted name; a ratio bound that is not set equals `clip_ratio`."""
         value: Any = self
         for part in name.split("."):
             value = getattr(value, part)
@@ -189,7 +189,7 @@ class ModelKeys(Settings, frozen=True, kw_only=True):
 
 
 class RolloutKeys(Settings, frozen=True, kw_only=True):
-    """Collecting. Differs: `n` is 8; with VERL's 1 there would be nothing to compare."""
+    """Collecting rollouts. Differs: `n` is 8, because with VERL's 1 there would be nothing to compare."""
 
     n: Count = 8  # rollouts of a task, which are a group
 
@@ -223,13 +223,13 @@ class CriticKeys(Settings, frozen=True, kw_only=True):
 
 
 class ColocateAsyncKeys(Settings, frozen=True, kw_only=True):
-    """Collecting ahead."""
+    """Rollouts that are collected ahead of their step."""
 
     num_warmup_batches: Count = 1  # batches of groups asked for ahead of the step that trains them
 
 
 class SamplerKeys(Settings, frozen=True, kw_only=True):
-    """The age of groups, in versions of the policy."""
+    """The maximum age of groups, in versions of the policy, and the treatment of older ones."""
 
     max_off_policy_threshold: int = 8  # versions that a group may span
     max_off_policy_strategy: Literal["drop", "wait"] = "drop"  # instead of a group that would span more
@@ -311,12 +311,12 @@ class VerlSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def has_critic(self) -> bool:
-        """True if advantages come from a critic's values."""
+        """True if the advantages are computed from a critic's values."""
         return self.algorithm.adv_estimator == "gae"
 
     @property
     def actor(self) -> ActorKeys:
-        """The keys of the policy's training."""
+        """The keys for training the policy."""
         return self.actor_rollout_ref.actor
 
     @property
@@ -345,7 +345,7 @@ class VerlSettings(Settings, frozen=True, kw_only=True):
         return self.actor.use_dynamic_bsz or not self.actor.ppo_micro_batch_size_per_gpu
 
     def steps(self, tasks: int) -> int:
-        """Return the number of steps of the whole run for a number of training tasks.
+        """Return the number of steps of the whole run, for a number of training tasks.
 
         A batch may span two epochs, so no task is left out, except tasks at the very end that do not fill a batch.
         """
@@ -355,7 +355,7 @@ class VerlSettings(Settings, frozen=True, kw_only=True):
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[VerlSettings, list[str]]:
-    """Return the settings in VERL's nested keys, and a note for the user on every key that the experiment overrules.
+    """Return the settings, from a configuration nested like VERL's, and a note on every overruled key.
 
     If `loss_agg_mode` is not set, it is the one that the loss requests. Raises ConfigError for keys that are unknown or
     would be ignored, and for combinations that cannot train.

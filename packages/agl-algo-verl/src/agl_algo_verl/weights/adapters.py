@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 MERGED = "merged"
-"""The directory of merged weights in an algorithm's work folder."""
+"""Name of the directory, in an algorithm's work folder, for merged weights."""
 
 
 def adapter_of(module: Any, *, base: str, whole: Callable[[Any], Tensor]) -> HeldAdapter:
-    """Return a copy of the adapter of a peft model that was opened from `base`.
+    """Return a copy of the adapter of a peft model that was loaded from `base`.
 
-    `whole` returns the full tensor on the CPU, given the part that this rank has.
+    `whole` returns the full tensor on the CPU for the part of it that this rank has.
     """
     parts = {name: whole(tensor).clone() for name, tensor in module.state_dict().items() if ".lora_" in name}
     # Without the last argument peft would look the base model up on the hub.
@@ -53,7 +53,7 @@ def write_adapter(directory: Path, module: Any, adapter: HeldAdapter) -> None:
 
 
 def whole_weights(weights: Weights, *, workdir: Path) -> Weights:
-    """Return weights that can be trained in full: an adapter is merged into its base, once, below `workdir`.
+    """Return weights that can be trained in full: an adapter is merged into its base, once, in a folder of `workdir`.
 
     The sum is computed and stored in float32, because a base in bfloat16 would round away what the adapter has learned.
     Raises ConfigError if the adapter or its base cannot be read. Blocks.
@@ -88,13 +88,15 @@ async def prune_merged(context: AlgorithmContext, *, name: str, used: Collection
 
 
 def _spare(unused: dict[str, Path], place: str) -> None:
-    """Remove from `unused` the directories that contain `place`, by name, because the work folder may have aliases."""
+    """Remove from `unused` every directory in the path `place`; compared by name, as the work folder may have
+    aliases.
+    """
     for part in Path(place).parts:
         unused.pop(part, None)
 
 
 def _described(module: Any, *, base: str) -> Any:
-    """Return peft's configuration of a module's adapter, with its base's name and in inference mode."""
+    """Return peft's configuration of a module's adapter, with the name of the base and in inference mode."""
     found = copy.copy(module.peft_config["default"])
     found.base_model_name_or_path, found.inference_mode = base, True
     return found
@@ -121,7 +123,7 @@ def _merge(weights: Weights, directory: Path) -> None:
 
 
 def tuned_policy(context: AlgorithmContext) -> tuple[str, Weights]:
-    """Return the name of the one policy that is tuned, and its weights.
+    """Return the name and the weights of the only policy that is tuned.
 
     Raises ConfigError for several policies, for weights that cannot be trained from here, and if there are no tasks.
     """
@@ -137,7 +139,7 @@ def tuned_policy(context: AlgorithmContext) -> tuple[str, Weights]:
 
 
 def own_weights(resource: Any, *, name: str) -> Weights:
-    """Return a policy's weights; raises ConfigError if they cannot be trained from here."""
+    """Return the resource as weights; raises ConfigError if it is of another kind, which cannot be trained here."""
     if not isinstance(resource, Weights):
         raise ConfigError(
             f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "

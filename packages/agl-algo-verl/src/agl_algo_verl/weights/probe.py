@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TEXT = 'Water boils at 100 degrees, and 12 + 30 is 42. {"name": "probe"} is an object in JSON.'
 MOST_TOKENS, FEWEST_TOKENS = 48, 8
-"""Length of the probe in tokens: one pass must be cheap, and very few tokens could agree by chance."""
+"""Maximum and minimum length of the probe in tokens: one pass must be cheap, and a few tokens could agree by chance."""
 
 
 def put_probe(folder: Path, tokenizer: Any, score: Callable[[Sequence[int]], Sequence[float]]) -> None:

@@ -23,10 +23,10 @@ _LOG = logging.getLogger("agl.audit")
 _OWN_LOG = logging.getLogger(__name__)
 
 _SHOWN = 20
-"""The most object names that a line lists; ``count`` gives the total."""
+"""The maximum number of object names in an audit line; ``count`` gives the total."""
 
 _TEXT = 300
-"""The most characters of an error that a line quotes."""
+"""The maximum number of characters of an error message in an audit line."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -58,7 +58,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Deed(msgspec.Struct, frozen=True, kw_only=True):
-    """A privileged action and its objects, before it becomes a :class:`Line`."""
+    """A privileged action and the objects it affects. :meth:`Audit.write` makes an audit :class:`Line` from it."""
 
     action: str
     objects: Sequence[str] = ()
@@ -77,7 +77,9 @@ class Audit:
 
     @contextmanager
     def of(self, deed: Deed | None, *, claim: AttemptToken, request: web.BaseRequest) -> Generator[None]:
-        """Write an action's line when the block ends or raises an :class:`AglError`; ``None`` writes no line."""
+        """Write the audit line of ``deed`` when the block ends or raises an :class:`AglError`; ``None`` writes no
+        line.
+        """
         try:
             yield
         except AglError as error:
@@ -90,7 +92,7 @@ class Audit:
     def write(
         self, deed: Deed, *, claim: AttemptToken, request: web.BaseRequest, error: Exception | None = None
     ) -> None:
-        """Write the line of one action, as failed if there is an ``error``."""
+        """Write the audit line of a privileged action; with ``error``, the line's result is ``failed``."""
         line = Line(
             time=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             scope=claim.scope,
@@ -109,7 +111,7 @@ class Audit:
             self._append(self._path, text + b"\n")
 
     def _append(self, path: Path, line: bytes) -> None:
-        """Append a line in one write. The file is opened for each line, so it can be moved away."""
+        """Append a line to the audit log in one write. The file is opened for each line, so it can be moved away."""
         try:
             handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
@@ -147,6 +149,6 @@ def deed_of(name: str, params: dict[str, Any]) -> Deed | None:
 
 
 def _only(names: Any) -> str:
-    """Return the name if all names are equal; ``""`` if they differ or there are no names."""
+    """Return the common name if all names are equal; ``""`` if they differ or there are no names."""
     found = set(names)
     return found.pop() if len(found) == 1 else ""

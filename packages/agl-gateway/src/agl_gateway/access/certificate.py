@@ -16,7 +16,7 @@ from agl_gateway.settings import EmbeddedSettings
 _log = logging.getLogger(__name__)
 
 LOOK_S = 10.0
-"""Seconds between two checks of the files for changes."""
+"""Seconds between two checks whether the certificate's files have changed."""
 
 
 class Certificate:
@@ -43,13 +43,13 @@ class Certificate:
             ) from error
 
     async def watch(self) -> None:
-        """Reload the files whenever they have changed, until the task is cancelled."""
+        """Reload the certificate's files whenever they change, until the task is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """Reload the files if they have changed; if the new certificate and key do not match, the old ones stay."""
+        """Reload the certificate's files if they have changed; if the new ones cannot be used, the old ones stay."""
         state = self._state()
         if state == self._seen:
             return
@@ -75,7 +75,11 @@ class Certificate:
 
 
 def certificate_of(settings: EmbeddedSettings) -> Certificate | None:
-    """Return the certificate that the settings name, or ``None`` if they name none; raises :class:`ConfigError`."""
+    """Return the TLS certificate that the settings name; ``None`` if they name none.
+
+    Raises:
+        ConfigError: The files cannot be used, or the settings name a key without a certificate.
+    """
     cert, key = settings.tls_cert, settings.tls_key
     if key and not cert:
         raise ConfigError(

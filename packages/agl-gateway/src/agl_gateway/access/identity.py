@@ -113,7 +113,7 @@ class Identities:
         return None
 
     def _look(self) -> None:
-        """Empty the cache of verified tokens if any key has changed."""
+        """Empty the cache of verified tokens if any signing, admin or client key has changed since the last check."""
         self._look_at = time.monotonic() + _LOOK_S
         found = (self._tokens.changes(), *(keys() for keys in self._keys.values()))
         if found != self._seen:
@@ -121,7 +121,11 @@ class Identities:
         self._seen = found
 
     def _refusal(self, key: str, error: TokenError) -> Problem:
-        """Return the 401 for an invalid key; logs the first placeholder, because few agents show an answer's body."""
+        """Return the 401 for an invalid API key.
+
+        The first request with the placeholder key is also logged, because few agents show the body of an error
+        response.
+        """
         if key != PLACEHOLDER_KEY:
             is_foreign = not key.startswith("agl_")
             return Problem(401, f"{error} {_FROM_PYTHON}" if is_foreign else str(error), code="invalid_api_key")
@@ -132,7 +136,7 @@ class Identities:
 
 
 def _keys_of(given: str | Keys) -> Keys:
-    """Return ``given`` if it already is a function, else a function that always returns the given keys."""
+    """Return ``given`` if it is a function already; else a function that always returns ``given`` as bytes."""
     if callable(given):
         return given
     fixed = given.encode()
@@ -184,11 +188,13 @@ class RunningAttempts:
         )
 
     async def runs(self, rollout_id: str, attempt_id: str) -> bool:
-        """Return true if the attempt runs or the store does not answer."""
+        """Return true if the attempt is running, or if the store does not answer."""
         return await self._status(rollout_id, attempt_id) == "running"
 
     async def _status(self, rollout_id: str, attempt_id: str) -> str:
-        """Return the status of an attempt; ``""`` if the store does not know it."""
+        """Return an attempt's status: ``""`` if the store does not know it, ``running`` if the store does not
+        answer.
+        """
         if attempt_id in self._running.get(rollout_id, ()):
             return "running"
         try:
@@ -203,20 +209,22 @@ class RunningAttempts:
         return status
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Forget the attempts of changed rollouts; the next call asks the store again."""
+        """Drop the rollouts in ``changes`` from the cache, so that the next call reads their attempts from the
+        store.
+        """
         for change in changes:
             if change.kind == "rollout":
                 self._running.pop(change.key, None)
 
     def forget(self) -> None:
-        """Forget all attempts; the next calls ask the store again."""
+        """Empty the cache of running attempts, so that the next calls read their attempts from the store."""
         self._running.clear()
 
 
 T = TypeVar("T")
 
 _MAX_BODY = 64 * 1024
-"""The largest JSON body, in bytes, of the gateway's own endpoints."""
+"""The maximum size, in bytes, of a JSON request body at the gateway's own endpoints."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -30,7 +30,7 @@ Kind = Literal["calls", "spans"]
 
 @dataclass(kw_only=True)
 class _Attempt:
-    """The limits of one attempt: the counts up to which this process need not ask the others."""
+    """How many calls and spans of one attempt this process may count before it has to ask the other processes."""
 
     allowed: dict[str, int] = field(default_factory=dict[str, int])
     is_recorded: bool = False
@@ -60,10 +60,12 @@ class Quotas:
         own["calls"] += 1
 
     async def add_spans(self, claim: AttemptToken, count: int) -> None:
-        """Count spans that an attempt's own token appends; raises a 403 :class:`Problem` beyond the limit and counts
-        none.
+        """Count ``count`` spans that an attempt's own token appends.
 
         The admin token has no limit. Workers' tokens do not reach this method.
+
+        Raises:
+            Problem: 403 if the spans would exceed the limit; then no span is counted.
         """
         if claim.scope == "admin":
             return
@@ -74,7 +76,10 @@ class Quotas:
         own["spans"] += count
 
     async def _over(self, claim: AttemptToken, kind: Kind, wanted: int) -> int | None:
-        """Return all processes' total if ``wanted`` calls or spans by this one exceed the limit; else ``None``."""
+        """Check whether ``wanted`` calls or spans in this process would exceed the attempt's limit.
+
+        Returns the total over all processes if it exceeds the limit, else ``None``.
+        """
         attempt, limit, processes = (
             self._attempts.touched(claim.attempt_id, _Attempt),
             self._limits[kind],

@@ -59,7 +59,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IssuedToken(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to ``POST /worker-tokens``: the token, and the Unix time in seconds at which it expires."""
+    """The response of ``POST /worker-tokens``: the token, and its expiry as a Unix time in seconds."""
 
     token: str
     expires_at: float
@@ -73,7 +73,7 @@ class TokensApi:
     tokens: AttemptTokens
 
     async def make(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer with a new token."""
+        """Make a worker's token and send it as the response."""
         claim = self.admission.caller(request, "admin", what="making a worker's token")
         form = '{"experiment": "...", "valid_s": SECONDS, "name": "..."}'
         asked = await self.admission.read(request, TokenRequest, form=form)

@@ -62,7 +62,7 @@ _MIN_FREE, _WARN_FREE = 64 << 20, 1 << 30
 _UNREACHABLE = "start it, or correct the address; look at firewalls between this machine and it"
 _LOCAL = ("localhost", "")
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""The address to connect to for a server that listens on all addresses."""
+"""Maps the address of a server that listens on all addresses to the loopback address to connect to."""
 
 _GUESSED = ("secret", "password", "changeme", "change-me", "default", "example", "test", "your-own", "xxxx")
 
@@ -95,7 +95,7 @@ def _wrong(check: str, text: str, advice: str = "") -> Finding:
 
 
 def _judged(check: str, is_ok: bool, text: str, advice: str = "", *, otherwise: State = "wrong") -> Finding:
-    """Return a finding that is ok, or one with the state ``otherwise`` and the advice."""
+    """Return an ``ok`` finding if ``is_ok``, else a finding with the state ``otherwise`` and the advice."""
     return _ok(check, text) if is_ok else Finding(check=check, state=otherwise, text=text, advice=advice)
 
 
@@ -104,14 +104,14 @@ class Patient:
     """A deployment to examine.
 
     Attributes:
-        store_url: The URL of its store; ``""`` for none.
-        gateway_url: The gateway to ask; ``""`` for none.
+        store_url: The URL of the deployment's store; ``""`` for none.
+        gateway_url: The URL of the gateway to check; ``""`` for none.
         token: The token in the URL of a served store; ``""`` for the environment's token.
         ca: The file of authorities that signed the gateway's certificate; ``""`` for the file in ``AGL_CA_FILE``, else
             the system's authorities.
         spool: The folder of the spools on this machine.
         ports: Addresses on which parts of the deployment listen or will listen.
-        keys: Environment variables that its experiment names.
+        keys: Environment variables that the deployment's experiment names.
     """
 
     store_url: str = ""
@@ -124,7 +124,7 @@ class Patient:
 
 
 def patient_of(target: str) -> Patient:
-    """Return the deployment of an experiment's file or a URL; ``""`` stands for the only store here.
+    """Return the deployment that an experiment file or a URL describes; ``""`` selects the only store on this machine.
 
     Raises:
         ConfigError: The experiment's file cannot be read, or the store does not exist.
@@ -135,7 +135,7 @@ def patient_of(target: str) -> Patient:
 
 
 async def examine(patient: Patient, manager: PluginManager) -> list[Finding]:
-    """Run every check, whatever the others find."""
+    """Run every check and return all findings; a failed check does not stop the others."""
     found = [
         *versions(manager),
         *secrets(patient.keys),
@@ -156,7 +156,7 @@ async def examine(patient: Patient, manager: PluginManager) -> list[Finding]:
 
 
 def versions(manager: PluginManager) -> Iterator[Finding]:
-    """Compare the versions of all installed parts, and name the plugins that do not load."""
+    """Check that all installed ``agl-*`` packages have the same version, and report the plugins that do not load."""
     installed = {found.name: found.version for found in distributions() if found.name.startswith("agl-")}
     counts = sorted(set(installed.values()))
     if len(counts) == 1:
@@ -193,7 +193,7 @@ def secrets(keys: Sequence[str]) -> Iterator[Finding]:
 
 
 def ports(addresses: Iterable[tuple[str, int]]) -> Iterator[Finding]:
-    """Report for each address if something listens there."""
+    """Report for each address whether something listens there."""
     for host, port in addresses:
         check = f"port {host}:{port}"
         try:
@@ -244,7 +244,7 @@ def transport(*urls: str) -> Iterator[Finding]:
 
 
 async def _gateway(url: str, ca: str, *, token: str) -> AsyncIterator[Finding]:
-    """Check a gateway's token, clock, version and health, with the URL's token or this machine's own."""
+    """Check a gateway's token, clock, version and health, with ``token`` or else this machine's own."""
     check = f"gateway {url}"
     try:
         token = token or _own_token()
@@ -300,7 +300,7 @@ async def _answers(store: Store, check: str) -> AsyncIterator[Finding]:
 
 
 async def _writes(store: Store, check: str) -> AsyncIterator[Finding]:
-    """Write a value and read it back, compare the clocks, and remove what was written."""
+    """Write a value to the store, read it back and delete it; report the time taken and the clocks' difference."""
     name = f"agl-doctor-{new_trace_id()[:12]}"
     key = f"gateway/{name}"
     took = await _timed(lambda: store.save_state({key: b"written"}))
@@ -318,7 +318,7 @@ async def _writes(store: Store, check: str) -> AsyncIterator[Finding]:
 
 
 async def _gateways(store: Store, check: str) -> AsyncIterator[Finding]:
-    """Report the gateways that serve the store, and those that are gone with calls left in their spools."""
+    """Report the gateways of a store, and those that are gone and left calls in their spools."""
     del check
     found = await gateways_of(store, now=time.time())
     for gone in (each for each in found if each.is_gone):
@@ -334,7 +334,7 @@ async def _gateways(store: Store, check: str) -> AsyncIterator[Finding]:
 
 
 async def forget_gone(store: Store) -> int:
-    """Remove the gateways that are gone from the store's list; returns their number."""
+    """Remove the gateways that are gone from the store's list; returns how many were removed."""
     gone = [each.member for each in await gateways_of(store, now=time.time()) if each.is_gone]
     await store.withdraw(GATEWAYS, gone)
     return len(gone)
@@ -361,7 +361,7 @@ def _of_experiment(config: ExperimentConfig, folder: Path) -> Patient:
 
 
 def _of_store(url: str) -> Patient:
-    """Return the deployment of a store; the URL of a served store also gives its gateway."""
+    """Return the deployment of a store; if the store is served over HTTP, its URL is also the gateway's."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         return Patient(store_url=url)
@@ -393,7 +393,7 @@ def _admin_tokens() -> list[bytes]:
 
 
 def _strengths(check: str, keys: Sequence[bytes], *, where: str) -> Iterator[Finding]:
-    """Check the strength of each key; if there are several, each is named by its line."""
+    """Check the strength of each key; with several keys, each finding gives the key's line number."""
     for number, key in enumerate(keys, 1):
         name = f"{check} of line {number}" if len(keys) > 1 else check
         yield _strength(name, key.decode("utf-8", "replace"), where=where)

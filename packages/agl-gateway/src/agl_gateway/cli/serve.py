@@ -47,7 +47,7 @@ _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "f
 
 
 def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
-    """Return a setting's command-line option; its default and help text are those of the gateway's settings."""
+    """Return the command-line option of a gateway setting, with the setting's own default and description."""
     name = name or flag.removeprefix("--").replace("-", "_")
     default = given.pop("default", _DEFAULTS[name])
     is_shown = default not in ("", (), None, False, 0)
@@ -190,7 +190,7 @@ def _supervised(run: Callable[[Place], Coroutine[Any, Any, None]], workers: int,
 
 
 def _stopping(place: Place | None) -> asyncio.Event:
-    """Return an event that is set by a signal or, in one of several processes, by the end of the parent process."""
+    """Return an event that a signal sets, or, with several gateway processes, the end of the parent process."""
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         try:
@@ -203,7 +203,10 @@ def _stopping(place: Place | None) -> asyncio.Event:
 
 
 async def wait_for_store(store: Store, shown: str, stopping: asyncio.Event) -> bool:
-    """Return true once the store answers, false if ``stopping`` is set first; reports twice a minute that it waits."""
+    """Wait until the store answers, and return true; return false if ``stopping`` is set first.
+
+    While the store does not answer, a message says so twice a minute.
+    """
     said_at = float("-inf")
     while not stopping.is_set():
         try:
@@ -249,10 +252,11 @@ def parse_upstream(text: str) -> Upstream:
 
 
 def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
-    """Return the admin token, from the environment or from a file that only this user can read, and the source's name.
+    """Return the admin token and the name of its source.
 
-    A missing file is created. An existing file is not changed, so clients survive a restart. A file may hold several
-    tokens, one per line, and is read again when it changes.
+    The token comes from the environment, or from a file that only this user can read. A missing file is created. An
+    existing file is not changed, so clients survive a restart. A file may hold several tokens, one per line, and is
+    read again when it changes.
     """
     if given := os.environ.get(ADMIN_ENV, ""):
         return given, f"the environment variable {ADMIN_ENV}"
@@ -273,7 +277,7 @@ def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
 
 
 def client_key_of() -> str | Keys:
-    """Return the conversation clients' keys, from the environment or the file it names; ``""`` if neither is set."""
+    """Return the keys of conversation clients, from ``AGL_CLIENT_TOKEN`` or its file; ``""`` if neither is set."""
     key = os.environ.get(_CLIENT_ENV, "")
     if key and len(key) < _MIN_KEY:
         raise ConfigError(f"{_CLIENT_ENV} has {len(key)} characters; set it to {_MIN_KEY} or more random ones")
@@ -308,7 +312,7 @@ async def _serve(
 
 
 async def _wait(stopping: asyncio.Event) -> None:
-    """Wait for the event in short intervals: Windows delivers signals only between wake-ups."""
+    """Wait for the event, but at most one short interval: Windows delivers signals only between wake-ups."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_WAKE_S):
             await stopping.wait()

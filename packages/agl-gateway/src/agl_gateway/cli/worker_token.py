@@ -54,7 +54,7 @@ def worker_token(experiment: str, valid_s: float, name: str, url: str | None, ou
 
 
 def _put(token: str, output: Path | None) -> None:
-    """Print the token, or replace the file in one operation, so that no worker reads half of it."""
+    """Print the token, or write it to ``output`` in one atomic replacement, so that no worker reads a partial token."""
     if output is None:
         click.echo(token)
         return

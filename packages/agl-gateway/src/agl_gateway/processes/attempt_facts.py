@@ -1,8 +1,8 @@
 """Counts the requests, calls and spans of an attempt across the processes and gateways that answer its calls.
 
-Behind a balancer, or with several processes, each process sees only a part of an attempt's calls. Three things need all
-of them: the id of a request that a client repeats, the position of a call among the calls with the same opening (which
-determines its seed), and the attempt's limits. A single process asks nobody.
+Behind a balancer, or with several processes, each process sees only a part of an attempt's calls. Three things need the
+calls of all processes: the id of a request that a client repeats, the position of a call among the calls with the same
+opening (which determines its seed), and the attempt's limits. A single process asks no other.
 
 A killed process loses its counts. A restart of the whole gateway loses the counts of all its processes.
 """
@@ -48,7 +48,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a :class:`Question`; only the fields that were asked for are set.
+    """The answer to a :class:`Question`; only the fields that the question asks for are set.
 
     ``at`` is the time of the request, in Unix seconds.
     """
@@ -79,7 +79,7 @@ class RequestIds:
     _recent: Recent[RequestKey, tuple[float, str]] = field(default_factory=lambda: Recent(_REMEMBERED))
 
     def of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
-        """Return the request's id and the client's retry count."""
+        """Return the id of a request, the same for all its retries, and the client's retry count."""
         retries = _count(headers.get("x-stainless-retry-count", "0"))
         if given := headers.get("x-agl-request-id", ""):
             return given[:128], retries
@@ -91,17 +91,17 @@ class RequestIds:
         return request_id, retries
 
     def retry_of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> RequestKey | None:
-        """Return the key of a repeated request that another process may have got first; ``None`` for any other."""
+        """Return the key of a retry whose first try another process may have received; else ``None``."""
         if headers.get("x-stainless-retry-count", "0") == "0" or headers.get("x-agl-request-id", ""):
             return None
         return _key(attempt_id, body)
 
     def known(self, key: RequestKey) -> tuple[float, str]:
-        """Return the time (Unix seconds) and id of the newest request with this key; ``(0.0, "")`` if there is none."""
+        """Return the time (Unix seconds) and the id of the newest request with ``key``; ``(0.0, "")`` without one."""
         return self._recent.get(key, (0.0, ""))
 
     def learn(self, key: RequestKey, at: float, request_id: str) -> None:
-        """Store the id of a request that arrived at ``at``, in Unix seconds."""
+        """Remember the id of a request that arrived at ``at``, in Unix seconds."""
         self._recent[key] = (at, request_id)
 
 
@@ -114,8 +114,9 @@ def _count(text: str) -> int:
 
 
 class AttemptFacts:
-    """The counts and request ids of attempts: this process's own, and the answers of the others. Used in one event loop
-    only.
+    """Counts the calls and spans of attempts and knows their request ids, across all processes and gateways.
+
+    Used in one event loop only.
 
     Attributes:
         requests: Ids of the requests that this process received.
@@ -134,11 +135,11 @@ class AttemptFacts:
         return self._siblings.count
 
     def usage(self, attempt_id: str) -> "Counter[str]":
-        """Return this process's counter of an attempt, to read and to increment: ``calls`` and ``spans``."""
+        """Return this process's counter of the attempt's ``calls`` and ``spans``; the caller may increment it."""
         return self._usage.touched(attempt_id, Counter)
 
     async def find_request(self, key: RequestKey) -> None:
-        """Learn the id of a repeated request from the process or gateway that received its newest copy."""
+        """Ask the other processes and gateways for the id of a repeated request, and remember the newest one."""
         question = Question(asks="request", attempt_id=key.attempt_id, digest=key.digest, size=key.size)
         replies = [await self._ask_siblings(question)]
         replies += [await self._ask_gateway(peer, question) for peer in await self._peers.gateways()]
@@ -147,7 +148,10 @@ class AttemptFacts:
             self.requests.learn(key, newest.at, newest.request_id)
 
     async def position(self, attempt_id: str, opening: bytes) -> int:
-        """Return the position of the attempt's next call with this opening; one process counts for all."""
+        """Return the position of the attempt's next call among its calls with this opening.
+
+        One process of one gateway counts the positions for all.
+        """
         question = Question(asks="position", attempt_id=attempt_id, digest=opening.hex())
         gateways = {peer.group: peer for peer in await self._peers.gateways()}
         keeper = max((self._peers.own_id, *gateways), key=lambda group: _rank(attempt_id, group))
@@ -158,7 +162,7 @@ class AttemptFacts:
         return (await self._position_here(question)).position
 
     async def others(self, attempt_id: str) -> Reply:
-        """Return the calls and spans of an attempt, as counted by the gateway's other processes."""
+        """Return the numbers of the attempt's calls and spans that the gateway's other processes have counted."""
         return await self._ask_siblings(Question(asks="counts", attempt_id=attempt_id))
 
     async def answer(self, question: Question, *, is_for_all: bool) -> Reply:
@@ -193,7 +197,7 @@ class AttemptFacts:
         return self._own_position(question)
 
     async def _ask_siblings(self, question: Question) -> Reply:
-        """Ask all other processes of this gateway, and combine their answers."""
+        """Ask all other processes of this gateway, and combine their replies into one."""
         answers = await self._siblings.ask_all(PATH, msgspec.to_builtins(question))
         return _together([msgspec.convert(answer, Reply) for answer in answers.values()])
 
@@ -221,7 +225,7 @@ class AttemptFactsApi:
 
 
 def _together(replies: Sequence[Reply]) -> Reply:
-    """Combine several answers: the sums of their counts, and the newest request among them."""
+    """Combine several replies into one, with the sums of their counts and the newest of their requests."""
     newest = max(replies, key=lambda each: each.at, default=Reply())
     return Reply(
         request_id=newest.request_id,

@@ -29,7 +29,10 @@ from agl_run.access import Secret
 
 
 class GateState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The state of a policy's calls: held or not, and their version and model; ``""`` keeps the value of the start."""
+    """The state of one policy's calls: whether they are held, and their model version and model name.
+
+    ``""`` keeps the version or name that the upstream had at the start.
+    """
 
     is_paused: bool = False
     model_version: str = ""
@@ -37,11 +40,11 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The data that a process needs to start serving.
+    """The data that a gateway process needs to start serving.
 
     Attributes:
         plugins: Environment variables that make the process load the same plugins.
-        keys: Keys of attempt tokens, one per line.
+        keys: Signing keys of attempt tokens, one per line.
         gates: State of each policy, so that a restarted process continues with it.
     """
 
@@ -54,13 +57,15 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Order(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A message of the owner: ``begin``, ``pause`` or ``resume`` a policy, ``settle`` an attempt, ``beat``, ``stop``.
+    """A message to the gateway's process from the process that started it.
+
+    The kinds are ``begin``, ``pause`` or ``resume`` a policy, ``settle`` an attempt, ``beat`` and ``stop``.
 
     Attributes:
         name: The policy, or the attempt's id.
         drain_s: Seconds for which a pause waits for calls in flight.
         gate: The version and model of calls after ``resume``.
-        keys: Keys of attempt tokens, with ``beat``.
+        keys: Signing keys of attempt tokens, sent with ``beat``.
     """
 
     kind: Literal["begin", "pause", "resume", "settle", "beat", "stop"]
@@ -72,13 +77,13 @@ class Order(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Note(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A message of the process: an order is ``done``, or a line for the ``log``.
+    """A message from the gateway's process: an order is ``done``, or a line for the ``log``.
 
     Attributes:
         text: The URL after ``begin``, a final warning (or ``""``) after ``stop``, or the line to log.
-        fault: The error for which the order could not be carried out.
-        logger: Name of the line's logger.
-        level: Number of the line's level.
+        fault: The error because of which the order could not be carried out.
+        logger: Name of the logger for the line.
+        level: Number of the log level of the line.
     """
 
     kind: Literal["done", "log"]
@@ -89,13 +94,13 @@ class Note(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 PROGRAM = (sys.executable, "-m", "agl_gateway.processes.program")
-"""The command that starts the process, without its arguments."""
+"""The command that starts the gateway's process, without arguments."""
 
 STOP_S = 60.0
-"""Seconds within which the process must write its records and end after ``stop``."""
+"""Seconds that the gateway's process has after ``stop`` to write its records and exit."""
 
 PATIENCE_S = 120.0
-"""Seconds for which the end of an attempt waits for a process that is being restarted."""
+"""Seconds for which :meth:`GatewayProcess.settle` waits while the gateway's process is restarted."""
 
 _ASK_AGAIN_S = 0.1
 _log = logging.getLogger(__name__)
@@ -146,7 +151,7 @@ class GatewayProcess:
         return self._process.restarts
 
     async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: Secret) -> str:
-        """Start the process and let it listen; returns the base URL without ``/v1``.
+        """Start the process and wait until it listens; returns the base URL without ``/v1``.
 
         The process opens the store by its URL; the argument ``store`` is not used.
 
@@ -177,13 +182,13 @@ class GatewayProcess:
             await self._thread.stop()
 
     async def pause(self, policy: str, *, drain_s: float = 30.0) -> None:
-        """Hold new calls of ``policy`` and wait up to ``drain_s`` seconds for those in flight."""
+        """Hold new calls of ``policy`` and wait up to ``drain_s`` seconds until the calls in flight have ended."""
         self._set_gate(policy, is_paused=True)
         # If the process ends, no call is left in flight, and the next process begins with the policy paused.
         await self._tell(Order(kind="pause", name=policy, drain_s=drain_s))
 
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
-        """Release the held calls; from now on calls carry ``model_version`` and ask the backend for ``model``."""
+        """Release the held calls; later calls carry ``model_version`` and request ``model``."""
         gate = self._set_gate(policy, is_paused=False, model_version=model_version, model=model)
         await self._tell(Order(kind="resume", name=policy, gate=gate))
 
@@ -214,7 +219,7 @@ class GatewayProcess:
             raise CaptureError("the gateway is not running; start it first")
 
     def _set_gate(self, policy: str, *, is_paused: bool, model_version: str = "", model: str = "") -> GateState:
-        """Record the state of a policy, for this process and for those that replace it."""
+        """Record whether a policy is paused, with its version and model, for a restarted process."""
         self._require_running()
         if policy not in self._gates:
             raise ConfigError(f"the gateway serves no policy {policy!r}; it serves {sorted(self._gates)}")
@@ -227,7 +232,7 @@ class GatewayProcess:
         return gate
 
     async def _tell(self, order: Order) -> None:
-        """Send an order, and return once it is carried out or the process has ended."""
+        """Send an order to the process; returns when the order is done or the process has ended."""
         await self._thread.run(lambda: self._process.ask(order))
 
     async def _settle(self, attempt_id: str) -> None:
@@ -258,7 +263,7 @@ class GatewayProcess:
 
 
 def _take(note: Note) -> None:
-    """Log the line of a ``log`` message; raise the error of an order that could not be carried out."""
+    """Log the line of a ``log`` note; raise the error that a note carries."""
     if note.kind == "log":
         logging.getLogger(note.logger).log(note.level, "%s", note.text)
     if note.fault is not None:
@@ -266,7 +271,7 @@ def _take(note: Note) -> None:
 
 
 def refusal(store_url: str, *, spool: str) -> str:
-    """Return the reason why the gateway cannot run in its own process, as text; ``""`` if it can."""
+    """Return why a gateway with this store and spool cannot run in a separate process; ``""`` if it can."""
     if sys.platform == "win32":
         return "Windows does not pass a socket on to a process; start agl serve in addition to the experiment"
     if store_url.startswith("memory:"):

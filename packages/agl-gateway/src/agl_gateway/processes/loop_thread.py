@@ -1,6 +1,4 @@
-"""Runs an event loop in its own thread, for work that the caller's loop must not block or end. Runs coroutines in its
-own thread, for callers in any event loop. Start it before use; stop it to end the thread.
-"""
+"""Runs an event loop in its own thread, for work that must neither block the caller's loop nor end with it."""
 
 import asyncio
 import threading
@@ -11,7 +9,10 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines of callers in any event loop. Start it before use; stop it to end the thread."""
+    """An event loop in its own thread, which runs coroutines for callers in any event loop.
+
+    Start it before use; stop it to end the thread.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -21,7 +22,7 @@ class LoopThread:
 
     @property
     def is_running(self) -> bool:
-        """Return true between start and stop."""
+        """True between :meth:`start` and :meth:`stop`."""
         return self._loop is not None
 
     def start(self) -> None:

@@ -42,21 +42,24 @@ _SIBLING_RETRY_S = 0.05
 
 
 PEER_HEADER = "x-agl-peer"
-"""Marks another gateway's question, which is answered for all processes here; :data:`SIBLING` asks one process."""
+"""Header that marks a question from another gateway, which is answered for all processes of this gateway.
+
+With the value :data:`SIBLING`, another process of this gateway asks, and only this process answers.
+"""
 
 SIBLING = "sibling"
 
 UNKNOWN = -1
-"""The number of held calls of a process that has not reported one, because it has not started yet or has ended."""
+"""Stands for the number of held calls of a process that has not started yet or has ended."""
 
 _WIDTH = 8
 _FIELDS = 2
 
 
 class Board:
-    """Numbers in memory that a parent shares with its processes: the calls that each holds, and how many were started.
+    """Shared memory of a gateway's processes: the number of calls that each holds, and the number of starts.
 
-    Create it before the processes.
+    The parent creates it before it starts the processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -75,23 +78,23 @@ class Board:
         self._numbers[0] = starts
 
     def held(self, number: int) -> int:
-        """Return the number of calls that a process holds and that are not in the store; below 0 if unknown."""
+        """Return the number of calls that process ``number`` holds and has not stored; below 0 if it is not running."""
         return self._numbers[_FIELDS + number]
 
     def hold(self, number: int, calls: int) -> None:
-        """Record the number of calls that a process holds."""
+        """Record that process ``number`` holds ``calls`` calls that are not in the store."""
         self._numbers[_FIELDS + number] = calls
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The processes of one gateway, as one of them sees it.
+    """The processes of one gateway, from the point of view of one of them.
 
     Attributes:
         number: The number of this process.
         folder: The folder with the sockets of all processes.
-        board: The numbers that all processes share.
-        group_id: The same id in all processes, and a new one whenever the whole gateway starts.
+        board: The shared memory of all processes.
+        group_id: The same id in all processes; the gateway gets a new one whenever it starts as a whole.
         taken: Spool files of the other processes.
     """
 
@@ -108,7 +111,7 @@ class Group:
 
     @property
     def start(self) -> str:
-        """The id of the newest start of any process; it changes whenever a process is restarted."""
+        """An id that changes whenever any process of the gateway is started or restarted."""
         return f"{self.group_id}-{self.board.starts}"
 
     def socket(self, number: int) -> Path:
@@ -116,7 +119,7 @@ class Group:
         return self.folder / f"{number}.sock"
 
     def keeper_of(self, key: str) -> int:
-        """Return the number of the process that counts for ``key``; all processes give the same answer."""
+        """Return the number of the process that counts positions for ``key``; the same in every process."""
         return max(range(self.count), key=lambda number: blake2b(f"{key}\n{number}".encode(), digest_size=8).digest())
 
 
@@ -140,13 +143,13 @@ class Siblings:
 
     @property
     def others(self) -> Sequence[int]:
-        """The numbers of the other processes."""
+        """The numbers of the gateway's other processes."""
         if self.group is None:
             return ()
         return [number for number in range(self.group.count) if number != self.group.number]
 
     def holding(self) -> list[int]:
-        """Return the other processes that hold calls not yet in the store, or may hold some."""
+        """Return the numbers of the other processes that hold, or may hold, calls that are not in the store."""
         return [number for number in self.others if self.group is not None and self.group.board.held(number)]
 
     def is_away(self, number: int) -> bool:
@@ -154,12 +157,15 @@ class Siblings:
         return self.group is not None and self.group.board.held(number) < 0
 
     def held(self, calls: int) -> None:
-        """Publish to the other processes the number of calls that this process holds."""
+        """Report to the other processes that this process holds ``calls`` calls."""
         if self.group is not None:
             self.group.board.hold(self.group.number, calls)
 
     async def ask(self, number: int, path: str, body: Any) -> tuple[int, Any]:
-        """Return the status and the JSON body of another process's answer; 0 and the reason if it does not answer."""
+        """Send a request to process ``number``; returns the status and the JSON body of its response.
+
+        If the process does not answer, the result is 0 and the reason.
+        """
         headers = {"authorization": f"Bearer {self._admin_key()}", PEER_HEADER: SIBLING}
         try:
             async with self._session(number).post(f"http://localhost{path}", json=body, headers=headers) as reply:
@@ -168,7 +174,7 @@ class Siblings:
             return 0, str(error) or type(error).__name__
 
     async def ask_all(self, path: str, body: Any) -> dict[int, Any]:
-        """Ask all other processes at once; returns the answers with status 200, keyed by process number."""
+        """Send a request to all other processes at once; returns the responses with status 200, by process number."""
         others = self.others
         answers = await asyncio.gather(*(self.ask(number, path, body) for number in others))
         return {number: found for number, (status, found) in zip(others, answers, strict=True) if status == 200}
@@ -237,19 +243,25 @@ class Peers:
             await self._settle_sibling(number, attempt_id)
 
     async def gateways(self) -> list[GatewayRecord]:
-        """Return one record for each other running gateway; the records known last if the store does not answer."""
+        """Return one record for each other running gateway.
+
+        If the store does not answer, the records are those of the last successful read.
+        """
         if self._has_peers:
             await self.outage.unless(self._read, lambda: None)
         return self._others()
 
     async def start(self) -> str:
-        """Return a digest of the newest starts of all gateways, this one included."""
+        """Return a digest that changes whenever a gateway on this store, this one included, starts or is restarted."""
         others = sorted(f"{each.group} {each.start}" for each in await self.gateways())
         found = [f"{self.own_id} {self.newest_start()}", *others]
         return blake2b("\n".join(sorted(found)).encode(), digest_size=16).hexdigest()
 
     async def ask(self, peer: GatewayRecord, path: str, body: Any) -> tuple[int, str]:
-        """Return the status and the text of another gateway's answer; 0 and the reason if it does not answer."""
+        """Send a request to another gateway; returns the status and the text of its response.
+
+        If the gateway does not answer, the result is 0 and the reason.
+        """
         headers = {"authorization": f"Bearer {self.admin_key()}", PEER_HEADER: "1"}
         try:
             async with self.session.post(
@@ -261,7 +273,7 @@ class Peers:
 
     @property
     def own_id(self) -> str:
-        """The id by which other gateways know this gateway as a whole, with all of its processes."""
+        """The id that all processes of this gateway share and by which other gateways know it."""
         if self.siblings.group is not None:
             return self.siblings.group.group_id
         return "" if self.recorder.spool is None else self.recorder.spool.gateway_id
@@ -276,7 +288,7 @@ class Peers:
         return list({each.group: each for each in sorted(found, key=lambda each: each.seen_at)}.values())
 
     async def _look(self) -> None:
-        """Read the gateways from the store, and retry until it answers, because no attempt can end before."""
+        """Read the list of gateways from the store, retrying until it answers: no attempt can end without it."""
         while True:
             try:
                 return await self._read()
@@ -284,13 +296,13 @@ class Peers:
                 await asyncio.sleep(_RETRY_S)
 
     async def _read(self) -> None:
-        """Read the gateways from the store, at most once per half announcement interval."""
+        """Read the list of gateways from the store, unless it was read less than half an announcement interval ago."""
         if time.monotonic() - self._looked_at > BEAT_S / 2:
             self._known = await gateways_of(self.store)
             self._looked_at = time.monotonic()
 
     async def _settle_sibling(self, number: int, attempt_id: str) -> None:
-        """Ask a process until it has stored its calls; a killed process is restarted with its spool."""
+        """Ask process ``number`` until it has stored the attempt's calls; a killed process restarts with its spool."""
 
         async def ask() -> tuple[int, str]:
             status, answer = await self.siblings.ask(number, "/settle", {"attempt_id": attempt_id})
@@ -304,7 +316,7 @@ class Peers:
             )
 
     async def _settle_at(self, peer: GatewayRecord, attempt_id: str) -> None:
-        """Ask a gateway until it has stored its calls, or its signs of life show that it is gone."""
+        """Ask another gateway until it has stored the attempt's calls, or until it counts as gone."""
 
         async def is_gone() -> bool:
             await self._look()
@@ -335,8 +347,9 @@ async def _until_settled(
     pause_s: float,
     is_gone: Callable[[], Awaitable[bool]] | None = None,
 ) -> str:
-    """Repeat ``ask`` until the attempt is settled; returns ``""``, or the last answer if time runs out or the gateway
-    is gone.
+    """Repeat ``ask`` until the attempt's calls are stored, time runs out or the gateway is gone.
+
+    Returns ``""`` once the calls are stored, else the text of the last answer.
 
     Raises:
         CaptureError: The store refused some of the calls.
@@ -357,7 +370,7 @@ async def _until_settled(
 
 
 def _message_of(answer: Any) -> str:
-    """Return the message in a gateway's error, or the whole answer as JSON."""
+    """Return the message in a gateway's error response, or the whole response as JSON."""
     try:
         return str(answer["error"]["message"])
     except (KeyError, TypeError):

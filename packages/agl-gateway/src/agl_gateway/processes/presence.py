@@ -27,21 +27,21 @@ GATEWAYS = "agl-gateways"
 
 BEAT_S = 10.0
 LEASE_S = 60.0
-"""Seconds without a renewal after which a gateway counts as gone; long, because attempts then end without its calls."""
+"""Seconds without a renewal until a gateway counts as gone; long, because attempts then end without its calls."""
 
 
 class GatewayRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A gateway's last announcement, as the store's presence record holds it.
 
     Attributes:
-        member: The gateway's identity, which is that of its spool.
-        group: The id of the whole gateway that this process belongs to; ``member`` if it is the only process.
-        calls: The number of calls that it held and that were not in the store.
+        member: The id of the gateway process, which is also the id of its spool.
+        group: The id of the whole gateway that the process belongs to; ``member`` if it is the only process.
+        calls: The number of calls that the process held and that were not in the store.
         seen_at: Unix seconds of the last sign of life, by the store's clock.
-        is_ended: The gateway shut down in good order, and left ``calls`` calls in its spool.
+        is_ended: The process shut down in good order, and left ``calls`` calls in its spool.
         is_gone: No gateway serves from this spool any more.
         is_shared: The gateway answers calls of any attempt of the store, as with ``agl serve``.
-        start: The id of its newest start.
+        start: The id of the gateway's newest start.
     """
 
     member: str = ""
@@ -82,11 +82,11 @@ async def gateways_of(store: Store, *, now: float = 0.0) -> list[GatewayRecord]:
 
 @dataclass(eq=False, kw_only=True)
 class GatewayPresence:
-    """Announces a gateway that has a spool until it ends. Used in one event loop only.
+    """Announces a gateway that has a spool in the store, until the gateway ends. Used in one event loop only.
 
     Attributes:
         url: Returns the address at which other gateways reach this one.
-        start: Returns the id of its newest start.
+        start: Returns the id of this gateway's newest start.
         is_shared: See :class:`GatewayRecord`.
         group: See :class:`GatewayRecord`.
     """
@@ -102,7 +102,7 @@ class GatewayPresence:
         self._session, self._since = new_trace_id(), time.time()
 
     async def leave(self, left: int) -> None:
-        """Withdraw a gateway that ends with an empty spool; one with ``left`` calls there is recorded as ended."""
+        """Withdraw the presence of a gateway that ends; with ``left`` calls in its spool, mark it as ended instead."""
         if self.recorder.spool is None:
             return
         try:
@@ -115,7 +115,7 @@ class GatewayPresence:
             _log.warning("the store did not take the news that this gateway ends; it will be listed as gone")
 
     async def run(self) -> None:
-        """Announce the gateway every ten seconds; warns once of gateways that are gone with calls in their spools."""
+        """Announce the gateway every ten seconds, and warn once of gateways gone with calls in their spools."""
         if self.recorder.spool is None:
             return
         try:
@@ -154,6 +154,6 @@ class GatewayPresence:
 
 
 async def gone_gateways(store: Store, *, own: str = "", now: float = 0.0) -> list[GatewayRecord]:
-    """Return the gateways other than ``own`` that are gone with calls in their spools; see :func:`gateways_of`."""
+    """Return the gateways other than ``own`` that are gone and left calls in their spools; see :func:`gateways_of`."""
     found = await gateways_of(store, now=now)
     return [each for each in found if each.is_gone and each.calls and each.member != own]

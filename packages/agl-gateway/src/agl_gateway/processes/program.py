@@ -1,4 +1,4 @@
-"""The program of a gateway's own process; :mod:`agl_gateway.processes.gateway_process` sends its orders."""
+"""The program that a gateway's separate process runs; :mod:`agl_gateway.processes.gateway_process` sends it orders."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,10 @@ _log = logging.getLogger(__name__)
 
 
 class _Lines(logging.Handler):
-    """Sends log records to the owner, which logs them. Created in the event loop in which ``say`` must be called."""
+    """A log handler that sends the records to the owning process, which logs them.
+
+    Create it in the event loop in which ``say`` must be called.
+    """
 
     def __init__(self, say: Callable[[Note], None]) -> None:
         super().__init__(logging.WARNING)
@@ -57,7 +60,7 @@ class _Program:
             self._owner.begin(self._follow(order))
 
     async def _follow(self, order: Order) -> None:
-        """Carry out an order, and report to the owner that it is done, or the error that prevented it."""
+        """Carry out an order, then report to the owner that it is done, or the error that prevented it."""
         text, fault = "", None
         try:
             text = await self._carry_out(order)
@@ -87,7 +90,7 @@ class _Program:
         return ""
 
     async def _serve(self, given: Beginning) -> str:
-        """Open the store and its spools, and listen; returns the URL."""
+        """Open the store and the spools, and start to listen; returns the gateway's URL."""
         self._keys = given.keys
         manager = PluginManager.from_environment(environ={**os.environ, **given.plugins})
         store = build_store(manager, given.store_url)
@@ -117,7 +120,7 @@ class _Program:
 
 
 async def _follow(service: GatewayService, order: Order) -> None:
-    """Settle an attempt, or pause or resume a policy."""
+    """Carry out a ``settle``, ``pause`` or ``resume`` order."""
     if order.kind == "settle":
         await service.recorder.settle(order.name)
     elif order.kind == "pause":

@@ -32,7 +32,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The objects that a process gets from its parent.
+    """The objects that a gateway process gets from its parent.
 
     Attributes:
         group: This process's view of all processes.
@@ -62,7 +62,7 @@ class _Process:
 
 @dataclass(kw_only=True)
 class _Slot:
-    """The position of one process, which its replacements take over."""
+    """One of the supervised processes, by number; when the process ends, its replacement takes over the slot."""
 
     process: _Process | None = None
     spools: frozenset[Path] = frozenset()
@@ -96,7 +96,9 @@ class Supervisor:
     _failed: int = 0
 
     def run(self) -> int:
-        """Run until all processes have ended; returns the exit status, 0 if all of them followed the signal.
+        """Run until all processes have ended; returns the exit status.
+
+        The status is 0 if every process ended because of the signal.
 
         Raises:
             ConfigError: The first processes could not start; the message is the one that a process reported.
@@ -134,7 +136,7 @@ class Supervisor:
         return before
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Send SIGTERM to the processes; at the second signal, SIGKILL."""
+        """Send SIGTERM to the processes; from the second signal on, send SIGKILL."""
         self._stop(signal.SIGKILL if self._signals else signal.SIGTERM)
 
     def _stop(self, number: signal.Signals) -> None:
@@ -202,7 +204,7 @@ class Supervisor:
             os._exit(status)
 
     def _look(self) -> None:
-        """Wait for a signal, a report or the time of the next start, and handle reports and ended processes."""
+        """Wait for a signal, a report or the time of the next restart; then handle reports and ended processes."""
         now = time.monotonic()
         waits = [slot.due_at - now for slot in self._slots if slot.process is None and not self._signals]
         for key, _ in self._selector.select(max(0.0, min(waits)) if waits else None):
@@ -274,7 +276,7 @@ class Supervisor:
 
 
 def _write(writer: int, **report: Any) -> None:
-    """Report to the parent, as one line of JSON; does nothing if the parent is gone."""
+    """Send a report to the parent as one line of JSON; does nothing if the parent is gone."""
     left = json.dumps(report).encode() + b"\n"
     with suppress(BrokenPipeError):
         while left:
@@ -282,7 +284,11 @@ def _write(writer: int, **report: Any) -> None:
 
 
 def listening(host: str, port: int, *, backlog: int) -> socket.socket:
-    """Return a socket that listens at an address and that several processes can share; raises :class:`OSError`."""
+    """Return a listening socket that several processes can share.
+
+    Raises:
+        OSError: The address cannot be used.
+    """
     family = 0 if host else socket.AF_INET
     found = socket.getaddrinfo(host or None, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
@@ -299,7 +305,7 @@ def listening(host: str, port: int, *, backlog: int) -> socket.socket:
 
 
 def refusal(store_url: str, *, spool: str, max_spans_per_minute: int) -> Sequence[str]:
-    """Return the reasons why a gateway cannot have several processes, as text; empty if it can."""
+    """Return why a gateway with these settings cannot run in several processes; empty if it can."""
     reasons: list[str] = []
     if not hasattr(os, "fork") or sys.platform == "win32":
         reasons.append("this system cannot start processes that share a port; start several gateways behind a balancer")

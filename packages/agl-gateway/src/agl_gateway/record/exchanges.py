@@ -1,4 +1,4 @@
-"""Describes a model call in the gateway: its context from the headers, its finished exchange, and its spans.
+"""Describes a model call in the gateway: the context from its headers, the finished exchange, and the spans.
 
 An exchange becomes one ``chat`` span per sampled choice, following OpenTelemetry's GenAI conventions.
 """
@@ -49,7 +49,7 @@ class CallContext:
         framework_span_id: The value of the ``x-agl-span-id`` header.
         names: Names of the callers, innermost first, as the wire hook sends them.
         client: The client's ``user-agent``.
-        origin: The coding agent that made the call, used if no tracer names the caller.
+        origin: The coding agent that made the call; used if no tracer names the caller.
     """
 
     rollout_id: str
@@ -65,7 +65,7 @@ class CallContext:
 
     @property
     def callers(self) -> tuple[str, ...]:
-        """Names of the callers, innermost first: a tracer's names, else the coding agent's."""
+        """Names of the callers, innermost first: the tracer's names if there are any, else the coding agent's names."""
         return self.names or self.origin.names
 
 
@@ -98,13 +98,19 @@ class CallRecord:
 
     @property
     def upstream(self) -> Upstream:
-        """The upstream that the call goes to; one with an empty name until the route is decided."""
+        """The upstream that the call goes to; an upstream with an empty name until the route is decided."""
         return _NO_UPSTREAM if self.route is None else self.route.target.upstream
 
     def end(
         self, body: bytes, *, status: int, first_byte: float = 0.0, error: str = "", is_complete: bool = True
     ) -> None:
-        """Complete the record with the answer's decompressed bytes; ``first_byte`` is when a streamed one began."""
+        """Complete the record with the response.
+
+        Args:
+            body: The decompressed bytes of the response.
+            first_byte: When a streamed response began, by :func:`time.perf_counter`; 0 for a response that is not
+                streamed.
+        """
         latency_s = time.perf_counter() - self.started
         self.exchange = Exchange(
             request=self.outgoing.request,
@@ -121,7 +127,7 @@ class CallRecord:
 
     @property
     def size(self) -> int:
-        """Bytes of the request and the response."""
+        """Total bytes of the call's request and response."""
         return len(self.outgoing.request.body) + (len(self.exchange.response) if self.exchange else 0)
 
 

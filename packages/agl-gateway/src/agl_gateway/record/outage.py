@@ -14,16 +14,16 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _PATIENCE_S = 1.0
-"""Seconds after which a read counts as unanswered."""
+"""Seconds after which a read from the store counts as unanswered."""
 
 _PROBE_S = 2.0
 
 FINAL = (NotFoundError, ConflictError, FencedError)
-"""Errors that a working store answers with; they do not mean an outage."""
+"""Errors that are the answer of a working store, and so no sign of an outage."""
 
 
 class Outage:
-    """Tracks the times when the store does not answer. Used in one event loop only.
+    """Tracks whether the store answers. Used in one event loop only.
 
     Args:
         is_watched: False without a spool: then nothing can be recorded during an outage, and reads simply wait for the
@@ -58,7 +58,7 @@ class Outage:
     async def unless(self, read: Callable[[], Awaitable[T]], otherwise: Callable[[], T]) -> T:
         """Return the result of ``read``, or ``otherwise()`` if the store does not answer.
 
-        Errors that are the store's answer, such as :class:`~agl.errors.NotFoundError`, pass through.
+        Errors in :data:`FINAL`, such as :class:`~agl.errors.NotFoundError`, pass through.
         """
         if not self._is_watched:
             return await read()
@@ -75,7 +75,7 @@ class Outage:
             return await read()
 
     async def is_over(self) -> bool:
-        """Probe the store and record the result; returns true if it answers."""
+        """Probe the store and record the result; returns true if the store answers."""
         try:
             async with asyncio.timeout(_PROBE_S):
                 await self._store.cursor()

@@ -2,10 +2,10 @@
 
 Calls are admitted only while the queue has room, so a slow store slows calls down instead of filling the memory. The
 worker yields to the event loop after parsing each exchange, so replies are not delayed. If the store refuses a batch,
-each attempt's part is written in its own task, so one attempt's failure delays no other attempt.
+the spans of each attempt are written in a separate task, so one attempt's failure delays no other attempt.
 
-With a spool, a call is acknowledged once it is durable: in the store, or in the spool if the store does not take it at
-once. Without a spool, calls are in memory until the store has them.
+With a spool, a call is acknowledged once it is durable: in the store, or in the spool if the store does not take the
+call at once. Without a spool, calls are in memory until the store has them.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ _STREAM_GRACE_S = 2.0
 _LINGER_S = 0.005
 _SPOOL_RETRY_S = 0.5
 _RETRY_DELAYS_S = (0.05, 0.2, 1.0, 3.0)
-"""Pauses of a gateway without a spool before it writes an attempt's calls again; after the last one they are lost."""
+"""Pauses before a gateway without a spool retries to write an attempt's calls; after the last retry they are lost."""
 
 _STOP_TRIES = 10
-"""Attempts of a stopping gateway to write calls to the spool or the store."""
+"""The number of times that a stopping gateway tries to write calls to the spool or the store."""
 
 _SPOOL_STOP_S = 5.0
 """Seconds in which a stopping gateway moves calls from the spool to the store; the rest stay in the spool."""
@@ -51,7 +51,8 @@ class Recorder:
     Attributes:
         spools: The gateway's own spool, then the spools of gateways that are gone; empty to run without a spool.
         spool_after_s: Seconds that the store may take for a batch before its calls go to the spool.
-        on_held: Called at every change with the number of open streams and of calls that are not in the store.
+        on_held: Called at every change with the number of open streams plus the number of calls that are not in the
+            store.
         stored: Counts the spans that any part of the gateway writes to the store.
         lost: The number of spans that could not be written.
         spool: Calls that are durable but not in the store; ``None`` without a spool.
@@ -98,7 +99,7 @@ class Recorder:
 
     @property
     def pending(self) -> int:
-        """The number of calls that are not in the store but in memory or in the spool."""
+        """The number of calls that are in memory or in the spool but not in the store."""
         return self._pending.total()
 
     @property
@@ -108,14 +109,14 @@ class Recorder:
 
     @property
     def pending_s(self) -> float:
-        """Seconds for which the oldest call that is not in the store has waited."""
+        """The age, in seconds, of the oldest call that is not in the store."""
         oldest = next(iter(self._unwritten.values()), None)
         in_memory = time.monotonic() - oldest[0] if oldest else 0.0
         return max(in_memory, self.spool.age_s if self.spool else 0.0)
 
     @property
     def queued(self) -> int:
-        """The number of exchanges that wait to be parsed."""
+        """The number of exchanges in the queue that are not parsed yet."""
         return len(self._queue)
 
     @property
@@ -124,14 +125,14 @@ class Recorder:
         return self._bytes
 
     def start(self) -> None:
-        """Start the worker, and start to drain the spool."""
+        """Start the task that writes calls to the store, and the task that drains the spool."""
         if self.spool is not None:
             self._pending.update(self.spool.start())
         self._hold(self._pending.total())
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> int:
-        """Write the queued exchanges, then end the worker; returns how many calls are left in the spool. Idempotent."""
+        """Write the queued exchanges, then end the task; returns how many calls are left in the spool. Idempotent."""
         self._flush_now.set()
         self._is_stopping = True
         self._work.set()
@@ -166,12 +167,12 @@ class Recorder:
         return self._put
 
     async def durable(self, number: int) -> None:
-        """Return once the exchange with this number is in the store or in the spool, or is lost."""
+        """Return once the exchange ``number`` is in the store or in the spool, or is lost."""
         if number in self._unwritten:
             await asyncio.shield(self._unwritten[number][1])
 
     async def written(self, number: int, attempt_id: str) -> None:
-        """Return once the attempt's exchange with this number is in the store or in the spool.
+        """Return once the attempt's exchange ``number`` is in the store or in the spool.
 
         Raises:
             CaptureError: The store refused this exchange, or another one of the attempt.
@@ -181,12 +182,12 @@ class Recorder:
         self._raise_failure(attempt_id)
 
     def stream_opened(self, attempt_id: str) -> None:
-        """Record the start of a streamed answer; :meth:`settle` then waits for its end."""
+        """Record the start of a streamed answer, so that :meth:`settle` waits for the end of the stream."""
         self._open_streams[attempt_id] += 1
         self._hold(1)
 
     async def stream_closed(self, attempt_id: str) -> None:
-        """Record the end of a streamed answer; call this after its exchange was queued."""
+        """Record the end of a streamed answer; call this after the exchange was queued."""
         self._hold(-1)
         self._open_streams[attempt_id] -= 1
         if self._open_streams[attempt_id] <= 0:
@@ -208,7 +209,7 @@ class Recorder:
 
     @contextmanager
     def _flushing(self) -> Generator[None]:
-        """Write batches at once while a caller waits for them."""
+        """While the block runs, write batches without waiting for more calls."""
         self._waiters += 1
         self._flush_now.set()
         try:
@@ -250,7 +251,7 @@ class Recorder:
             await self._write_batch()
 
     async def _linger(self) -> None:
-        """Let a batch grow for 5 ms, because each write has a fixed cost; skipped while a caller waits."""
+        """Wait up to 5 ms for more calls, because each write has a fixed cost; return at once if a caller waits."""
         if len(self._queue) < _BATCH and not self._flush_now.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
@@ -268,7 +269,7 @@ class Recorder:
             await self._write(parsed)
 
     async def _write(self, parsed: Sequence[tuple[CallRecord, list[Span]]]) -> None:
-        """Store a batch; if the store refuses it, write it again attempt by attempt."""
+        """Write a batch to the store; if the store refuses it, write the spans of each attempt separately."""
         spans: defaultdict[str, list[Span]] = defaultdict(list)
         for queued, own in parsed:
             spans[queued.attempt_id] += own
@@ -290,7 +291,7 @@ class Recorder:
         *,
         before: asyncio.Task[None] | None,
     ) -> None:
-        """Write an attempt's spans after its earlier ones, again and again until they are stored or lost."""
+        """Write an attempt's spans after the task ``before`` has ended; retry until they are stored or given up."""
         if before is not None:
             await asyncio.wait([before])
         fitted, error = [storable(span) for span in spans], None
@@ -307,7 +308,7 @@ class Recorder:
             del self._retries[attempt_id]
 
     async def _keep(self, spool: Spool, parsed: Sequence[tuple[CallRecord, list[Span]]]) -> None:
-        """Store a batch, or spool it if the spool is not empty or the store does not take the batch at once."""
+        """Write a batch to the store, or to the spool if earlier calls wait there or the store takes too long."""
         batch = [queued for queued, _ in parsed]
         calls = [SpooledCall(attempt_id=queued.attempt_id, spans=own) for queued, own in parsed if own]
         append: asyncio.Task[bool] | None = None
@@ -339,16 +340,16 @@ class Recorder:
                 return
 
     async def _append(self, spans: list[Span]) -> bool:
-        """Write spans of several attempts in one request; returns false if the store refuses them."""
+        """Write spans of several attempts in one request; returns false if the store refuses the request."""
         return not spans or await appended(self.store, spans, self.stored) is None
 
     async def _finish(self, batch: Sequence[CallRecord]) -> None:
-        """Record that exchanges are in the store, or are lost."""
+        """Record that these exchanges are in the store or lost, and wake the callers that wait for them."""
         self._acknowledge(batch)
         await self._stored([queued.attempt_id for queued in batch])
 
     def _acknowledge(self, batch: Sequence[CallRecord]) -> None:
-        """Free the queue's room of these exchanges, and wake the callers that wait until they are durable."""
+        """Free the room that these exchanges took in the queue, and wake the callers of :meth:`durable`."""
         self._bytes -= sum(queued.size for queued in batch)
         for queued in batch:
             self._unwritten.pop(queued.number)[1].set_result(None)
@@ -356,7 +357,7 @@ class Recorder:
             self._room.set()
 
     async def _stored(self, attempt_ids: Iterable[str]) -> None:
-        """Count the attempts' calls as stored, and wake the callers that wait for all calls of an attempt."""
+        """Count one call of each listed attempt as stored, and wake the callers that wait for an attempt."""
         async with self._changed:
             for attempt_id in attempt_ids:
                 self._hold(-1)

@@ -36,11 +36,11 @@ _DELAYS_S = (0.05, 0.2, 0.5, 1.0)
 """Pauses between attempts while the store does not answer; the last pause is repeated."""
 
 _TRIES = 5
-"""Failed attempts after which waiting callers get an error; the calls stay in the spool and are still retried."""
+"""Failed writes after which waiting callers get an error; the calls stay in the spool and are still retried."""
 
 _DEFER_S = 0.25
 _MAX_DOUBLINGS = 7
-"""The pause after the refusal of a single attempt's calls doubles from 0.5 s to half a minute."""
+"""How often the pause after a refusal doubles: from 0.5 s up to about half a minute."""
 
 _MIN_FREE_BYTES = 64 << 20
 _FREE_FOR_S = 1.0
@@ -97,21 +97,21 @@ class Spool:
 
     @property
     def gateway_id(self) -> str:
-        """The gateway's identity, the same at every start with this spool file."""
+        """The gateway's id, the same at every start with this spool file."""
         return self.file.gateway_id
 
     @property
     def is_empty(self) -> bool:
-        """Return true if no call waits, so that new ones may go to the store directly."""
+        """True if no call is in the spool, so that new calls may go to the store directly."""
         return not self.calls
 
     @property
     def age_s(self) -> float:
-        """Seconds since the oldest call was written; 0 for an empty spool."""
+        """Seconds since the oldest call in the spool was written; 0 for an empty spool."""
         return max(0.0, time.time() - self._oldest_at) if self.calls else 0.0
 
     def start(self) -> Counter[str]:
-        """Start a task that drains the files; returns the number of calls of each attempt."""
+        """Start a task that drains the files; returns how many calls of each attempt they hold."""
         found: Counter[str] = Counter()
         for file in self._files:
             content = file.content()
@@ -168,7 +168,7 @@ class Spool:
             )
 
     async def put(self, calls: Sequence[SpooledCall], *, under_way: "asyncio.Task[bool] | None" = None) -> None:
-        """Write calls to the file.
+        """Write calls to the spool's file.
 
         Args:
             under_way: A slow write of the same calls to the store, if one is running; its result is true if they were
@@ -212,7 +212,7 @@ class Spool:
                 await asyncio.sleep(_DELAYS_S[-1])
 
     async def _wait_for_work(self) -> None:
-        """Return when calls are added, or when the store stops answering."""
+        """Wait until calls are added or the store stops answering; free disk space first."""
         await self._do(self.file.shrink)
         self._work.clear()
         waits = [asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(self.outage.begun.wait())]
@@ -229,14 +229,14 @@ class Spool:
             await asyncio.sleep(next(delays, _DELAYS_S[-1]))
 
     async def _follow(self, under_way: "asyncio.Task[bool]") -> None:
-        """Wait for a slow write to the store; calls that it stored are removed from the spool."""
+        """Wait for a slow write to the store; if it succeeds, remove the written calls from the spool."""
         is_stored = await asyncio.shield(under_way)
         calls, self._under_way, self._brought = self._brought, None, []
         if is_stored:
             await self._remove(self.file, calls)
 
     async def _drain_some(self) -> None:
-        """Write the oldest calls of the first file that has any to the store."""
+        """Write a batch of the oldest calls to the store, from the first file that holds any."""
         now = time.monotonic()
         waiting = [attempt_id for attempt_id, until in self._deferred.items() if until > now]
         for file in self._files:
@@ -249,7 +249,7 @@ class Spool:
             await asyncio.sleep(max(0.01, min(self._deferred[attempt_id] for attempt_id in waiting) - now))
 
     async def _bring(self, file: SpoolFile, calls: Sequence[SpooledCall]) -> None:
-        """Store a batch; if it is refused and the store answers, store it attempt by attempt."""
+        """Write a batch to the store; if the store refuses it, write each attempt's calls separately."""
         if await self._append(calls) is None:
             self.outage.end()
             await self._remove(file, calls)
@@ -270,7 +270,7 @@ class Spool:
         return await appended(self.store, [span for call in calls for span in call.spans], self.stored)
 
     async def _defer_or_refuse(self, file: SpoolFile, calls: Sequence[SpooledCall], error: Exception) -> None:
-        """Schedule another try for an attempt's calls, without limit; sets them aside if the store never takes them."""
+        """Schedule another try for an attempt's calls, or set them aside if the store refused them for good."""
         attempt_id = calls[0].attempt_id
         message = message_of(error)
         spans = sum(len(call.spans) for call in calls)
@@ -313,7 +313,7 @@ class Spool:
             )
 
     def _disk_fault(self) -> str:
-        """Return the error of a nearly full disk, checked once a second; ``""`` if there is room."""
+        """Return an error message if the disk is nearly full, else ``""``; the disk is checked once a second."""
         looked_at, free = self._free
         if time.monotonic() - looked_at > _FREE_FOR_S:
             free = disk_usage(self.file.path.parent).free
@@ -330,7 +330,7 @@ class Spool:
 
 
 async def appended(store: Store, spans: Sequence[Span], stored: SpanCount) -> Exception | None:
-    """Write spans to the store and count them; returns ``None``, or the error if the write fails."""
+    """Write spans to the store and count them; returns the error if the write fails, else ``None``."""
     try:
         await store.append_spans(spans)
     except Exception as error:  # noqa: BLE001  # isolation: repeated, or reported by the caller

@@ -28,7 +28,7 @@ _FORMAT = "1"
 _SUFFIX = ".spool"
 _MAX_FILES = 64
 _LARGE_BYTES = 32 << 20
-"""Size from which a file without calls is rewritten, to free disk space."""
+"""Size in bytes from which a file without calls is rewritten, to free disk space."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -52,7 +52,7 @@ class SpoolBusyError(StoreError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpooledCall:
-    """The spans of one call, and its row in the file.
+    """The spans of one call, and the row of the spool file that holds them.
 
     Attributes:
         seq: Number of the row; 0 before it is written.
@@ -69,7 +69,10 @@ class SpooledCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpoolContent:
-    """Sums over the calls in a file: the number per attempt, the bytes, and the oldest one's time in Unix seconds."""
+    """A summary of the calls in a spool file.
+
+    It holds the number of calls per attempt, their bytes, and the Unix time in seconds of the oldest call.
+    """
 
     attempts: dict[str, int]
     size: int = 0
@@ -77,7 +80,7 @@ class SpoolContent:
 
     @property
     def calls(self) -> int:
-        """Number of calls."""
+        """Total number of calls in the file."""
         return sum(self.attempts.values())
 
 
@@ -113,16 +116,16 @@ class SpoolFile:
 
     @property
     def gateway_id(self) -> str:
-        """Identity of the gateway that owns the file, the same at every start."""
+        """Id of the gateway that owns the file, the same at every start."""
         return self._about["gateway"]
 
     @property
     def store_id(self) -> str:
-        """Identity of the store that the calls belong to."""
+        """Id of the store that the calls belong to."""
         return self._about["store"]
 
     def add(self, calls: Sequence[SpooledCall]) -> list[SpooledCall]:
-        """Write calls durably; returns them with the numbers of their rows. A repeated call gets another row.
+        """Write calls durably; returns them with their row numbers. Adding a call twice stores it twice.
 
         Raises:
             StoreError: The disk is full, or the file cannot be written; no call was written.
@@ -144,7 +147,10 @@ class SpoolFile:
         return added
 
     def oldest(self, *, limit: int, max_bytes: int, without: Collection[str] = ()) -> list[SpooledCall]:
-        """Read the oldest calls of attempts not in ``without``, up to ``limit`` and ``max_bytes`` but at least one."""
+        """Read the oldest calls, except those of the attempts in ``without``.
+
+        Returns at most ``limit`` calls with at most ``max_bytes`` bytes, but at least one call if there is any.
+        """
         places = ", ".join("?" * len(without))
         where = f"WHERE attempt NOT IN ({places})" if without else ""
         query = f"SELECT seq, attempt, at, size, data FROM calls {where} ORDER BY seq LIMIT ?"
@@ -159,17 +165,17 @@ class SpoolFile:
         return found
 
     def remove(self, seqs: Iterable[int]) -> None:
-        """Remove calls that are in the store."""
+        """Remove calls from the file once they are in the store."""
         self._change("DELETE FROM calls WHERE seq = ?", [(seq,) for seq in seqs])
 
     def refuse(self, seqs: Iterable[int], reason: str) -> None:
-        """Set aside calls that the store will never take, with the store's reason."""
+        """Set aside calls that the store refused for good, with the store's reason."""
         kept = list(seqs)
         self._change(_REFUSE, [(reason, seq) for seq in kept])
         self.remove(kept)
 
     def content(self) -> SpoolContent:
-        """Count the calls in the file."""
+        """Summarise the calls in the file."""
         rows = self._db.execute(_HELD).fetchall()
         return SpoolContent(
             attempts={attempt_id: count for attempt_id, count, _, _ in rows},
@@ -178,7 +184,7 @@ class SpoolFile:
         )
 
     def shrink(self) -> None:
-        """Free disk space if the file is large; call this while it holds no calls."""
+        """Free disk space if the file is large; call this only while it holds no calls."""
         (pages,), (page,) = (self._db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
         if pages * page > _LARGE_BYTES:
             with suppress(sqlite3.Error):  # a full disk; the space is used again
@@ -186,7 +192,7 @@ class SpoolFile:
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Close the file so that others can open it; deletes it if it holds no calls."""
+        """Close the file so that another process can open it; a file without calls is deleted."""
         is_unused = not self._db.execute("SELECT 1 FROM calls UNION ALL SELECT 1 FROM refused LIMIT 1").fetchone()
         self._db.close()
         if is_unused:
@@ -234,12 +240,12 @@ class SpoolFile:
 
 
 def open_spools(folder: Path, *, store_id: str, store_url: str, without: Collection[Path] = ()) -> list[SpoolFile]:
-    """Open a store's spool files that no other process holds: the gateway's own first, then those to drain.
+    """Open the spool files of a store that no other process holds: the gateway's own first, then those to drain.
 
     If there are none, a new file is created.
 
     Args:
-        without: Files that belong to other processes of the same gateway, even while those do not run.
+        without: Files that belong to other processes of the same gateway, even while those processes do not run.
 
     Raises:
         ConfigError: The folder cannot be used, or all 64 spools in it are busy.
@@ -270,7 +276,7 @@ class SpoolReport:
     """A spool file found in a folder.
 
     Attributes:
-        store_url: The store that its calls belong to.
+        store_url: The store that the file's calls belong to.
         is_busy: A gateway has the file open; then only ``path`` is known.
         refused: The number of calls that the store refused; they stay in the file for people to look at.
     """
@@ -341,7 +347,7 @@ def folder_of(choice: str, store: Store) -> Path | None:
 
 
 async def store_identity(store: Store) -> str:
-    """Return the identity that a store holds, created on the first call; all users of the store get the same one."""
+    """Return the id that a store holds, created on the first call; all users of the store get the same id."""
     while True:
         # A lease that nobody renews or withdraws: the first gateway takes it, and its session is the identity.
         for known in await store.presences(_STORE_ID):
@@ -351,7 +357,7 @@ async def store_identity(store: Store) -> str:
 
 
 async def spools_for(store: Store, choice: str, *, shown: str, without: Collection[Path] = ()) -> list[SpoolFile]:
-    """Open the spools of a store that no other process uses, the gateway's own first; empty if it runs without one.
+    """Open the spools of a store that no other process uses, the gateway's own first; empty to run without a spool.
 
     Args:
         choice: See :func:`folder_of`.
@@ -370,7 +376,7 @@ async def spools_for(store: Store, choice: str, *, shown: str, without: Collecti
 
 
 def left_text(calls: int, path: Path | None) -> str:
-    """Return the final message of a gateway whose store did not take all calls."""
+    """Return the message of a gateway that stops while calls are left in its spool."""
     return (
         f"{calls} calls stay in the spool {path}, because the store does not answer; the next gateway that starts on "
         "this machine with the same store and spool brings them there"

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from agl.schemas import Span, encode
 
 _FREE = frozenset({"request", "response", "attributes"})
-"""Fields that hold arbitrary JSON, where a number may become text."""
+"""Fields of a span that hold arbitrary JSON; in them, a number may be replaced by text."""
 
 _MAX = 2**63 - 1
 _MAX_DEPTH = 200
@@ -52,13 +52,13 @@ class _Fitter:
 
     @property
     def named(self) -> str:
-        """The paths of the first five replaced values, and the number of others."""
+        """The paths of the first five replaced values, and how many more there are."""
         shown = [path if len(path) <= _MAX_PATH else f"{path[:_MAX_PATH]}..." for path in self._paths[:_MAX_NAMED]]
         more = len(self._paths) - len(shown)
         return ", ".join(shown) + (f" and {more} more" if more else "")
 
     def fit(self, value: Any, path: str, *, depth: int = 0, is_free: bool = False) -> Any:
-        """Return the value in the form that a store can hold."""
+        """Return a copy of ``value`` that a store can hold; the path of each replaced value is recorded."""
         if isinstance(value, msgspec.Struct):
             value = _fields(value)
         if isinstance(value, str):
@@ -89,11 +89,11 @@ class _Fitter:
 
 
 def _whole(text: str) -> str:
-    """Return the text with lone surrogates as escapes."""
+    """Return the text with lone surrogates replaced by escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _bounded(number: int, *, is_free: bool) -> int | str:
-    """Return the number if it fits into 64 bits, else its text (in free JSON) or the nearest 64-bit integer."""
+    """Return the number if it fits into 64 bits; else its text if ``is_free``, or the nearest 64-bit integer."""
     nearest = max(-_MAX - 1, min(number, _MAX))
     return str(number) if is_free and nearest != number else nearest

@@ -59,7 +59,7 @@ class IngestResult:
     reason: str = ""
 
     def reject(self, reason: str, count: int = 1) -> None:
-        """Count rejected spans; the first reason is kept."""
+        """Count rejected spans; ``reason`` stays only the first one given."""
         self.rejected += count
         self.reason = self.reason or reason
 
@@ -197,7 +197,7 @@ class TracesApi:
         return web.Response(body=_answer(found), content_type=PROTOBUF)
 
     async def _drop_refused(self, found: IngestResult, claim: AttemptToken) -> None:
-        """Reject the spans that the attempt's token may no longer append."""
+        """Reject the rewards and model calls that the attempt's token may not append after the attempt has ended."""
         reason = "" if claim.scope == "admin" else await self.attempts.refusal(claim, found.spans)
         if reason:
             allowed = [span for span in found.spans if span.reward is None and span.call is None]
@@ -223,7 +223,7 @@ def _answer(found: IngestResult) -> bytes:
 
 
 def spans_of_agent(claim: AttemptToken, spans: Sequence[Span]) -> list[Span]:
-    """Return ``spans`` in the form that an attempt's own token may append.
+    """Return copies of ``spans`` without the data that an agent must not set; see :func:`as_said_by_agent`.
 
     Raises:
         Problem: 403 for a span of another attempt.
@@ -240,7 +240,7 @@ def spans_of_agent(claim: AttemptToken, spans: Sequence[Span]) -> list[Span]:
 
 
 def as_said_by_agent(span: Span) -> Span:
-    """Return a span without the data that an agent must not set: policy, runner attributes, sequence, lateness.
+    """Return a copy of a span without the data that an agent must not set: policy, runner attributes, order, lateness.
 
     The source of a reward becomes ``agent``.
     """

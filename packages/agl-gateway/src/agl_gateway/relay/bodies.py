@@ -27,7 +27,7 @@ MAX_ANSWER = 256 << 20
 
 
 class ByteBudget:
-    """A budget of bytes, granted in the order of the requests. Used in one event loop only.
+    """A limit on the bytes that requests hold at once; requests are served in order. Used in one event loop only.
 
     Args:
         limit: Bytes that may be held at once.
@@ -41,7 +41,9 @@ class ByteBudget:
         self.held = 0
 
     async def take(self, size: int) -> int:
-        """Wait until ``size`` bytes are free, or the whole budget if that is less; returns the number of bytes taken.
+        """Take ``size`` bytes from the budget, or the whole budget if that is less, and wait until they are free.
+
+        Returns the number of bytes taken.
 
         Raises:
             Problem: 503 with ``Retry-After`` if the bytes are not free in time.
@@ -70,7 +72,7 @@ class ByteBudget:
         return size
 
     def give(self, size: int) -> None:
-        """Return bytes to the budget, and grant them to waiting requests."""
+        """Give ``size`` bytes back to the budget, and grant them to waiting requests."""
         self.held -= size
         while self._waiting and self.held + self._waiting[0][0] <= self._limit:
             wanted, granted = self._waiting.popleft()
@@ -95,14 +97,14 @@ _STEP, _PIECE = 64 * 1024, 256 * 1024
 _GZIP, _ZLIB, _RAW = 31, 15, -15
 
 _ZSTD_STEP = 1024
-"""Bytes of a zstd stream that are read at once; they decompress to 32 MiB at most."""
+"""Bytes of a zstd stream that are decompressed in one step; they become 32 MiB at most."""
 
 _ZSTD_WINDOW = 8 * 1024 * 1024
-"""The largest window, which takes as much memory: the size that RFC 8878 asks decoders of web content to support."""
+"""The largest accepted zstd window, in bytes; decoders of web content have to support this size (RFC 8878)."""
 
 
 def largest(size: int, encoding: str) -> int:
-    """Return the most bytes that a compressed body of ``size`` bytes can decompress to.
+    """Return the maximum size, in bytes, to which a compressed body of ``size`` bytes can expand.
 
     Deflate expands at most 1,032 times. A zstd block decompresses to 128 KiB at most, and takes at least 4 bytes.
     """
@@ -142,7 +144,7 @@ def too_large(limit: int) -> Problem:
 
 
 def plain_bytes(body: bytes, encoding: str) -> bytes:
-    """Return the decompressed ``body`` of an answer, as far as it came; the body itself if decompression fails."""
+    """Return the decompressed body of a response, even if it is cut off; ``body`` itself if decompression fails."""
     if not body or encoding not in ("gzip", "deflate"):
         return body
     inflater = zlib.decompressobj(_wbits(body, encoding))
@@ -162,7 +164,11 @@ def _wbits(body: bytes, encoding: str) -> int:
 
 
 def _deflate(body: memoryview, wbits: int) -> Iterator[bytes]:
-    """Decompress in small pieces, so that no thread waits long; raises ``zlib.error`` unless it is just one stream."""
+    """Yield the decompressed body in small pieces, so that no thread waits long.
+
+    Raises:
+        zlib.error: The body is not exactly one stream.
+    """
     inflater = zlib.decompressobj(wbits)
     for start in range(0, len(body), _STEP):
         sent: bytes | memoryview = body[start : start + _STEP]
@@ -175,7 +181,7 @@ def _deflate(body: memoryview, wbits: int) -> Iterator[bytes]:
 
 
 def _zstd(body: memoryview) -> Iterator[bytes]:
-    """Decompress in small pieces; raises ``ZstdError`` unless the body is exactly one frame."""
+    """Yield the decompressed body in small pieces; raises ``ZstdError`` unless the body is exactly one frame."""
     inflater = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
     for start in range(0, len(body), _ZSTD_STEP):
         if inflater.eof:
@@ -187,17 +193,20 @@ def _zstd(body: memoryview) -> Iterator[bytes]:
 
 MAX_CONTAINERS = 200_000
 MAX_VALUES = 4_000_000
-"""More values than prompts of token ids have. A parser creates an object for each, and blocks its thread meanwhile."""
+"""The largest number of values in a JSON body, more than prompts of token ids have.
+
+A parser creates an object for each value, and blocks its thread meanwhile.
+"""
 
 PIECE = 1 << 18
-"""Bytes that are checked between two turns of the event loop."""
+"""Bytes of a JSON body that are checked before the event loop gets a turn."""
 
 
 async def check_values(body: bytes) -> None:
     """Check a JSON body before it is parsed, piece by piece, so that other requests are answered meanwhile.
 
     Raises:
-        Problem: 413 if it has more than 200,000 lists and objects, or more than 4,000,000 values.
+        Problem: 413 if the body has more than 200,000 lists and objects, or more than 4,000,000 values.
     """
     if len(body) <= MAX_CONTAINERS:
         return
@@ -230,11 +239,11 @@ def _pieces(body: bytes) -> Iterator[bytes]:
 
 
 _INFLATING = 2
-"""Bodies that are decompressed at once; each may take as much memory as the limit of its endpoint."""
+"""How many bodies are decompressed at once; each may take as much memory as the limit of its endpoint."""
 
 _LARGE = 1024 * 1024
 _MIN_RATE = 64 * 1024
-"""Bytes per second at which bodies must arrive."""
+"""The slowest rate, in bytes per second, at which a body may arrive."""
 
 
 class BodyReader:
@@ -280,11 +289,11 @@ class BodyReader:
         return body
 
     def release(self, request: web.BaseRequest) -> None:
-        """Return the bytes of an answered request's body to the budget."""
+        """Return the bytes that an answered request's body held to the budget."""
         self._hold(request, 0)
 
     def _hold(self, request: web.BaseRequest, size: int) -> None:
-        """Hold only the bytes that a body really has, and return the rest to the budget."""
+        """Reduce the budget held for a request to the ``size`` bytes that its body has, and give the rest back."""
         taken = self._taken.pop(id(request), 0)
         held = min(size, taken) if size > _LARGE else 0
         if held:
@@ -292,7 +301,7 @@ class BodyReader:
         self._budget.give(taken - held)
 
     def close(self) -> None:
-        """End the threads; bodies that wait for a thread are not decompressed."""
+        """End the threads; bodies that wait for a thread are not decompressed any more."""
         self._inflating.shutdown(wait=False, cancel_futures=True)
 
     async def _read(self, content: StreamReader, limit: int) -> bytes:
@@ -313,7 +322,7 @@ class BodyReader:
         return b"".join(parts)
 
     async def _arrived(self, content: StreamReader, started: float, size: int) -> bytes:
-        """Return the next bytes of a body after ``size`` bytes have arrived; ``b""`` at its end."""
+        """Return the next bytes of a body, of which ``size`` bytes have arrived so far; ``b""`` at its end."""
         if content.is_eof():
             return await content.readany()
         left_s = started + self._patience_s + size / _MIN_RATE - time.monotonic()
@@ -331,7 +340,7 @@ class BodyReader:
 
 
 def _expected_size(request: web.BaseRequest, encoding: str, limit: int) -> int:
-    """Return the most bytes that a body may have, decompressed or not; raises the 413 for a longer one."""
+    """Return the largest size, in bytes, that a body can have after decompression; raises a 413 if it is too large."""
     sent = request.content_length
     if sent is None:
         return limit if request.can_read_body else 0

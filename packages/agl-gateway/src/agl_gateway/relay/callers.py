@@ -89,7 +89,7 @@ _SUMMARIZING = re.compile(
     r"context summari[sz]ation|summari[sz](?:es?|ing) (?:a|the|this|our) conversation|compact the conversation",
     re.IGNORECASE,
 )
-"""The opening of a call that shortens a conversation; some programs send it without tools or earlier turns."""
+"""Matches the opening of a call that shortens a conversation; some programs send it without tools or earlier turns."""
 
 _CODEX_METADATA = "x-codex-turn-metadata"
 _CODEX_ROOT = "/root"
@@ -123,7 +123,7 @@ class HelperRules:
             ) from error
 
     def origin_of(self, headers: Mapping[str, str], asked: Request, *, has_tracer: bool = False) -> Origin:
-        """Return the origin of a call; with ``has_tracer`` only its session and the role from its header."""
+        """Return the origin of a call; with ``has_tracer``, only the session and the role from the request header."""
         program = _program_of(headers)
         found = _UNKNOWN if program is None else _described(program, headers)
         role = clean(headers.get(ROLE_HEADER, ""), _MAX_NAME)
@@ -158,14 +158,14 @@ class HelperRules:
 
 
 def session_of(headers: Mapping[str, str]) -> str:
-    """Return the session id of a known coding agent, prefixed with the agent's name; ``""`` if it has none."""
+    """Return the session id of a known coding agent, as ``AGENT:SESSION``; ``""`` if the headers name no session."""
     program = _program_of(headers)
     session = "" if program is None else _described(program, headers).session
     return f"{program.name}:{session}" if program is not None and session else ""
 
 
 def clean(text: str, limit: int) -> str:
-    """Return text from an untrusted sender, without unprintable characters and cut to ``limit`` characters."""
+    """Return untrusted text without unprintable characters, cut to ``limit`` characters."""
     return "".join(letter for letter in text[: 4 * limit] if letter.isprintable()).strip()[:limit]
 
 
@@ -184,7 +184,7 @@ def _described(program: _Program, headers: Mapping[str, str]) -> Origin:
 
 
 def _codex(headers: Mapping[str, str], session: str) -> Origin:
-    """Return the origin in Codex's JSON header; ``agent_name`` is a path from ``/root`` to the sub-agent."""
+    """Return the origin from Codex's JSON header; ``agent_name`` is a path from ``/root`` to a sub-agent."""
     given = headers.get(_CODEX_METADATA, "")
     about = object_of(given.encode("utf-8", "replace")) if len(given) <= _MAX_METADATA else {}
     path = clean(text_in(about.get("agent_name")), _MAX_NAME)
@@ -219,7 +219,7 @@ def _has_answer(asked: Request) -> bool:
 
 
 def _text_of(value: object) -> str:
-    """Return the first characters of all strings in a JSON value."""
+    """Return the strings in a JSON value, joined, up to a limit of characters."""
     found, size, waiting = list[str](), 0, [value]
     while waiting and size < _MAX_OPENING:
         item = waiting.pop()
@@ -238,7 +238,7 @@ class Owner:
     """The attempt or the conversation that a call belongs to.
 
     Attributes:
-        headers: Headers of the answer: the conversation's rollout, or the reason why it is not recorded.
+        headers: Headers to add to the response: the conversation's rollout, or the reason why it is not recorded.
         is_conversation: True for a conversation. Its calls are stored before their answers end, because no end of an
             attempt waits for them later.
         is_recorded: False for a conversation outside the recorded share.
@@ -286,7 +286,7 @@ class Owners:
 
     @asynccontextmanager
     async def owner_of(self, request: web.BaseRequest, asked: Request, claim: AttemptToken) -> AsyncGenerator[Owner]:
-        """Yield the owner of a call with this token; its conversation does not become idle inside the block.
+        """Yield the owner of a call, found by its token; inside the block the conversation does not become idle.
 
         Raises:
             Problem: 400 for a call that should belong to a conversation but names none.
@@ -311,7 +311,7 @@ class Owners:
             )
 
     async def context_of(self, request: web.BaseRequest, asked: Request, owner: Owner) -> CallContext:
-        """Return the context of a call; asks other processes for the id of a repeated request."""
+        """Return the context of a call; for a repeated request, the request's id may come from another process."""
         headers, requests = request.headers, self.facts.requests
         if (key := requests.retry_of(owner.attempt_id, headers, asked.body)) is not None:
             await self.facts.find_request(key)
@@ -335,6 +335,6 @@ class Owners:
         )
 
     def forget(self, owner: Owner) -> None:
-        """Drop a conversation from the cache; its next call reads the conversation from the store."""
+        """Drop the owner's conversation from the cache, so that its next call reads the conversation from the store."""
         if self.conversations is not None:
             self.conversations.forget(owner.rollout_id)

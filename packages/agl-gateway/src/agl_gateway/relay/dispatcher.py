@@ -61,7 +61,7 @@ class Dispatcher:
         return (*calls, *by_google, *listed, *self._routes, *(f"{prefix}*" for prefix in self._prefixes))
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request; closes the connection if the body was not read to its end or is too large."""
+        """Answer one request; closes the connection if the body is too large or was not read to its end."""
         try:
             reply = await self._answer(request)
         finally:
@@ -71,7 +71,7 @@ class Dispatcher:
         return reply
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request; errors take the format that the client's library expects."""
+        """Answer one request; an error gets the format that the client's library expects."""
         path = request.path
         try:
             if path.startswith("/v1/"):
@@ -157,7 +157,7 @@ def _dialect_at(path: str) -> ClientApi | None:
 
 
 def _split(path: str) -> tuple[str, str, str, str]:
-    """Split ``/rollout/R/attempt/A/key/K/v1/...`` into rollout, attempt, key and endpoint."""
+    """Split the path ``/rollout/R/attempt/A/key/K/v1/...`` into rollout, attempt, key and endpoint."""
     parts = path.split("/", 8)
     if len(parts) == 9 and (parts[3], parts[5]) == ("attempt", "key") and parts[7] in ("v1", "v1beta"):
         return parts[2], parts[4], parts[6], f"/{parts[8]}"
@@ -187,7 +187,10 @@ def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
 
 
 _GRACE_S = 0.5
-"""Seconds between the deadline and the close of a connection, so that a busy event loop reads data that was in time."""
+"""Seconds between a header deadline and the close of the connection.
+
+They let a busy event loop read data that arrived in time.
+"""
 
 
 class Connection(web.RequestHandler):
@@ -205,23 +208,23 @@ class Connection(web.RequestHandler):
         self._is_answering = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the deadline of the first request."""
+        """Start the deadline for the headers of the first request."""
         super().connection_made(transport)
         self._start_deadline()
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes; the first bytes of a later request start its deadline."""
+        """Receive bytes; the first bytes of a later request start the deadline for its headers."""
         super().data_received(data)
         if self._deadline is None and not self._is_answering:
             self._start_deadline()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Cancel the deadline."""
+        """Cancel the deadline for headers."""
         self._stop_deadline()
         super().connection_lost(exc)
 
     async def answered(self, answer: Awaitable[web.StreamResponse]) -> web.StreamResponse:
-        """Await the answer to a request whose headers have arrived."""
+        """Await the answer to a request whose headers have arrived; no deadline runs meanwhile."""
         self._stop_deadline()
         self._is_answering = True
         try:
@@ -230,7 +233,7 @@ class Connection(web.RequestHandler):
             self._is_answering = False
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log an error; a client's error, such as bytes that are not HTTP, is logged at debug level only."""
+        """Log an error with traceback, or at debug level if the client caused it, such as bytes that are not HTTP."""
         is_of_client = isinstance(kw.get("exc_info"), HttpProcessingError)
         (self.logger.debug if is_of_client else self.logger.exception)(*args, **kw)
 

@@ -48,10 +48,9 @@ class Relay:
     async def answer(
         self, request: web.BaseRequest, endpoint: str, claim: AttemptToken, *, translation: Translation | None = None
     ) -> web.StreamResponse:
-        """Answer one model call with a verified token, at an endpoint of one of the dialects.
+        """Answer one model call, whose token is verified, at an endpoint of one of the dialects.
 
-        With a ``translation`` the call becomes one of ``endpoint``: the policy's server gets the translated call, and
-        the translated call is recorded.
+        With a ``translation`` the call is translated to a call of ``endpoint`` before it is sent and recorded.
         """
         await self.recorder.admit()
         outgoing = await self._read(request, endpoint, translation)
@@ -59,7 +58,7 @@ class Relay:
             return await self.relayed(request, outgoing, owner)
 
     async def relayed(self, request: web.BaseRequest, outgoing: Outgoing, owner: Owner) -> web.StreamResponse:
-        """Answer a call whose body was read, and record it for ``owner``."""
+        """Answer a call whose body has been read, and record it for ``owner``."""
         context = await self.owners.context_of(request, outgoing.request, owner)
         record = CallRecord(context=context, outgoing=outgoing)
         try:
@@ -85,7 +84,7 @@ class Relay:
             raise
 
     async def _read(self, request: web.BaseRequest, endpoint: str, translation: Translation | None) -> Outgoing:
-        """Read a request, and restore the thoughts that earlier answers of the policy carry in sealed form."""
+        """Read a request, and restore the sealed thoughts of the policy's earlier answers."""
         dialect = dialect_of(endpoint)
         assert dialect is not None  # noqa: S101  # the dispatcher knows the dialects' endpoints
         asked = Request(dialect, await self.bodies.read_call(request))
@@ -97,7 +96,7 @@ class Relay:
         return Outgoing(request=whole, endpoint=endpoint, translation=thoughts_of(asked))
 
     async def _choose(self, record: CallRecord, owner: Owner) -> CallRoute:
-        """Choose the policy by the model's name, and the version by the rollout's arm if it is part of a split."""
+        """Choose the policy by the model's name, and the model version by the rollout's arm if a split assigned one."""
         asked = record.outgoing.request
         if not asked.is_object:
             raise Problem(
@@ -111,7 +110,7 @@ class Relay:
         return await self.arms.route(target, owner.rollout_id)
 
     async def _translate(self, record: CallRecord, asked: Outgoing, *, to_chat: bool = False) -> None:
-        """Translate a call to a chat completion if its policy needs one, and apply the rollout's sampling rules."""
+        """Translate a call to a chat completion if its policy needs that, and apply the rollout's sampling rules."""
         upstream = record.upstream
         if to_chat or self.sender.apis.is_translated(upstream, asked.request.dialect):
             asked = record.outgoing = self.sender.apis.translated(asked, upstream)
@@ -147,7 +146,7 @@ class Relay:
     async def _pass_on(
         self, request: web.BaseRequest, answer: Answer, record: CallRecord, owner: Owner
     ) -> web.StreamResponse:
-        """Pass an answer on and record it; the answer ends for the client only once the record is safe."""
+        """Pass an answer on and record it; the client sees the answer's end only once the call is stored."""
         headers = reply_headers(answer.response.headers)
         headers.update(_own_headers(record, owner))
         if answer.is_stream:
@@ -206,14 +205,17 @@ class Relay:
         error: str = "",
         is_complete: bool = True,
     ) -> int:
-        """Queue the call for the store, once, although a cancelled stream comes here twice; returns its number or 0."""
+        """Queue a finished call for the store; returns the call's number.
+
+        The result is 0 if the call is not to be recorded, or was queued before: a cancelled stream comes here twice.
+        """
         if record.exchange is not None or not owner.is_recorded:
             return 0
         record.end(body, status=status, first_byte=first_byte, error=error, is_complete=is_complete)
         return self.recorder.put(record)
 
     async def _wait_stored(self, number: int, owner: Owner) -> None:
-        """Wait until a call is durable, if the gateway has a spool; a conversation's call waits until written."""
+        """Wait until a call is durable, or, for a conversation's call, until it is written."""
         if not owner.is_conversation:
             await self._wait_durable(number)
             return
@@ -230,7 +232,7 @@ class Relay:
 
 
 def _own_headers(record: CallRecord, owner: Owner) -> dict[str, str]:
-    """Return the headers that the gateway adds to the backend's headers."""
+    """Return the response headers that the gateway adds to those of the backend."""
     dropped = ", ".join(record.outgoing.dropped)
     header = {DROPPED_HEADER: clean(dropped.encode("ascii", "replace").decode(), _MAX_DROPPED)} if dropped else {}
     return {**header, **owner.headers}

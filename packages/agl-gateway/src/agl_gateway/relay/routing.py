@@ -41,7 +41,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class UpstreamTarget:
-    """An upstream with its servers, the gate of its calls, and its API key, which is sent to the backend only."""
+    """An upstream with its servers, the gate for its calls, and its API key, which is sent to the backend only."""
 
     upstream: Upstream
     replicas: Replicas
@@ -95,7 +95,7 @@ class Router:
 
     @property
     def gates(self) -> dict[str, CallGate]:
-        """The policies' gates, by policy name."""
+        """The call gate of each policy, by policy name."""
         return {name: target.gate for name, target in self.targets.items()}
 
     def models(self) -> list[str]:
@@ -108,7 +108,7 @@ class Router:
 
 
 def _ambiguous(found: Sequence[Upstream], model: str, names: Sequence[str]) -> Problem:
-    """Return the problem for a call that several policies match; it names them, and says how to select one."""
+    """Return the problem for a call that several policies match; the message names them, and says how to select one."""
     if upstreams_for(found, names=names):
         patterns = " and ".join(f"{upstream.name!r} (agents = {upstream.agents!r})" for upstream in found)
         text = f"the policies {patterns} both take calls made by {list(names)}; let one pattern match each agent"

@@ -33,14 +33,14 @@ from agl_run import greedy_policies
 SEED_HEADER = "x-agl-seed"
 
 _LONGEST = 1024 * 1024
-"""Bytes of a request from which its opening is not read, because that would block the event loop for too long."""
+"""Size in bytes from which a request's opening is not read, because that would block the event loop for too long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rollout:
-    """The sampling mode of a rollout, its seed, and the policies that decode it greedily.
+    """A rollout's sampling mode, its seed, and the policies that decode greedily in it.
 
-    The defaults stand for a rollout without these settings, and for one that is not in the store.
+    The defaults are for a rollout without these settings, and for a rollout that is not in the store.
     """
 
     mode: str = ""
@@ -50,7 +50,7 @@ class _Rollout:
 
 @dataclass(eq=False, kw_only=True)
 class SamplingRules:
-    """Applies :attr:`agl.contracts.Upstream.sampling` to the calls of rollouts, and seeds them.
+    """Applies :attr:`agl.contracts.Upstream.sampling` to the calls of rollouts, and gives the calls seeds.
 
     Attributes:
         position: Returns the position of an attempt's next call among the calls with the same opening, from 1.
@@ -62,7 +62,7 @@ class SamplingRules:
     _known: Recent[str, _Rollout] = field(default_factory=lambda: Recent(10_000), init=False)
 
     async def apply(self, asked: Request, upstream: Upstream, rollout_id: str) -> tuple[Request, Mapping[str, Json]]:
-        """Return the request to send, and span attributes that record the sampling parameters that the agent set.
+        """Return the request to send, and the span attributes that record the sampling parameters that the agent set.
 
         Raises:
             Problem: 400 if the upstream refuses such parameters during training.
@@ -87,7 +87,7 @@ class SamplingRules:
         return sent, notes
 
     async def seed(self, asked: Request, upstream: Upstream, *, rollout_id: str, attempt_id: str) -> Mapping[str, str]:
-        """Return the header with the seed of the attempt's next call; empty if the rollout has no seed."""
+        """Return the header that carries the seed of the attempt's next call; empty if the rollout has no seed."""
         seed = (await self._rollout(rollout_id)).seed if upstream.is_trained else None
         if seed is None:
             return {}

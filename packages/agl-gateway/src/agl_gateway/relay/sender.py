@@ -55,15 +55,15 @@ _NOT_RELAYED = frozenset(
     )
 )
 _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
-"""Errors of a server that has not answered; another server may be asked, because sampling has no side effects."""
+"""Codes of errors without an answer; another server may be tried, because sampling has no side effects."""
 
 _CONNECT_TRIES = 3
 _CONNECT_S = 10.0
 _KEEPALIVE_S = 4.0
-"""Less than the 5 seconds after which uvicorn, and so vLLM, closes an idle connection."""
+"""Seconds for which an idle connection is kept: less than the 5 after which uvicorn, and so vLLM, closes it."""
 _CONNECT_PAUSE_S = 0.1
 _IN_PARTS = 1024 * 1024
-"""Bytes from which a body is sent in parts, so that the event loop serves other requests in between."""
+"""Size in bytes from which a body is sent in parts, so that the event loop serves other requests in between."""
 
 _NOT_FOUND = 404
 
@@ -81,7 +81,7 @@ def make_session(*, timeout_s: float) -> aiohttp.ClientSession:
 
 
 def request_headers(headers: Mapping[str, str], target: UpstreamTarget, dialect: Dialect | None) -> dict[str, str]:
-    """Return the headers for the backend: the client's headers in ``_FORWARDED``, and the policy's API key."""
+    """Return the headers for the backend: the forwarded ones of the client, and the policy's API key."""
     sent = {name: value for name in _FORWARDED if (value := headers.get(name)) is not None}
     sent["accept-encoding"] = "identity"
     if target.key:
@@ -92,13 +92,13 @@ def request_headers(headers: Mapping[str, str], target: UpstreamTarget, dialect:
 
 
 def reply_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Return the backend's headers for the client, without hop-by-hop headers."""
+    """Return the backend's response headers without hop-by-hop headers."""
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_RELAYED)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Answer:
-    """A backend's answer: its body, or its open stream.
+    """A response of the backend: its whole body, or an open stream.
 
     Attributes:
         body: The whole body; empty for a stream.
@@ -111,7 +111,7 @@ class Answer:
 
     @property
     def is_stream(self) -> bool:
-        """Return true if the answer is a stream of events."""
+        """True if the response is a stream of server-sent events."""
         return self.response.content_type == "text/event-stream"
 
     @property
@@ -121,7 +121,7 @@ class Answer:
 
 
 ABSENT = (404, 405, 501)
-"""Statuses of servers that do not have an endpoint."""
+"""Statuses of a server that does not have the requested endpoint."""
 
 FIRST_ERROR = 400
 _MAX_WARNED = 1000
@@ -135,7 +135,7 @@ class NotSpokenError(Exception):
 
 
 class ClientApis:
-    """Decides for one gateway which calls become chat completions. Used in one event loop only.
+    """Decides which calls of clients are translated to chat completions. Used in one event loop only.
 
     Args:
         native: APIs in which the servers of policies in training return the ids of all tokens.
@@ -154,7 +154,7 @@ class ClientApis:
         self._warned: set[tuple[str, str]] = set()
 
     def is_translated(self, upstream: Upstream, dialect: Dialect) -> bool:
-        """Return true if calls in this API go to the policy's server as chat completions."""
+        """Return true if calls in this dialect are sent to the upstream as chat completions."""
         is_absent = (upstream.name, dialect) in self._absent
         return dialect in _TRANSLATED and (is_absent or (upstream.is_trained and dialect not in self._native))
 
@@ -178,12 +178,12 @@ class ClientApis:
         return translated
 
     def check(self, dialect: Dialect, status: int) -> None:
-        """Raise :class:`NotSpokenError` if the status of an answer shows that the server lacks this API."""
+        """Raise :class:`NotSpokenError` if ``status`` shows that the server lacks the API of ``dialect``."""
         if status in ABSENT and dialect in _TRANSLATED:
             raise NotSpokenError
 
     def learn(self, upstream: Upstream, dialect: Dialect, status: int) -> None:
-        """Remember that a server lacks an API, unless the chat completion sent instead failed with ``status``."""
+        """Remember that an upstream lacks an API, unless the chat completion sent instead failed with ``status``."""
         if status < FIRST_ERROR:
             self._absent.add((upstream.name, dialect))
 
@@ -197,9 +197,10 @@ class Sender:
     _hinted: set[str] = field(default_factory=set[str], init=False)
 
     async def ask(self, url: str, body: bytes, headers: Mapping[str, str], *, connect_tries: int = 1) -> Answer:
-        """Send a request; returns the answer, read to its end unless it is a stream, which the caller closes.
+        """Send a request; returns the answer.
 
-        A failed connection is retried, because nothing was sent; other failures are not.
+        A stream is returned open, for the caller to close; any other answer is read to its end. A failed connection is
+        retried, because nothing was sent; other failures are not.
 
         Raises:
             Problem: 502 if the backend cannot be reached or closes the connection, 504 if it is silent for too long.
@@ -226,9 +227,9 @@ class Sender:
         *,
         dialect: Dialect,
     ) -> tuple[Answer, str]:
-        """Ask the rollout's own server, then the policy's other servers until one answers.
+        """Ask ``servers`` in order until one answers.
 
-        Returns the answer and its server, at which the call counts as in flight until the caller takes it off.
+        Returns the answer and the server's base URL. The call counts as in flight there until the caller subtracts it.
 
         Raises:
             NotSpokenError: The server does not have the API, and may be asked for a chat completion.
@@ -268,7 +269,7 @@ class Sender:
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _hint_at_missing_path(self, upstream: Upstream, url: str) -> None:
-        """Warn once per policy after a 404 that an address without a path may lack ``/v1``."""
+        """Warn once per policy, after a 404, that an address without a path may need ``/v1``."""
         if urlsplit(upstream.base_url).path.strip("/") or upstream.name in self._hinted:
             return
         self._hinted.add(upstream.name)
@@ -281,7 +282,7 @@ class Sender:
 
 
 def _problem_of(error: Exception, url: str) -> Problem:
-    """Turn a failure of the backend into a problem for the client."""
+    """Return the HTTP error for the client that reports a failure of the backend."""
     where = url.split("?", 1)[0]
     if isinstance(error, aiohttp.ClientConnectorError):
         text = f"cannot be reached ({error}); check that it runs, and the policy's URL"
@@ -309,8 +310,9 @@ _EVENT: msgspec.json.Decoder[_Event] = msgspec.json.Decoder(_Event)
 
 
 class StreamEnd:
-    """Finds the end of a stream whose bytes arrive in arbitrary pieces; a piece without a mark costs only a search per
-    mark.
+    """Finds the last event of a stream whose bytes arrive in arbitrary pieces.
+
+    A piece that contains none of the searched marks, such as ``[DONE]``, is not parsed.
 
     Attributes:
         has_begun: True once a line of the last event has arrived; a client that reads line by line may stop there.
@@ -350,7 +352,7 @@ def _is_marked(text: bytes) -> bool:
 
 
 def _type_of(data: bytes) -> bytes:
-    """Return the type of an event whose JSON holds a mark; ``b""`` for any other event."""
+    """Return the type of an event that could be the last one of a stream; ``b""`` for any other event."""
     if not _is_marked(data):
         return b""
     try:
@@ -361,7 +363,7 @@ def _type_of(data: bytes) -> bytes:
 
 @dataclass(eq=False, kw_only=True)
 class Pump:
-    """Passes a body on as it arrives.
+    """Passes the body of a streamed answer on to the client as it arrives.
 
     Attributes:
         translation: Translates the body for the client; ``None`` if the client uses the backend's API.
@@ -380,9 +382,10 @@ class Pump:
     _end: StreamEnd = field(default_factory=StreamEnd, init=False)
 
     async def run(self) -> str:
-        """Pass the body on to its end; returns the error that cut it short, or ``""`` if it is complete.
+        """Pass the body on to its end; returns ``""`` if the body is complete, else the error that cut it short.
 
-        Raises :class:`ConnectionError` if the client is gone.
+        Raises:
+            ConnectionError: The client has disconnected.
         """
         body = self.response.content
         while True:

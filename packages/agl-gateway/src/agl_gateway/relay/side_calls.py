@@ -34,7 +34,7 @@ SIDE_CALLS: dict[str, Dialect] = {
     "/responses/input_tokens": "responses",
     COMPACT: "responses",
 }
-"""Endpoints of a model API that are not model calls, with their API."""
+"""Maps the endpoints that are no model calls to the dialect that they belong to."""
 
 ESTIMATED_HEADER = "x-agl-estimated"
 """Response header that marks a token count as the gateway's estimate."""
@@ -47,18 +47,23 @@ _BYTES_PER_TOKEN = 4
 _IMAGES = ("image", "input_image", "image_url")
 _INLINE = frozenset({"inlineData", "inline_data"})
 _IMAGE_TOKENS = 1600
-"""Tokens of an image, about as Anthropic counts for the largest image that it does not scale down."""
+"""Estimated tokens of an image, about as Anthropic counts for the largest image that it does not scale down."""
 
 
 @dataclass(frozen=True, eq=False)
 class SideCalls:
-    """Answers the endpoints of :data:`SIDE_CALLS` through a relay's policies and servers. Used in one event loop."""
+    """Answers requests to the endpoints in :data:`SIDE_CALLS`, by the policies' servers or by the gateway itself.
+
+    Used in one event loop only.
+    """
 
     relay: Relay
 
     async def answer(self, request: web.BaseRequest, endpoint: str, claim: AttemptToken) -> web.StreamResponse:
-        """Answer one request with a verified token; only an attempt's compaction can fall back on a summary by the
-        policy.
+        """Answer one request whose token is verified.
+
+        If the policy's server cannot compact a conversation, the policy is asked for a summary, but only within an
+        attempt.
 
         Raises:
             Problem: 400 for a body that is not a JSON object, 404 for an unknown model, 413 for thoughts longer than
@@ -89,7 +94,7 @@ class SideCalls:
         return web.json_response({"totalTokens": estimate(asked)}, headers={ESTIMATED_HEADER: "true"})
 
     async def _summary(self, request: web.BaseRequest, asked: Request, claim: AttemptToken) -> web.StreamResponse:
-        """Answer an attempt's request for a compaction with the policy's summary, recorded as a call of the attempt."""
+        """Answer an attempt's compaction request with a summary by the policy, recorded as a call of the attempt."""
         await self.relay.recorder.admit()
         outgoing = Outgoing(request=asked, endpoint=CHAT).translated(CompactionTranslation())
         return await self.relay.relayed(
@@ -130,7 +135,7 @@ def estimate(asked: Request) -> int:
 
 
 def _size(value: object) -> int:
-    """Return the size of a JSON value in bytes; an image counts as many bytes as text of its tokens would have."""
+    """Return the size of a JSON value in bytes of text; an image counts ``_IMAGE_TOKENS`` tokens at 4 bytes each."""
     size, waiting = 0, [value]
     while waiting:
         item = waiting.pop()
@@ -157,14 +162,14 @@ _ASKED = (
 
 
 class CompactionTranslation(ResponsesTranslation):
-    """Translates a request for a compaction to a chat completion that asks for a summary, and back."""
+    """Translates a compaction request to a chat completion that asks for a summary, and the answer back."""
 
     def __init__(self) -> None:
         super().__init__()
         self._kept: list[dict[str, Any]] = []
 
     def asked(self, request: Request) -> Request:
-        """Return the conversation with one more message, which asks for its summary.
+        """Return the conversation with one more message, which asks the model to summarise it.
 
         The tools stay, because they are part of the prompt's prefix, which servers cache.
         """
@@ -180,7 +185,11 @@ class CompactionTranslation(ResponsesTranslation):
         return Request("chat", msgspec.json.encode({**body, "messages": messages}))
 
     def answer(self, body: bytes) -> bytes:
-        """Return the user's messages and the summary; raises a 502 :class:`Problem` if there is no summary."""
+        """Return the answer to the compaction request: the user's messages and the summary.
+
+        Raises:
+            Problem: 502 if the model wrote no summary.
+        """
         given = object_of(body)
         choice = first_choice(given)
         pieces = pieces_of(as_object(choice.get("message")))

@@ -27,7 +27,7 @@ from agl_gateway.store_api.feed import QueueLength
 from agl_gateway.wire.problems import Problem
 
 Family = tuple[str, str, str, Mapping[str, float] | float]
-"""A metric: its name, type and help, and a single number or numbers by label."""
+"""A metric: name, type, help text, and either one number or a number per label value."""
 
 
 OWN_METRICS = "/peers/metrics"
@@ -50,7 +50,7 @@ class StatusAccess:
         self._hosts = {name.lower() for name in ("localhost", socket.gethostname(), *hosts)}
 
     def check(self, request: web.BaseRequest) -> None:
-        """Raise a 401 or 403 :class:`Problem` unless the request names a known host or has the admin token."""
+        """Raise a 401 or 403 :class:`Problem` unless the request names a known host or carries the admin token."""
         host, key = request.headers.get("host", ""), key_of(request.headers)
         if not self._is_protected:
             if self._is_known(host):
@@ -86,12 +86,12 @@ class StatusApi:
     siblings: Siblings
 
     async def root(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer clients that check that a server is here before they call a model."""
+        """Answer clients that check that a server listens here before they call a model."""
         del request
         return web.json_response({"service": "agl gateway"})
 
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer with metrics in Prometheus' text format; several processes get a label each."""
+        """Answer with metrics in Prometheus' text format; several processes get a ``process`` label."""
         self.access.check(request)
         queued = _gauge("agl_rollouts_queued", "Rollouts that wait for a runner.", len(self.queue))
         text = render([queued, *self._families()]) if self.siblings.group is None else await self._of_all(queued)
@@ -103,7 +103,7 @@ class StatusApi:
         return web.json_response(self._families())
 
     async def _of_all(self, queued: Family) -> str:
-        """Render the metrics of all processes; a process that does not answer counts as down."""
+        """Render the metrics of all processes; a process that does not answer is reported as down."""
         group = self.siblings.group
         assert group is not None  # noqa: S101  # the caller looks
         found: dict[int, list[Family]] = await self.siblings.ask_all(OWN_METRICS, {})
@@ -161,7 +161,7 @@ class StatusApi:
         return web.json_response({"status": "ok", **processes})
 
     def _processes(self) -> dict[str, str]:
-        """Return how many of several processes serve; a killed process is restarted soon."""
+        """Return how many of the gateway's processes serve, as ``N of M``; empty for a gateway with one process."""
         group = self.siblings.group
         if group is None:
             return {}
@@ -192,16 +192,16 @@ def _counter(name: str, text: str, values: Mapping[str, float] | float) -> Famil
 
 
 def _each(gates: Mapping[str, CallGate], name: str) -> dict[str, float]:
-    """Return one attribute of every gate, by policy."""
+    """Return the attribute ``name`` of every policy's gate, by policy name."""
     return {policy: getattr(gate, name) for policy, gate in gates.items()}
 
 
 def render(families: Iterable[Family], *, label: str = "policy") -> str:
-    """Render metrics as text.
+    """Render metrics in Prometheus' text format.
 
     Args:
         families: The metrics.
-        label: The label for the keys of a metric with several numbers.
+        label: The label under which a metric with several numbers shows their keys.
     """
     out: list[str] = []
     for name, kind, text, values in families:

@@ -18,7 +18,7 @@ _TOKENS = {
     "attempt": "One attempt's token, also as x-api-key.",
 }
 _CALLERS = "attempt client admin"
-"""The tokens that may call models; client and admin tokens only if the gateway records conversations."""
+"""Scopes of the tokens that may call models; client and admin tokens may only if conversations are recorded."""
 
 _MODEL_PATHS = {
     "/v1/chat/completions": "OpenAI chat completions, relayed and recorded.",
@@ -48,7 +48,7 @@ _SETTLE_SCHEMA = {"type": "object", "properties": {"attempt_id": {"type": "strin
 
 
 def openapi_document(*, server: str = "") -> dict[str, Any]:
-    """Return the document as JSON; a non-empty ``server`` is its base URL."""
+    """Return the gateway's OpenAPI document; a non-empty ``server`` becomes the base URL in it."""
     types = [part for method in METHODS.values() for part in (method.params, method.result)]
     schemas, components = msgspec.json.schema_components([*types, Fault], ref_template="#/components/schemas/{name}")
     pairs = zip(METHODS.values(), schemas[0:-1:2], schemas[1:-1:2], strict=True)
@@ -93,7 +93,7 @@ def _security(tokens: str) -> list[dict[str, list[str]]]:
 
 
 def _described(path: str, text: str, tokens: str, *, content: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return an operation with the parameters of its path and, if ``content`` is given, its body."""
+    """Return an OpenAPI operation with the parameters in ``path`` and, if ``content`` is given, a request body."""
     names = re.findall(r"{(\w+)}", path)
     body = {"requestBody": {"required": True, "content": content}} if content else {}
     return {

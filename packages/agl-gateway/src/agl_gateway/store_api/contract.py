@@ -15,14 +15,14 @@ from agl.contracts import Store
 from agl.errors import NotFoundError, StoreError
 
 MAX_WAIT_S = 25.0
-"""The longest wait within one request, short enough that no proxy cuts the connection; clients then send another."""
+"""The longest wait of one request, in seconds; short, so that no proxy cuts the connection. Clients then ask again."""
 
 _STATUS = {"NotFoundError": 404, "ConflictError": 409, "FencedError": 409, "TokenError": 401, "StoreError": 503}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One method of the contract.
+    """One method of the store contract.
 
     Attributes:
         params: Struct type of the parameters.
@@ -71,7 +71,10 @@ METHODS: dict[str, Method] = {
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error on the wire: the exception's type and message and, for an unknown id, its kind and key."""
+    """An error as sent over HTTP: the exception's type and message.
+
+    For an unknown id, ``kind`` and ``key`` say what was not found.
+    """
 
     type: str
     message: str

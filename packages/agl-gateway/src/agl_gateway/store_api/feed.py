@@ -18,7 +18,7 @@ _PAGE = 1000
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Feed:
-    """Passes changes to listeners in batches, a fraction of a second after they happen.
+    """Reads the store's change feed and passes the changes to listeners, a fraction of a second after they happen.
 
     Attributes:
         on_changes: Called with every batch, in order.
@@ -30,7 +30,7 @@ class Feed:
     on_gap: Callable[[], None]
 
     async def follow(self, cursor: int) -> None:
-        """Follow the feed from ``cursor`` until the task is cancelled."""
+        """Follow the change feed from ``cursor`` on, until the task is cancelled."""
         has_warned = False
         while True:
             try:
@@ -61,7 +61,7 @@ class QueueLength:
         return len(self._queued)
 
     async def load(self) -> None:
-        """Read the queued rollouts from the store."""
+        """Read all queued rollouts from the store."""
         after = ""
         while True:
             page = await self._store.rollouts(RolloutQuery(status=("queued",), after=after, limit=_PAGE))
@@ -71,7 +71,7 @@ class QueueLength:
             after = page[-1].rollout_id
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Apply changes to the set of queued rollouts."""
+        """Update the set of queued rollouts."""
         for change in changes:
             if change.kind == "rollout":
                 (self._queued.add if change.status == "queued" else self._queued.discard)(change.key)

@@ -32,7 +32,7 @@ _PREFIX = "/store/"
 
 
 class _Codec:
-    """Decoders of every method's parameters for one content type."""
+    """The decoders and encoder for one content type, with a decoder for each method's parameters."""
 
     def __init__(self, decoder: Callable[[Any], Any], encode: Callable[[Any], bytes]) -> None:
         self.decoders = {name: decoder(method.params) for name, method in METHODS.items()}
@@ -106,7 +106,7 @@ class StoreApi:
         return codec.encode(result)
 
     async def _done(self, method: Method, params: dict[str, Any]) -> Any:
-        """Settle the attempts that the call is about, then call the store's method."""
+        """Wait until the calls of the attempts concerned are in the store, then call the store's method."""
         for attempt_id in _attempts_to_settle(method.name, params):
             await self.settle(attempt_id)
         positional = [params.pop(item) for item in method.positional]
@@ -115,7 +115,10 @@ class StoreApi:
         return await called(*positional, **params)
 
     async def _deed(self, name: str, params: dict[str, Any]) -> Deed | None:
-        """Return the privileged action that a call performs, if any; rewards of running attempts are not privileged."""
+        """Return the privileged action that a call performs, if any.
+
+        Rewards of running attempts are not privileged; late rewards are.
+        """
         if name == "append_spans":
             rewarded = {span.attempt_id: span.rollout_id for span in params["spans"] if span.reward is not None}
             late = [each for each, rollout in rewarded.items() if not await self.attempts.runs(rollout, each)]
@@ -138,7 +141,7 @@ class StoreApi:
 
 
 def _check_scope(claim: AttemptToken, name: str) -> None:
-    """Raise a 403 :class:`Problem` if tokens of this scope may not call the method."""
+    """Raise a 403 :class:`Problem` if a token of this scope may not call the method ``name``."""
     allowed = {"admin": METHODS, "worker": WORKER_METHODS, "attempt": ("append_spans",)}
     if name in allowed.get(claim.scope, ()):
         return

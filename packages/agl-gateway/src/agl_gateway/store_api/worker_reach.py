@@ -23,14 +23,14 @@ WORKER_METHODS = (
     *("announce", "append_spans", "attempts", "claim", "count_rollouts", "experiments", "finish", "presences"),
     *("recordings", "renew", "resource", "rollouts", "spans", "withdraw"),
 )
-"""The store methods that a worker's token may call, each for its own experiment only."""
+"""The store methods that a worker's token may call, each within its experiment only."""
 
 _REMEMBERED = 20_000
 _PAGE = 1000
 
 
 class WorkerReach:
-    """Checks the calls of workers' tokens; used in the gateway's event loop.
+    """Checks the calls that workers' tokens make; used in the gateway's event loop.
 
     Args:
         tokens: Signs the tokens of claimed attempts.
@@ -45,7 +45,7 @@ class WorkerReach:
         self._versions: Recent[tuple[str, str, str], None] = Recent(_REMEMBERED)
 
     async def narrowed(self, claim: AttemptToken, name: str, params: dict[str, Any]) -> dict[str, Any]:
-        """Check a call, and return its parameters with any query restricted to the token's experiment.
+        """Check a call, and return its parameters with every query restricted to the token's experiment.
 
         Raises:
             Problem: 403 for a method or an experiment that the token does not allow.
@@ -76,7 +76,7 @@ class WorkerReach:
         return params
 
     async def require(self, claim: AttemptToken, rollout_ids: Sequence[str]) -> None:
-        """Raise :class:`NotFoundError` unless all these rollouts belong to the token's experiment."""
+        """Raise :class:`NotFoundError` unless all of ``rollout_ids`` belong to the token's experiment."""
         known = {each: self._experiments.get(each) for each in rollout_ids}
         known.update(await self._read([each for each, experiment in known.items() if experiment is None]))
         for rollout_id, experiment in known.items():
@@ -84,12 +84,12 @@ class WorkerReach:
                 raise NotFoundError("rollout", rollout_id, f"{_this(claim)} reaches no others; an admin token does")
 
     async def experiment_of(self, rollout_ids: Sequence[str]) -> str:
-        """Return the experiment that all these rollouts belong to; ``""`` if they differ or do not exist."""
+        """Return the common experiment of these rollouts; ``""`` if they belong to several or do not exist."""
         found = set((await self._read(list(rollout_ids))).values())
         return found.pop() if len(found) == 1 else ""
 
     def issued(self, claim: AttemptToken, claims: Sequence[Claim]) -> list[Claim]:
-        """Return the claims of the token's experiment, each with the token of its attempt."""
+        """Return the claims that belong to the token's experiment, each with a token for its attempt."""
         own = [each for each in claims if each.rollout.experiment == claim.experiment]
         for each in own:
             self._experiments[each.rollout.rollout_id] = claim.experiment
@@ -102,7 +102,7 @@ class WorkerReach:
         ]
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Drop cached rollouts that were created again under another experiment."""
+        """Drop cached rollouts that have been created anew under another experiment."""
         for change in changes:
             if change.kind == "rollout" and self._experiments.get(change.key, change.experiment) != change.experiment:
                 del self._experiments[change.key]
@@ -123,7 +123,7 @@ class WorkerReach:
         return {**params, "query": msgspec.structs.replace(query, experiment=claim.experiment)}
 
     async def _read(self, rollout_ids: Sequence[str]) -> dict[str, str]:
-        """Return the experiment of each rollout; rollouts that do not exist are left out."""
+        """Return the experiment of each rollout, by rollout id; rollouts that do not exist are left out."""
         found: dict[str, str] = {}
         for start in range(0, len(rollout_ids), _PAGE):
             part = tuple(rollout_ids[start : start + _PAGE])
@@ -165,7 +165,7 @@ class WorkerReach:
         return False
 
     async def _require_rewards(self, claim: AttemptToken, spans: Sequence[Span]) -> None:
-        """Refuse rewards for attempts that have ended, unless the store already has them."""
+        """Raise :class:`FencedError` for a new reward of an attempt that has ended."""
         rewarded = {span.attempt_id: span.rollout_id for span in spans if span.reward is not None}
         for attempt_id, rollout_id in rewarded.items():
             if await self._attempts.runs(rollout_id, attempt_id):
@@ -193,7 +193,7 @@ def _require_member(claim: AttemptToken, name: str, members: Sequence[str]) -> N
 
 
 def _rollouts_of(claim: AttemptToken, name: str, params: dict[str, Any]) -> list[str]:
-    """Return the ids of the rollouts that a call refers to."""
+    """Return the ids of the rollouts that a store call refers to."""
     match name:
         case "renew":
             return [rollout_id_of(each) for each in params["attempt_ids"]]

@@ -26,7 +26,7 @@ from agl_run.access import AttemptToken
 
 _VERSION = version("agl-gateway")
 _SETTLE_S = 5.0
-"""Seconds after which a caller has to ask again; so it knows that the gateway is running."""
+"""Seconds after which ``/settle`` answers 202 and the caller asks again; so the caller knows that the gateway runs."""
 
 
 class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +56,7 @@ class WorkersApi:
         return await self._answer()
 
     async def settle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer once every answered call of the attempt is in the store, or with 202 if that takes longer than 5
-        seconds.
+        """Answer once every answered call of the attempt is in the store; after 5 seconds, answer 202 instead.
 
         Raises:
             Problem: 403 if the token does not cover the attempt, 409 if the store refused some of the calls.
@@ -79,9 +78,9 @@ class WorkersApi:
         return await self._answer()
 
     async def _require(self, claim: AttemptToken, attempt_id: str) -> None:
-        """Raise a 403 :class:`Problem` unless the token may wait for the attempt.
+        """Raise a 403 :class:`Problem` unless the token may wait for the attempt's calls.
 
-        While the store does not answer, a worker's token is enough, because the answer reveals nothing.
+        While the store does not answer, any worker's token may wait, because the answer reveals nothing.
         """
         if claim.scope == "attempt" and claim.attempt_id != attempt_id:
             raise Problem(403, f"the token is another attempt's; use the token of {attempt_id!r}, or an admin token")

@@ -31,9 +31,9 @@ class ConversationsApi:
     traffic: KeptTraffic | None = None
 
     async def end(self, request: web.BaseRequest) -> web.StreamResponse:
-        """End the conversation named in the header; idempotent. The answer's headers name its rollout.
+        """End the conversation named in the request header; idempotent. The response headers name its rollout.
 
-        For a conversation that is not recorded, the answer says so, and nothing ends.
+        If the conversation is not recorded, the response says so.
         """
         claim = self.admission.caller(request, "client", "admin", what="ending a conversation")
         conversation = conversation_id(request.headers)
@@ -64,14 +64,14 @@ class SplitApi:
     conversations: Conversations
 
     async def report(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer with the report of ``agl resources split`` as JSON; slow, as it reads every rollout of the split."""
+        """Send the report of ``agl resources split`` as JSON. Slow, because it reads every rollout of the split."""
         self.admission.caller(request, "admin", what="the report of the split")
         report = await split_report(self.store, list(self.split.shares))
         answer = {"shares": self.split.shares, **msgspec.structs.asdict(report)}
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     async def resource(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer with the version of a resource that the caller's rollout or conversation is pinned to."""
+        """Answer with the version of a resource to which the caller's rollout or conversation is pinned."""
         name = request.path.removeprefix(RESOURCES)
         rollout, headers = await self._caller(request)
         version = rollout.resources.get(name)

@@ -39,7 +39,7 @@ class CallRoute:
 
 @dataclass(frozen=True, kw_only=True)
 class _RolloutPins:
-    """A rollout's arm, its pinned versions, and the names of the resources that differ between the arms."""
+    """The arm and the pinned versions of a rollout, and the resources in which the split's arms differ."""
 
     arm: str
     resources: dict[str, str]
@@ -50,7 +50,7 @@ _UNPLACED = _RolloutPins(arm="", resources={}, chosen=frozenset())
 
 
 def with_distinct_names(upstreams: Sequence[Upstream]) -> list[Upstream]:
-    """Return the upstreams under distinct names: a policy's second and later upstreams become ``NAME@VERSION``.
+    """Return the upstreams with distinct names: the second and later upstreams of a policy become ``NAME@VERSION``.
 
     Raises:
         ConfigError: Upstreams share a name without distinct versions.
@@ -71,12 +71,12 @@ def with_distinct_names(upstreams: Sequence[Upstream]) -> list[Upstream]:
 
 
 def policy_of(upstream: Upstream) -> str:
-    """Return the policy's name, without the version."""
+    """Return the name of the upstream's policy, without the ``@VERSION`` part."""
     return upstream.name.partition("@")[0]
 
 
 class ArmRoutes:
-    """Routes calls of rollouts in a split to their arm's version; other calls keep the target of their model's name."""
+    """Routes the calls of rollouts in a split to the version of their arm; other calls keep their target."""
 
     def __init__(self, store: Store, router: Router, *, outage: Outage) -> None:
         self._store = store
@@ -86,7 +86,7 @@ class ArmRoutes:
         self._resources: dict[tuple[str, str], Resource] = {}
 
     async def route(self, target: UpstreamTarget, rollout_id: str) -> CallRoute:
-        """Return the destination of a call whose model's name leads to ``target``.
+        """Return the destination of a call whose model name selects ``target``.
 
         Raises:
             Problem: 503 if no upstream serves the version that the split chose, or if the store does not answer, the
@@ -116,7 +116,7 @@ class ArmRoutes:
         return CallRoute(target=target, arm=pinned.arm)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Drop changed rollouts from the cache; the next call reads them again."""
+        """Drop changed rollouts from the cache; the next call reads them from the store."""
         for change in changes:
             self._pinned.pop(change.key, None)
 
@@ -139,7 +139,10 @@ class ArmRoutes:
                     raise ConfigError(_unserved_message(name, version))
 
     async def _find_upstream(self, name: str, version: str) -> tuple[UpstreamTarget, str] | None:
-        """Find the upstream that states a version, else its LLM's backend; returns it and the model to request."""
+        """Return the upstream that serves a version, and the model name to request from it; ``None`` if there is none.
+
+        An upstream configured for the version comes first, then the backend that the version's LLM resource names.
+        """
         own = [target for target in self._targets if policy_of(target.upstream) == name]
         for target in own:
             if target.upstream.model_version == version:

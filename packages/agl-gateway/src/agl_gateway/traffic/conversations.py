@@ -46,15 +46,15 @@ from agl_inspect.terminal.query import CONVERSATIONS
 _log = logging.getLogger(__name__)
 
 LEASE_S = 366 * 86_400.0
-"""Seconds of a lease, the same in every gateway."""
+"""Seconds of a conversation's lease, the same in every gateway."""
 
 CHECKS = 4
-"""Lease renewals, and also sweeps for idle conversations, per ``idle_s``."""
+"""How often per ``idle_s`` leases are renewed and idle conversations are looked for."""
 
 _PAGE = 1000
 _REMEMBERED = 10_000
 _LAPSES = 100
-"""Leases that a conversation may lose, despite their length; each time a new attempt begins."""
+"""How many leases a conversation may lose; each loss begins a new attempt."""
 
 Enqueue = Callable[[Sequence[Rollout]], Awaitable[list[Rollout]]]
 
@@ -69,7 +69,7 @@ class Conversation:
     is_over: bool = False
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that the client needs to report a reward."""
+        """Return the response headers with which the client can report a reward."""
         arm = {"x-agl-arm": self.arm} if self.arm else {}
         return {"x-agl-rollout-id": self.rollout_id, "x-agl-attempt-id": self.attempt_id, **arm}
 
@@ -103,14 +103,14 @@ class Conversations:
     async def left_out_by(self, conversation: str, traffic: KeptTraffic) -> str:
         """Return the setting that excludes a conversation from recording; ``""`` if the conversation is recorded.
 
-        A conversation with recorded calls is recorded to its end, whatever the limit per minute.
+        A conversation with recorded calls stays recorded to its end, whatever the limit per minute.
         """
         rollout_id = rollout_id_of(conversation)
         reason = traffic.left_out_by(rollout_id, is_known=rollout_id in self._known)
         return "" if reason and await self._is_recorded(rollout_id) else reason
 
     async def open(self, conversation: str) -> Conversation:
-        """Return a conversation with the arm of its first call; a new conversation is created."""
+        """Return the conversation with this id, and renew its lease; a new conversation is created."""
         rollout_id = rollout_id_of(conversation)
         while True:
             known = self._known.get(rollout_id)
@@ -122,7 +122,7 @@ class Conversations:
 
     @asynccontextmanager
     async def hold_open(self, conversation: str) -> AsyncGenerator[Conversation]:
-        """Open a conversation for a call; it does not become idle inside the block."""
+        """Open a conversation for a call; while the block runs, the conversation does not become idle."""
         rollout_id = rollout_id_of(conversation)
         self._in_flight[rollout_id] += 1
         try:
@@ -136,7 +136,11 @@ class Conversations:
                 del self._in_flight[rollout_id]
 
     async def end(self, conversation: str) -> Conversation:
-        """End a conversation; idempotent. Raises :class:`NotFoundError` if it never began."""
+        """End a conversation; idempotent.
+
+        Raises:
+            NotFoundError: The conversation never began.
+        """
         rollout = await self._read(rollout_id_of(conversation))
         while not rollout.is_finished:
             if rollout.attempt_id is None:
@@ -148,9 +152,9 @@ class Conversations:
         return _conversation(rollout)
 
     async def end_idle(self) -> int:
-        """End the conversations that had no call for ``idle_s`` seconds; returns their number.
+        """End the conversations that had no call for ``idle_s`` seconds; returns how many.
 
-        Conversations with a call in flight here are renewed, so that no other gateway takes them for idle.
+        Conversations with a call in flight here are renewed, so that no other gateway considers them idle.
         """
         await self._renew_in_flight()
         query = RolloutQuery(experiment=CONVERSATIONS, status=("running",), limit=_PAGE)
@@ -173,13 +177,13 @@ class Conversations:
                 _log.warning("idle conversations could not be ended; trying again", exc_info=True)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Drop changed rollouts from the cache; the next call reads them again."""
+        """Drop changed rollouts from the cache; the next call reads them from the store."""
         for change in changes:
             if change.kind == "rollout":
                 self._known.pop(change.key, None)
 
     def forget(self, rollout_id: str = "") -> None:
-        """Drop a rollout from the cache, or all rollouts if no id is given and the store answers."""
+        """Drop a rollout from the cache; without an id, drop all rollouts, but only if the store answers."""
         if rollout_id:
             self._known.pop(rollout_id, None)
             self._renewed.pop(rollout_id, None)
@@ -222,7 +226,10 @@ class Conversations:
         await self.store.claim(worker="gateway", limit=_PAGE, lease_s=LEASE_S, experiment=CONVERSATIONS)
 
     async def _renew(self, known: Conversation) -> bool:
-        """Renew the lease, at most once per ``idle_s / CHECKS``; returns false if the attempt has ended or is gone."""
+        """Renew the lease of a conversation; returns false if its attempt has ended or is unknown to the store.
+
+        At most one renewal per ``idle_s / CHECKS`` is sent; further calls return true.
+        """
         now = self.clock()
         if known.is_over or now - self._renewed.get(known.rollout_id, -math.inf) < self.idle_s / CHECKS:
             return True
@@ -247,7 +254,7 @@ class Conversations:
                 await self._renew(known)
 
     async def _idle_attempt(self, rollout: Rollout) -> str:
-        """Return the id of the attempt if the conversation is idle, else ``""``."""
+        """Return the id of the rollout's attempt if the conversation is idle, else ``""``."""
         rollout_id, now = rollout.rollout_id, self.clock()
         if self._in_flight[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self.idle_s:
             return ""
@@ -264,7 +271,7 @@ class Conversations:
 
 
 def rollout_id_of(conversation: str) -> str:
-    """Return the id of a conversation's rollout."""
+    """Return the id of the rollout that records the conversation."""
     return f"conversation-{blake2b(conversation.encode(), digest_size=16).hexdigest()}"
 
 

@@ -23,16 +23,16 @@ from agl_inspect.terminal.query import CONVERSATIONS, rewards_of
 _log = logging.getLogger(__name__)
 
 MARK = "kept_by_reward"
-"""The key in a rollout's metadata that marks a conversation to be kept only if its reward reaches the threshold."""
+"""Metadata key of a conversation that is kept only if its reward reaches the threshold."""
 
 NOT_RECORDED = "x-agl-not-recorded"
-"""The header of an answer that is not recorded; its value is the setting that excludes it."""
+"""Response header of a call that is not recorded; its value is the setting that excludes the call."""
 
 _MINUTE_S = 60.0
 _REMEMBERED = 10_000
 _PAGE = 500
 _SWEEPS = 4
-"""Sweeps for conversations to remove, per ``reward_wait_s``."""
+"""How often per ``reward_wait_s`` conversations to remove are looked for."""
 
 
 class KeptTraffic:
@@ -53,7 +53,7 @@ class KeptTraffic:
         self.removed = 0
 
     def marks(self, rollout_id: str) -> dict[str, bool]:
-        """Return the metadata of a new conversation: the mark :data:`MARK` if it is outside the base rate's share."""
+        """Return the metadata of a new conversation: ``{MARK: True}`` if only its reward can keep it, else empty."""
         return {} if self.share.holds(rollout_id) else {MARK: True}
 
     def left_out_by(self, rollout_id: str, *, is_known: bool = False) -> str:
@@ -79,7 +79,7 @@ class KeptTraffic:
         return ""
 
     def count(self, *, is_recorded: bool) -> None:
-        """Count a call of a conversation as recorded or not recorded."""
+        """Count a call of a conversation, by whether it is recorded."""
         if not is_recorded:
             self.calls += 1
         elif self.share.max_spans_per_minute:
@@ -99,7 +99,7 @@ class RewardSweep:
         self._last: Rollout | None = None
 
     async def remove(self) -> int:
-        """Remove the conversations that are due; returns their number.
+        """Remove the conversations whose reward did not reach the threshold in time; returns how many.
 
         Nothing is removed while an algorithm that runs or can be resumed learns from conversations.
         """
@@ -135,7 +135,7 @@ class RewardSweep:
         return len(await delete_finished(self._store, low))
 
     async def run(self) -> None:
-        """Remove the conversations that are due, periodically, until the task is cancelled."""
+        """Call :meth:`remove` periodically, until the task is cancelled."""
         while True:
             try:
                 await self.remove()

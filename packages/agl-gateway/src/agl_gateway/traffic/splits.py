@@ -25,23 +25,26 @@ from agl_inspect.statistics import Comparison, compare
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
 
 CONVERSATION = "conversation"
-"""The key of the conversation's id in a rollout's metadata."""
+"""Metadata key under which a rollout stores the id of its conversation."""
 
 _EXAMPLE = "write --split production=0.9,candidate=0.1"
 
 
 class Split(Record, frozen=True, kw_only=True):
-    """Shares by label, in order. They add up to 1; the first label is the baseline."""
+    """The arms of a split: each label's share of the traffic, in order.
+
+    The shares add up to 1; the first label is the baseline.
+    """
 
     shares: dict[str, float]
 
     @property
     def baseline(self) -> str:
-        """The first label, with which the others are compared."""
+        """The first label; the other arms are compared with its arm."""
         return next(iter(self.shares))
 
     def arm_of(self, key: str) -> str:
-        """Return the arm of ``key``; every process gives the same answer at any time.
+        """Return the label of the arm that ``key`` belongs to; every process gives the same answer at any time.
 
         The labels divide the interval from 0 to 1 in their order. So with two labels, a share that grows loses no keys.
         """
@@ -85,10 +88,10 @@ def _share(text: str, label: str, number: str) -> float:
 
 
 async def pins_of(store: Store, labels: Sequence[str]) -> Pins:
-    """Return the versions of every arm, by label and resource.
+    """Return the version of each resource in every arm, by label and resource name.
 
-    Only resources with the first label are included. If such a resource lacks an arm's label, the arm gets the version
-    that the first label names.
+    Only resources that have the first label are included. If such a resource lacks another arm's label, that arm gets
+    the version of the first label.
     """
     baseline = labels[0]
     pointing = await _versions_by_label(store)
@@ -97,7 +100,7 @@ async def pins_of(store: Store, labels: Sequence[str]) -> Pins:
 
 
 async def _versions_by_label(store: Store) -> Pins:
-    """Return the versions that labels point at, by resource and label."""
+    """Return the version that each label points at, by resource name and label."""
     found: Pins = {}
     for move in await store.labels():
         found.setdefault(move.name, {})[move.label] = move.version
@@ -130,7 +133,7 @@ def differing(pins: Pins) -> list[str]:
 
 
 def place_rollout(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
-    """Return the rollout with its arm's versions pinned and its placement in the metadata.
+    """Return the rollout with its arm's versions pinned, and the placement in its metadata.
 
     A rollout that already has an arm, or that pins a resource in which the arms differ, is returned unchanged.
     """
@@ -155,14 +158,14 @@ def arm_of(rollout: Rollout) -> str:
 
 
 class Splitter:
-    """Pins the versions of new rollouts. It has no state: all its decisions are in the store."""
+    """Assigns new rollouts to arms and pins their versions. Stateless: all its decisions are in the store."""
 
     def __init__(self, store: Store, split: Split) -> None:
         self._store = store
         self.split = split
 
     async def pins(self) -> Pins:
-        """Return the current versions of the arms."""
+        """Return the current versions of every arm, by label and resource name."""
         return await pins_of(self._store, list(self.split.shares))
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -206,7 +209,10 @@ class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
-    """Return the rewards of each label's arm under these versions; reads the spans of every rollout in the split."""
+    """Return the rewards of each arm, by label; reads the spans of every rollout in the split.
+
+    Only rollouts whose arms had the versions in ``pins`` count.
+    """
     names, found = differing(pins), {label: Sample() for label in pins}
     query = RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)
     if not names:
@@ -235,7 +241,7 @@ async def split_report(
 
 
 def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
-    """Return the rollout's arm; ``None`` if no split assigned one, or one between other versions."""
+    """Return the rollout's arm; ``None`` if no split assigned one, or the arms had other versions than ``pins``."""
     placement = placement_of(rollout)
     if placement is None or placement.arm not in pins or not pins.keys() <= placement.versions.keys():
         return None
@@ -244,7 +250,7 @@ def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
 
 
 def _restricted(pins: Pins, names: Sequence[str]) -> Pins:
-    """Return the pins of the named resources only."""
+    """Return the pins of the resources in ``names`` only."""
     return {label: {name: own[name] for name in names} for label, own in pins.items()}
 
 

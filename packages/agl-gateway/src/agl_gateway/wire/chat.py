@@ -1,7 +1,7 @@
-"""Builds requests for chat completions and reads their answers, for the APIs that are translated into them.
+"""Builds chat completion requests and reads their answers, for the client APIs that are translated into them.
 
 An answer is cut into pieces in their order: thoughts, texts and tool calls. A tool call is emitted whole, at the end of
-the answer, because servers may interleave the parts of several calls. If there are several choices, the first is read.
+the answer, because servers may interleave the parts of several calls. Of several choices, only the first is read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,41 +33,44 @@ def fields_of(asked: Request) -> dict[str, Any]:
 
 
 def chat_completion(body: dict[str, Json], *, is_streamed: bool) -> Request:
-    """Return the request for a chat completion; a streamed one asks for usage, which other APIs always report."""
+    """Return a chat completion request; a streamed one asks for usage, which the other APIs always report."""
     if is_streamed:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     return Request("chat", msgspec.json.encode(body))
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Return a text part of a message."""
+    """Return a message part that holds text."""
     return {"type": "text", "text": text}
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """Return an image part; ``url`` may be a ``data:`` URL."""
+    """Return a message part that holds an image; ``url`` may be a ``data:`` URL."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def file_part(url: str) -> dict[str, Any]:
-    """Return a file part; ``url`` is a ``data:`` URL."""
+    """Return a message part that holds a file; ``url`` is a ``data:`` URL."""
     return {"type": "file", "file": {"file_data": url}}
 
 
 def audio_part(data: str, kind: str) -> dict[str, Any]:
-    """Return an audio part: base64 data in a format such as ``wav``."""
+    """Return a message part that holds audio: ``data`` is base64, ``kind`` a format such as ``wav``."""
     return {"type": "input_audio", "input_audio": {"data": data, "format": kind}}
 
 
 def user_message(parts: Sequence[dict[str, Any]], *, between: str = "\n") -> Iterable[ChatMessage]:
-    """Return a user's message, as one string if all parts are text; empty without parts."""
+    """Return a list with one user message that holds ``parts``; empty without parts.
+
+    If all parts are text, the content is one string.
+    """
     if parts and all(part["type"] == "text" for part in parts):
         return [{"role": "user", "content": between.join(part["text"] for part in parts)}]
     return [{"role": "user", "content": [*parts]}] if parts else []
 
 
 def assistant_message(*, text: str, reasoning: str, calls: Sequence[Json]) -> ChatMessage:
-    """Return an earlier answer of the model."""
+    """Return the assistant message for an earlier answer of the model."""
     message: ChatMessage = {"role": "assistant", "content": text or None}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -75,12 +78,15 @@ def assistant_message(*, text: str, reasoning: str, calls: Sequence[Json]) -> Ch
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> Json:
-    """Return a tool call of an earlier answer; ``arguments`` is JSON text."""
+    """Return a tool call in the form of an assistant message's ``tool_calls``; ``arguments`` is JSON text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool_messages(call_id: str, parts: Sequence[dict[str, Any]]) -> tuple[ChatMessage, list[dict[str, Any]]]:
-    """Return the message with a tool's text result, and the other parts, which go into the user message after it."""
+    """Return the tool message with the text of a tool's result, and the parts that are not text.
+
+    The other parts belong in the user message that follows.
+    """
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
     rest = [part for part in parts if part["type"] != "text"]
     return {"role": "tool", "tool_call_id": call_id, "content": text}, rest
@@ -93,18 +99,18 @@ def function_tool(name: Json, *, description: Json = None, parameters: Json = No
 
 
 def function_choice(name: Json) -> Json:
-    """Return the value of ``tool_choice`` that requires one tool."""
+    """Return the ``tool_choice`` that requires the function ``name``."""
     return {"type": "function", "function": {"name": name}}
 
 
 def answer_format(schema: Json, *, name: Json = None) -> Json:
-    """Return an answer format that follows a JSON Schema; without a schema, any JSON object."""
+    """Return the ``response_format`` for answers that follow a JSON Schema; without a schema, for any JSON object."""
     named = {"type": "json_schema", "json_schema": {"name": name or "answer", "schema": schema}}
     return named if schema else {"type": "json_object"}
 
 
 def unsupported(found: str, advice: str) -> Problem:
-    """Return the 400 for a request that a chat completion cannot express."""
+    """Return the 400 for a request that cannot be expressed as a chat completion."""
     return Problem(400, f"the policy's server has nothing for {found}; {advice}", code="unsupported")
 
 
@@ -114,7 +120,7 @@ Step: TypeAlias = Literal["opened", "grown", "closed"]
 
 @dataclass(slots=True)
 class Piece:
-    """A piece of an answer.
+    """A thought, text or tool call in an answer.
 
     Attributes:
         text: The text so far; for a call, the JSON text of its arguments.
@@ -129,24 +135,24 @@ class Piece:
 
 
 Change: TypeAlias = tuple[Step, Piece, str]
-"""A step of a piece (opened, grown, closed), the piece, and the text that was added."""
+"""What happened to a piece of an answer (opened, grown, closed), the piece, and the text that was added."""
 
 
 class Pieces:
-    """Builds the pieces of one choice from its message or its deltas."""
+    """Splits one choice into pieces, from its message or from its deltas."""
 
     def __init__(self) -> None:
         self._open: Piece | None = None
         self._calls = StreamedCalls()
 
     def add(self, delta: dict[str, Any]) -> Iterator[Change]:
-        """Yield the changes that a message or a delta causes."""
+        """Read a message or a delta, and yield the changes of pieces that it causes."""
         yield from self._grow("thought", text_in(delta.get("reasoning_content")) or text_in(delta.get("reasoning")))
         yield from self._grow("text", text_in(delta.get("content")) or text_in(delta.get("refusal")))
         self._calls.add(delta.get("tool_calls"))
 
     def end(self) -> Iterator[Change]:
-        """Close the open piece and emit the tool calls; yields these changes."""
+        """Close the open piece, then open and close each tool call; yields these changes."""
         yield from self._close()
         for given in self._calls.whole():
             function = given["function"]
@@ -174,18 +180,18 @@ class Pieces:
 
 
 def pieces_of(message: dict[str, Any]) -> list[Piece]:
-    """Return the pieces of a whole message."""
+    """Return the pieces of a message that is complete."""
     building = Pieces()
     return [piece for step, piece, _ in (*building.add(message), *building.end()) if step == "closed"]
 
 
 def usage_of(given: dict[str, Any]) -> Usage:
-    """Return the usage in an answer or a chunk; zeros if it has none."""
+    """Return the token usage in an answer or a chunk; zeros if it reports none."""
     return Usage.read(given.get("usage"))
 
 
 def first_choice(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the first choice in an answer or a chunk; an empty object if there is none."""
+    """Return the choice with index 0 in an answer or a chunk; an empty object if there is none."""
     return next((one for one in objects_in(given.get("choices")) if not one.get("index")), dict[str, Any]())
 
 
@@ -218,7 +224,7 @@ class ChatEvents:
         self.stop = ""
 
     def chunks(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the chunks that these bytes complete."""
+        """Yield the chunks that are complete once ``data`` has arrived."""
         for event in self._events.feed(data):
             chunk = data_of(event)
             if not chunk:
@@ -229,7 +235,7 @@ class ChatEvents:
             yield chunk
 
     def changes(self, chunk: dict[str, Any]) -> Iterator[Change]:
-        """Yield the changes that a chunk causes."""
+        """Yield the changes of pieces that a chunk causes."""
         choice = first_choice(chunk)
         yield from self._pieces.add(as_object(choice.get("delta")))
         self.stop = text_in(choice.get("stop_reason")) or self.stop

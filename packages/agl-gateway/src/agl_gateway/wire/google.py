@@ -49,7 +49,7 @@ _NUMBERS = {
     "candidateCount": "n",
 }
 _INNER = ("items", "anyOf", "prefixItems", "additionalProperties")
-"""Fields of a schema whose values are schemas."""
+"""Fields of a Google schema that contain schemas."""
 
 _MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto"}
 
@@ -69,7 +69,7 @@ def chat_request(asked: Request, *, model: str, is_streamed: bool) -> Request:
 
 
 def messages_of(given: dict[str, Any]) -> list[dict[str, Json]]:
-    """Return the system instruction and the contents as chat messages."""
+    """Return the system instruction and the contents of Google's request as chat messages."""
     system = given.get("systemInstruction")
     text = system if isinstance(system, str) else _text(_listed(as_object(system).get("parts")))
     messages: list[dict[str, Json]] = [{"role": "system", "content": text}] if text else []
@@ -134,7 +134,10 @@ def _parsed(text: str) -> Any:
 
 
 def _user(parts: list[dict[str, Any]], calls: _Calls) -> Iterator[dict[str, Json]]:
-    """Yield the function results, then one user message with the media of the results and the user's own parts."""
+    """Yield the function results as tool messages, then one user message with all other parts.
+
+    That message holds the media of the results and the user's own parts.
+    """
     media: list[dict[str, Any]] = []
     for part in parts:
         if result := as_object(part.get("functionResponse")):
@@ -145,7 +148,7 @@ def _user(parts: list[dict[str, Any]], calls: _Calls) -> Iterator[dict[str, Json
 
 
 def _result(response: Any) -> str:
-    """Return a tool's result as text: the plain text if the client wrapped only that, else its JSON."""
+    """Return a tool's result as text: a string that the client wrapped in one field, else the JSON of the result."""
     fields = as_object(response)
     only = next(iter(fields.values())) if len(fields) == 1 and fields.keys() <= {"output", "result"} else None
     return only if isinstance(only, str) else msgspec.json.encode(response).decode()
@@ -194,7 +197,7 @@ def _function(declared: dict[str, Any]) -> Json:
 
 
 def _schema(schema: Any) -> Any:
-    """Return a Google schema as JSON Schema, with types in lower case."""
+    """Return a Google schema as JSON Schema, whose type names are in lower case."""
     if isinstance(schema, list):
         return [_schema(item) for item in objects_in(cast("list[Any]", schema))]
     fields = as_object(schema)
@@ -223,7 +226,7 @@ def _generation(config: dict[str, Any]) -> dict[str, Json]:
 
 
 def _whole(value: Any) -> Any:
-    """Return a whole number such as 20.0, which Google's clients write for ``topK``, as an integer."""
+    """Return a number such as 20.0, which Google's clients write for ``topK``, as an integer; others unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -243,7 +246,7 @@ def _camel(key: str) -> str:
 
 
 def _camel_object(value: Any) -> dict[str, Any]:
-    """Return an object with its keys in camel case, as the API writes them; the Python client sends snake case."""
+    """Return an object with its keys in camel case, as Google's API writes them; the Python client sends snake case."""
     return {_camel(key): one for key, one in as_object(value).items()}
 
 
@@ -279,7 +282,7 @@ class GoogleTranslation:
         return msgspec.json.encode({"candidates": candidates, **_about(given, self._model)})
 
     def failure(self, body: bytes, status: int) -> bytes:
-        """Return an error in Google's format, with the message of the policy's server."""
+        """Return an error of the policy's server in Google's format, with the server's message."""
         message, _ = error_in(object_of(body), body)
         return google_error(status, message)
 
@@ -310,7 +313,7 @@ def _about(given: dict[str, Any], model: str) -> dict[str, Json]:
 
 
 class _Candidate:
-    """Builds the parts of one candidate from a message or its deltas."""
+    """Splits one candidate into Google's parts, from a message or its deltas."""
 
     def __init__(self) -> None:
         self._pieces = Pieces()
@@ -326,7 +329,7 @@ class _Candidate:
                 yield {"text": text}
 
     def end(self) -> Iterator[dict[str, Json]]:
-        """Yield the calls, and a part with the sealed thoughts if no call carries them."""
+        """Yield the parts for the tool calls, then one for sealed thoughts that no call carries."""
         for step, call, _ in self._pieces.end():
             if step == "closed" and call.kind == "call":
                 sealed = {"arguments": call.text, **self._thoughts()}
@@ -343,7 +346,7 @@ class _Candidate:
 
 
 class GoogleStream:
-    """Translates the events of a chat completion; each event becomes one answer with its new parts.
+    """Translates a streamed chat completion; each event becomes one answer with the new parts.
 
     The end of a candidate is held back until the usage arrives, because clients expect both in the last answer.
     """
@@ -359,7 +362,7 @@ class GoogleStream:
         self._is_failed = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return the answers for the events that these bytes complete."""
+        """Return the client's bytes for the events that are complete once ``chunk`` has arrived."""
         return b"".join(self._answer(data_of(event)) for event in self._events.feed(chunk))
 
     def end(self) -> bytes:
@@ -421,18 +424,21 @@ _ENDPOINT = re.compile(rf"/models/(.{{1,512}}):({_GENERATE}|{_STREAM}|{COUNT_TOK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoogleEndpoint:
-    """A method of Google's API, with the model in its path."""
+    """A method of Google's API, and the model that the request path names."""
 
     model: str
     method: str
 
     def translation(self, alt: str) -> GoogleTranslation:
-        """Return a translation for one call; ``alt`` is the query parameter of that name."""
+        """Return a translation for one call; ``alt`` is the value of the query parameter ``alt``."""
         is_streamed = self.method == _STREAM
         return GoogleTranslation(model=self.model, is_streamed=is_streamed, is_sse=alt == "sse")
 
 
 def google_endpoint(endpoint: str) -> GoogleEndpoint | None:
-    """Return the method at a decoded endpoint such as ``/models/m:generateContent``; ``None`` for any other one."""
+    """Return the method at an endpoint such as ``/models/m:generateContent``; ``None`` for any other endpoint.
+
+    ``endpoint`` is already percent-decoded.
+    """
     found = _ENDPOINT.fullmatch(endpoint)
     return None if found is None else GoogleEndpoint(model=found[1], method=found[2])

@@ -52,7 +52,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_of_messages(asked: Request) -> tuple[Request, tuple[str, ...]]:
-    """Return a messages request as a chat completion, and the names of the tools that were dropped from it.
+    """Translate a messages request to a chat completion; returns the request and the names of the tools left out.
 
     Raises:
         Problem: 400 if the body is not a JSON object, or asks for a feature that no policy's server has.
@@ -111,7 +111,10 @@ def _arguments(given: object) -> str:
 
 
 def _user(blocks: list[dict[str, Any]]) -> Iterator[ChatMessage]:
-    """Yield the tool results, then one user message with the images of the results and the user's own parts."""
+    """Yield the tool results as tool messages, then one user message with all other parts.
+
+    That message holds the images of the results and the user's own parts.
+    """
     rest: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":
@@ -176,7 +179,7 @@ class MessagesTranslation:
         self._model = ""
 
     def asked(self, request: Request) -> Request:
-        """Return the request as a chat completion; thoughts of earlier answers are restored."""
+        """Return the request as a chat completion, with the sealed thoughts of earlier answers restored."""
         self._model = request.model
         asked, self.dropped = chat_of_messages(restored(request))
         return asked
@@ -193,7 +196,7 @@ class MessagesTranslation:
         return msgspec.json.encode({**head, "content": content, **ending, "usage": _usage(usage_of(given))})
 
     def failure(self, body: bytes, status: int) -> bytes:
-        """Return an error in Anthropic's format, with the message of the policy's server."""
+        """Return an error of the policy's server in Anthropic's format, with the server's message."""
         message, code = error_in(object_of(body), body)
         return failure_of(status, message, code)
 
@@ -203,7 +206,7 @@ class MessagesTranslation:
 
 
 def failure_of(status: int, message: str, code: str) -> bytes:
-    """Return an error; a context that is too long gets the wording on which Claude Code compacts."""
+    """Return an error in Anthropic's format; a prompt that is too long gets the words on which Claude Code compacts."""
     if code == "context_length_exceeded":
         message = f"prompt is too long: {message}"
     return problem_body(Problem(status, message), "messages")
@@ -222,7 +225,7 @@ def _ending(reason: str, stop: str, *, has_calls: bool) -> dict[str, Json]:
 
 
 def _usage(usage: Usage) -> dict[str, Json]:
-    """Return the usage in Anthropic's form, whose input count excludes cached tokens."""
+    """Return the token usage in Anthropic's form, whose input count excludes cached tokens."""
     return {
         "input_tokens": usage.prompt - usage.cached - usage.written,
         "cache_creation_input_tokens": usage.written,
@@ -248,10 +251,10 @@ def _whole(piece: Piece) -> dict[str, Json]:
 
 
 class MessagesStream:
-    """Translates the events of a chat completion.
+    """Translates a streamed chat completion to the events of the messages API.
 
-    The end of the message is held back until the usage arrives. A tool call is passed on whole; while it is being
-    written, pings keep the client waiting.
+    The end of the message is held back until the usage arrives. A tool call is passed on whole; while the model writes
+    the call, pings keep the client waiting.
     """
 
     def __init__(self, model: str) -> None:
@@ -262,7 +265,7 @@ class MessagesStream:
         self._is_failed = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return the client's events for these bytes of the chat completion."""
+        """Return the client's events for the next bytes of the chat completion."""
         is_first = not self._chat.head
         found = list[bytes]()
         for one in self._chat.chunks(chunk):
@@ -276,7 +279,7 @@ class MessagesStream:
         return b"".join(found) if found or not chunk or not self._chat.head else _PING
 
     def end(self) -> bytes:
-        """Return the end of the message, or an error if the answer did not end."""
+        """Return the last events of the message, or an error event if the answer is incomplete."""
         if self._is_failed:
             return b""
         if not self._chat.reason:

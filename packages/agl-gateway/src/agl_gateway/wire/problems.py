@@ -34,11 +34,11 @@ _GOOGLE_STATUSES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""Google's names of HTTP statuses."""
+"""Google's names for HTTP statuses."""
 
 
 class Problem(Exception):  # noqa: N818  # a response that is raised, not a fault of the program
-    """An error answer of the gateway itself; the message says what was found and what to do next.
+    """An error response of the gateway itself; the message says what was found and what to do next.
 
     Attributes:
         status: HTTP status.
@@ -57,7 +57,7 @@ class Problem(Exception):  # noqa: N818  # a response that is raised, not a faul
         self.retry_after_s = retry_after_s
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that tell clients if and when to try again."""
+        """Return the headers that tell clients whether and when to try again."""
         wait = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
         return {"x-should-retry": "true" if self.is_retryable else "false", **wait}
 

@@ -46,7 +46,7 @@ from agl_gateway.wire.thoughts import restored, sealed_item
 from agl_gateway.wire.translation import ClientApi, as_object, named_event, object_of, objects_in, text_in
 
 INPUT = "input"
-"""The only argument of a function that stands for a free-form tool."""
+"""The name of the only argument of a function that stands for a free-form tool."""
 
 _REMEMBERED = ("previous_response_id", "conversation", "prompt", "background")
 _REMOTE_ADVICE = "send the whole conversation as input, with store = false"
@@ -65,7 +65,10 @@ class ToolName:
 
 @dataclass(frozen=True, slots=True)
 class ReadResponses:
-    """A responses request as a chat completion, its tools by their chat names, and the names of dropped tools."""
+    """A responses request translated to a chat completion.
+
+    It also holds the tools by their names in the chat completion, and the names of the tools that were left out.
+    """
 
     request: Request
     tools: dict[str, ToolName] = field(default_factory=dict[str, ToolName])
@@ -73,7 +76,7 @@ class ReadResponses:
 
 
 def chat_of_responses(asked: Request) -> ReadResponses:
-    """Return a responses request as a chat completion.
+    """Translate a responses request to a chat completion.
 
     Raises:
         Problem: 400 if the body is not a JSON object, or asks for a feature that no policy's server has.
@@ -95,13 +98,13 @@ def chat_of_responses(asked: Request) -> ReadResponses:
 
 
 def chat_name(name: object, namespace: object) -> str:
-    """Return the name of a tool in a chat completion: the namespace, if any, then the name."""
+    """Return the name of a tool in a chat completion: its namespace, if any, followed by its name."""
     space = text_in(namespace)
     return f"{space}{'' if not space or space.endswith('__') else '__'}{text_in(name)}"
 
 
 def messages_of(given: dict[str, Any]) -> list[ChatMessage]:
-    """Return the instructions and the input as chat messages."""
+    """Return the instructions and the input of a responses request as chat messages."""
     conversation = _Conversation()
     if instructions := text_in(given.get("instructions")):
         conversation.add({"role": "system", "content": instructions})
@@ -114,7 +117,7 @@ def messages_of(given: dict[str, Any]) -> list[ChatMessage]:
 
 
 class _Conversation:
-    """Combines the items of a conversation into messages."""
+    """Combines consecutive items of a responses request into chat messages."""
 
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
@@ -139,7 +142,7 @@ class _Conversation:
             raise unsupported("item_reference", _REMOTE_ADVICE)
 
     def add(self, *messages: ChatMessage) -> None:
-        """Add messages, after the answer and the tool results that are still being collected."""
+        """Add messages after those for the answer and the tool results collected so far."""
         self._flush_answer()
         self._flush_results()
         self._messages += messages
@@ -216,7 +219,7 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Tools:
-    """Reads the tools of a request; collects their names and those of dropped tools."""
+    """Translates a request's tools; records the tools by their chat names, and the names of those it leaves out."""
 
     def __init__(self) -> None:
         self.names: dict[str, ToolName] = {}
@@ -245,7 +248,7 @@ class _Tools:
             self.dropped.append(text_in(kind))
 
     def _choice(self, choice: object) -> tuple[Json, list[str] | None]:
-        """Return the ``tool_choice`` of a chat completion, and the names of the allowed tools (``None`` for all)."""
+        """Return the ``tool_choice`` for a chat completion, and the names of the allowed tools (``None`` for all)."""
         chosen = as_object(choice)
         match chosen.get("type"):
             case None:
@@ -277,7 +280,7 @@ class ResponsesTranslation:
         self._writer = _Writer({}, "", {})
 
     def asked(self, request: Request) -> Request:
-        """Return the request as a chat completion; thoughts of earlier answers are restored."""
+        """Return the request as a chat completion, with the sealed thoughts of earlier answers restored."""
         read: ReadResponses = chat_of_responses(restored(request))
         self.dropped = read.dropped
         echoed = {key: value for key in _ECHOED if (value := request.get(key)) is not None}
@@ -294,7 +297,7 @@ class ResponsesTranslation:
         return msgspec.json.encode(self._writer.ended(given, items, reason=reason, usage=usage_of(given)))
 
     def failure(self, body: bytes, status: int) -> bytes:
-        """Return an error in OpenAI's format, with the message of the policy's server."""
+        """Return an error of the policy's server in OpenAI's format, with the server's message."""
         message, code = error_in(object_of(body), body)
         return problem_body(Problem(status, message, code=code), "responses")
 
@@ -304,7 +307,7 @@ class ResponsesTranslation:
 
 
 class _Writer:
-    """Writes responses and their items.
+    """Writes responses and their items in the form of the responses API.
 
     Args:
         about: The request's fields that a response repeats.
@@ -318,7 +321,7 @@ class _Writer:
         self._tools = tools
 
     def response(self, given: dict[str, Any], *, status: str, output: list[Item]) -> dict[str, Any]:
-        """Return a response with this status."""
+        """Return a response object with this status and output."""
         created = given.get("created")
         return {
             "id": self._id("resp", given),
@@ -337,13 +340,13 @@ class _Writer:
         }
 
     def ended(self, given: dict[str, Any], output: list[Item], *, reason: str, usage: Usage) -> dict[str, Any]:
-        """Return a response that is complete, or incomplete for a reason that it names."""
+        """Return the final response: ``completed``, or ``incomplete`` if the finish ``reason`` says so."""
         cut = _INCOMPLETE.get(reason, "")
         response = self.response(given, status="incomplete" if cut else "completed", output=output)
         return {**response, "incomplete_details": {"reason": cut} if cut else None, "usage": usage_of_response(usage)}
 
     def item(self, piece: Piece, index: int, given: dict[str, Any]) -> Item:
-        """Return a piece as a complete item of a response."""
+        """Return the output item that holds a piece of the answer."""
         match piece.kind:
             case "thought":
                 content = [{"type": "reasoning_text", "text": piece.text}]
@@ -375,7 +378,7 @@ def _text_part(text: str) -> Item:
 
 
 def usage_of_response(usage: Usage) -> dict[str, Json]:
-    """Return the usage in the form of the responses API."""
+    """Return the token usage in the form of the responses API."""
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
@@ -386,7 +389,10 @@ def usage_of_response(usage: Usage) -> dict[str, Json]:
 
 
 class ResponsesStream:
-    """Translates the events of a chat completion; the end of the response is held back until the usage arrives."""
+    """Translates a streamed chat completion to the events of the responses API.
+
+    The end of the response is held back until the usage arrives.
+    """
 
     def __init__(self, writer: _Writer) -> None:
         self._writer = writer
@@ -397,7 +403,7 @@ class ResponsesStream:
         self._is_failed = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return the client's events for these bytes of the chat completion."""
+        """Return the client's events for the next bytes of the chat completion."""
         found = list[bytes]()
         for one in self._chat.chunks(chunk):
             if one.get("error"):
@@ -409,7 +415,7 @@ class ResponsesStream:
         return b"".join(found)
 
     def end(self) -> bytes:
-        """Return the end of the response, or a failure if the answer did not end."""
+        """Return the last event of the response, or a failure if the answer is incomplete."""
         if self._is_failed:
             return b""
         reason = self._chat.reason
@@ -419,7 +425,7 @@ class ResponsesStream:
         return self._event(f"response.{ended['status']}", response=ended)
 
     def _beginning(self, chunk: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the first events of the response, unless they were sent before."""
+        """Yield the events that open the response; nothing if they were sent before."""
         if self._count:
             return
         started = self._writer.response(chunk, status="in_progress", output=[])
@@ -482,7 +488,7 @@ def _content_part(kind: str, text: str) -> Item:
 
 
 def _begun(item: Item) -> Item:
-    """Return an item as it is sent when it opens, with empty content."""
+    """Return the item as it is sent when it opens: in progress, with empty content."""
     empty: Item = {"arguments": "", "input": "", "content": [], "status": "in_progress"}
     kept = {key: value for key, value in item.items() if key != "encrypted_content"}
     return {**kept, **{key: value for key, value in empty.items() if key in item}}

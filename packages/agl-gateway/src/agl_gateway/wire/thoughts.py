@@ -29,10 +29,10 @@ from agl_gateway.wire.translation import (
 
 _MAGIC = b"agl-v1"
 MARK = base64.b64encode(_MAGIC)
-"""The first bytes of every sealed value; a request body without them holds no sealed value."""
+"""The first bytes of every sealed value; a request body that does not contain them holds no sealed value."""
 
 _MAX = 8 * 1024 * 1024
-"""The most bytes of plain JSON; more than the thoughts in any model's context."""
+"""The maximum size of a request's decompressed thoughts, in bytes; more than any model's context holds."""
 
 _URL_SAFE = str.maketrans("-_", "+/")
 
@@ -49,8 +49,7 @@ class Unsealer:
         self._left = _MAX
 
     def read(self, text: object) -> Any:
-        """Return the value that :func:`seal` put into ``text`` (in either base64 alphabet); ``None`` if it is not
-        sealed text.
+        """Return the value that :func:`seal` put into ``text``, in either base64 alphabet; ``None`` for other text.
 
         Raises:
             Problem: 413 if the request's sealed values decompress to more than 8 MiB.
@@ -65,7 +64,7 @@ class Unsealer:
             return None
 
     def _inflated(self, packed: bytes) -> bytes | None:
-        """Return the decompressed bytes of a stream; ``None`` if the stream is cut short."""
+        """Return the decompressed bytes of a stream; ``None`` if the stream is incomplete."""
         inflater = zlib.decompressobj()
         plain = inflater.decompress(packed, self._left + 1)
         self._left -= len(plain)
@@ -83,7 +82,7 @@ _ITEM_EVENTS = ("response.output_item.added", "response.output_item.done")
 
 
 def thoughts_of(asked: Request) -> "SealedResponses | SealedMessages | None":
-    """Return a translation that carries the thoughts of a call; ``None`` if its client does not ask for thoughts."""
+    """Return the translation that seals the thoughts in a call's answer; ``None`` if no thoughts are requested."""
     if asked.dialect == "responses":
         include = asked.get("include")
         return SealedResponses() if isinstance(include, list) and _INCLUDE in include else None
@@ -94,7 +93,7 @@ def thoughts_of(asked: Request) -> "SealedResponses | SealedMessages | None":
 
 
 def restored(asked: Request) -> Request:
-    """Return the request with the thoughts that earlier answers carried in sealed form.
+    """Return the request with the sealed thoughts of earlier answers restored to plain text.
 
     Raises:
         Problem: 413 if the thoughts are longer than any model's context.
@@ -125,7 +124,7 @@ def _restored_message(message: Any, unsealer: Unsealer) -> Any:
 
 
 class _Unchanged:
-    """A translation that changes only the thoughts."""
+    """Base of the translations that change nothing but the thoughts."""
 
     content_type = "text/event-stream"
     dropped: tuple[str, ...] = ()
@@ -141,7 +140,7 @@ class _Unchanged:
 
 
 class SealedResponses(_Unchanged):
-    """Fills the ``encrypted_content`` of reasoning items that have text but no such content."""
+    """Seals the thoughts of reasoning items in ``encrypted_content``, where the server left that field empty."""
 
     client_api: ClientApi = "responses"
 
@@ -156,12 +155,12 @@ class SealedResponses(_Unchanged):
 
 
 class SealedMessages(_Unchanged):
-    """Fills the ``signature`` of thinking blocks that have none."""
+    """Seals the thoughts of thinking blocks in ``signature``, where the server left that field empty."""
 
     client_api: ClientApi = "messages"
 
     def answer(self, body: bytes) -> bytes:
-        """Return the answer with its thinking blocks signed."""
+        """Return the answer with the thoughts of its thinking blocks sealed in ``signature``."""
         given = object_of(body)
         blocks = objects_in(given.get("content"))
         if not any(block.get("type") == "thinking" and not block.get("signature") for block in blocks):
@@ -170,7 +169,7 @@ class SealedMessages(_Unchanged):
         return msgspec.json.encode({**given, "content": signed})
 
     def stream(self) -> "_SealedStream":
-        """Return a translator that signs the blocks of a stream."""
+        """Return a translator that seals the thinking blocks of a stream."""
         return _SealedStream(_OpenBlocks().event)
 
 
@@ -183,7 +182,7 @@ def _sealed_response(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def sealed_item(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a response's item; if it has thoughts but no ``encrypted_content``, they are sealed in that field."""
+    """Return a reasoning item with its thoughts sealed in ``encrypted_content``; other and sealed items unchanged."""
     if item.get("type") != "reasoning" or item.get("encrypted_content") or not item.get("content"):
         return item
     return {**item, "encrypted_content": seal({"content": item["content"], "summary": item.get("summary") or []})}
@@ -208,7 +207,7 @@ def _responses_event(event: bytes) -> bytes:
 
 
 class _OpenBlocks:
-    """Collects the thinking blocks of a stream, and adds a signature before the end of a block that has none."""
+    """Collects the thinking blocks of a stream, and adds a signature before the end of each block without one."""
 
     def __init__(self) -> None:
         self._blocks: dict[Any, dict[str, Any]] = {}
@@ -246,9 +245,9 @@ class _SealedStream:
         self._rewrite = rewrite
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return the rewritten events that these bytes complete."""
+        """Return the rewritten events that are complete once ``chunk`` has arrived."""
         return b"".join(self._rewrite(event) + b"\n\n" for event in self._events.feed(chunk))
 
     def end(self) -> bytes:
-        """Return the rest of a stream that does not end with a blank line."""
+        """Return the remaining bytes of a stream that does not end with a blank line."""
         return self._events.rest()

@@ -1,4 +1,4 @@
-"""The contract of a translation: a call reaches its policy in another API than its client's, and the answer comes back.
+"""The contract of a translation: it sends a call to the policy in another API than the client's, and translates back.
 
 The relay sends, and the recorder stores, the request and answer of the policy's server. Only the client sees the
 translation.
@@ -25,7 +25,7 @@ class StreamTranslation(Protocol):
     """Translates one streamed answer as it arrives."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return the client's bytes for the next bytes of the server; ``b""`` while an event is incomplete."""
+        """Return the client's bytes for the next bytes from the server; ``b""`` while an event is incomplete."""
         ...
 
     def end(self) -> bytes:
@@ -65,7 +65,7 @@ class Translation(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """A call in the form that its policy's server gets.
+    """A call in the form in which it is sent to its policy's server.
 
     Attributes:
         endpoint: The server's endpoint, such as ``/chat/completions``.
@@ -89,7 +89,7 @@ class Outgoing:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The parts of the client's request that were dropped, because the policy's server cannot serve them."""
+        """The parts of the client's request that the translation dropped, as the policy's server cannot serve them."""
         return () if self.translation is None else self.translation.dropped
 
 
@@ -100,7 +100,7 @@ class EventSplitter:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield the events that these bytes complete, without the blank line after them."""
+        """Yield the events that are complete once ``chunk`` has arrived, without the blank line after each."""
         *events, self._rest = (self._rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
         yield from events
 
@@ -110,13 +110,13 @@ class EventSplitter:
 
 
 def data_of(event: bytes) -> dict[str, Any]:
-    """Return the JSON object of an event; an empty one if its data is not an object."""
+    """Return the JSON object in an event's data; an empty object if the data is not an object."""
     data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
     return object_of(data)
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """Return an event for messages or responses, named after its ``type``."""
+    """Return a server-sent event whose name is the ``type`` of its data, as messages and responses have it."""
     return b"event: %b\ndata: %b\n\n" % (str(data.get("type")).encode(), msgspec.json.encode(data))
 
 
