@@ -1,5 +1,6 @@
 """A run that tunes a text which no model call contains ends after its first rollouts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from agl.contracts import AlgorithmContext, StepReport
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, PromptTemplate, Resource
 from agl_run import Quiet, policy
+from agl_run.watch import arrival
 from agl_testing.model_server import ScriptedModelServer
 
 
@@ -61,9 +63,15 @@ async def ask(llm: Any, text: str) -> float:
 
 
 CLERK = PromptTemplate(template="You are a shop clerk.\nAdd up {order}.")
-TOOLS: Any = JsonResource(value=[{"name": "add", "description": "Adds two prices."}])
+TOOLS: Any = JsonResource(value=[{"name": "add", "description": "Adds the prices of two articles."}])
 
 
+@pytest.fixture
+def two_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival, "ENOUGH", 2)
+
+
+@pytest.mark.usefixtures("two_are_enough")
 @pytest.mark.parametrize("resource", [CLERK, TOOLS])
 def test_tuned_text_that_appears_in_no_request_ends_the_run(
     resource: Resource, tmp_path: Path, model_server: ScriptedModelServer
@@ -75,6 +83,39 @@ def test_tuned_text_that_appears_in_no_request_ends_the_run(
         fit(tmp_path, model_server, resource, forgets)
 
 
+def test_text_that_few_rollouts_lack_is_only_reported(
+    tmp_path: Path, model_server: ScriptedModelServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def forgets(task: str, llm: Any) -> float:
+        return await ask(llm, "You sell things.")
+
+    fit(tmp_path, model_server, CLERK, forgets)
+    assert "nothing of 'clerk', which an algorithm tunes, is in any model call of the first 2 rollouts" in caplog.text
+
+
+@pytest.mark.usefixtures("two_are_enough")
+@pytest.mark.parametrize(
+    ("resource", "request_"),
+    [
+        (CLERK, {"prompt": [1, 2, 3]}),
+        (JsonResource(value={"strategy": "majority vote"}), {"prompt": "Add up."}),
+        (PromptTemplate(template="Don't guess & answer."), {"prompt": "Don&#x27;t guess &amp; answer."}),
+        (PromptTemplate(template='Sag "Guten Tag".'), {"prompt": json.dumps({"rule": 'Sag "Guten Tag".'})}),
+    ],
+    ids=["token ids", "setting", "html", "json"],
+)
+def test_text_in_another_form_and_values_that_are_no_sentences_end_no_run(
+    resource: Resource, request_: dict[str, Any], tmp_path: Path, model_server: ScriptedModelServer
+) -> None:
+    async def completes(task: str, llm: Any) -> float:
+        async with openai.AsyncOpenAI(base_url=llm.base_url, api_key="none") as client:
+            await client.completions.create(model=llm.model, **request_)
+        return 1.0
+
+    fit(tmp_path, model_server, resource, completes)
+
+
+@pytest.mark.usefixtures("two_are_enough")
 def test_tuned_text_that_appears_in_part_or_in_json_is_found(tmp_path: Path, model_server: ScriptedModelServer) -> None:
     async def fills(task: str, llm: Any, clerk: str = "You sell things.") -> float:
         return await ask(llm, clerk.format(order=task).replace("clerk", "keeper"))

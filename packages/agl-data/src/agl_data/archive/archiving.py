@@ -50,13 +50,15 @@ class Archived(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The result of an archiving.
 
     Attributes:
-        rollouts: Number of archived rollouts; in a dry run, the number that would be archived. known: Number of
-        rollouts that the archive already had. others: Ids under which the archive holds a different rollout, one that
-        finished at another time, for example from another store with the same experiment. The store's rollouts with
-        these ids are not archived, and stay. removed: Number of rollouts removed from the store. changed: Ids of
-        rollouts that changed in the store after they were archived; they stay in the store. needed: Number of rollouts
-        that stay in the store because their experiments run or can be resumed. bytes: Total size of the files that were
-        written. compaction: The store's size before and after; ``None`` if nothing was removed, or the store cannot be
+        rollouts: Number of archived rollouts; in a dry run, the number that would be archived.
+        known: Number of rollouts that the archive already had.
+        others: Ids under which the archive holds a different rollout, one that finished at another time, for example
+            from another store with the same experiment. The store's rollouts with these ids are not archived, and stay.
+        removed: Number of rollouts removed from the store.
+        changed: Ids of rollouts that changed in the store after they were archived; they stay in the store.
+        needed: Number of rollouts that stay in the store because their experiments run or can be resumed.
+        bytes: Total size of the files that were written.
+        compaction: The store's size before and after; ``None`` if nothing was removed, or the store cannot be
             compacted.
     """
 

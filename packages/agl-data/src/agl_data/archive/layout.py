@@ -57,11 +57,14 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The description of one part of an archive.
 
     Attributes:
-        part: The name of the part's files, without suffix. experiment: The experiment that all rollouts of the part
-        belong to. first: The smallest id among the part's rollouts. last: The greatest id among the part's rollouts.
-        files: Size, checksum and rows of each file, by table. is_whole: True once all files are written. writer: The
-        name of the store that the part came from. When that store is archived again, its unfinished parts, which a
-        killed process left, are discarded.
+        part: The name of the part's files, without suffix.
+        experiment: The experiment that all rollouts of the part belong to.
+        first: The smallest id among the part's rollouts.
+        last: The greatest id among the part's rollouts.
+        files: Size, checksum and rows of each file, by table.
+        is_whole: True once all files are written.
+        writer: The name of the store that the part came from. When that store is archived again, its unfinished parts,
+            which a killed process left, are discarded.
     """
 
     part: str

@@ -292,20 +292,22 @@ class Recorder:
         before: asyncio.Task[None] | None,
     ) -> None:
         """Write an attempt's spans after the task ``before`` has ended; retry until they are stored or given up."""
-        if before is not None:
-            await asyncio.wait([before])
-        fitted, error = [storable(span) for span in spans], None
-        for delay_s in (0.0, *_RETRY_DELAYS_S):
-            await asyncio.sleep(delay_s)
-            error = await appended(self.store, fitted, self.stored)
-            if error is None or isinstance(error, FINAL):
-                break
-        if error is not None:
-            _log.error("the store refused %d spans of attempt %s: %s", len(spans), attempt_id, message_of(error))
-            self._fail(attempt_id, message_of(error), len(spans))
-        await self._finish(batch)
-        if self._retries.get(attempt_id) is asyncio.current_task():
-            del self._retries[attempt_id]
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            fitted, error = [storable(span) for span in spans], None
+            for delay_s in (0.0, *_RETRY_DELAYS_S):
+                await asyncio.sleep(delay_s)
+                error = await appended(self.store, fitted, self.stored)
+                if error is None or isinstance(error, FINAL):
+                    break
+            if error is not None:
+                _log.error("the store refused %d spans of attempt %s: %s", len(spans), attempt_id, message_of(error))
+                self._fail(attempt_id, message_of(error), len(spans))
+            await self._finish(batch)
+        finally:
+            if self._retries.get(attempt_id) is asyncio.current_task():
+                del self._retries[attempt_id]
 
     async def _keep(self, spool: Spool, parsed: Sequence[tuple[CallRecord, list[Span]]]) -> None:
         """Write a batch to the store, or to the spool if earlier calls wait there or the store takes too long."""

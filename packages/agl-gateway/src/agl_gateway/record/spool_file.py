@@ -324,7 +324,9 @@ def _failure(path: Path, error: Exception) -> str:
     )
 
 
-_STORE_ID = "agl-store"
+_STORE_ID = ".agl-store"
+"""The place of a store's id among the leases; no experiment's name starts with a full stop."""
+
 OFF = "off"
 
 

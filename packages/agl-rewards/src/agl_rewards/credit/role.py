@@ -42,8 +42,9 @@ class RoleCredit:
 
     Args:
         roles: Role settings, by a regular expression that must match an agent's whole name; the first match counts. An
-        agent that no expression matches is a separate role with the episode's reward. gamma: Discount per turn for
-        roles that set none, in [0, 1]. trust_agent: Whether rewards that came with an agent's own token count too.
+            agent that no expression matches is a separate role with the episode's reward.
+        gamma: Discount per turn for roles that set none, in [0, 1].
+        trust_agent: Whether rewards that came with an agent's own token count too.
 
     Raises:
         ConfigError: A setting is unknown, a regular expression is invalid, or a discount is out of range.

@@ -170,6 +170,8 @@ def without_proxy(url: str) -> dict[str, str]:
     if not getproxies_environment():
         return {}
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if given.strip() == "*":  # no host at all uses the proxy, which holds only while the star stands alone
+        return {}
     hosts = ",".join(filter(None, (given, urlsplit(url).hostname)))
     return {"NO_PROXY": hosts, "no_proxy": hosts}
 

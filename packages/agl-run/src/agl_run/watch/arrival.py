@@ -1,5 +1,6 @@
 """Ends a run that tunes a text which appears in no model call, because such a search would be in vain."""
 
+import html
 import json
 import logging
 import re
@@ -15,6 +16,12 @@ from agl_run.worker.current import LiveResources
 
 _LOG = logging.getLogger("agl_run.run")
 
+ENOUGH = 16
+"""The number of rollouts without a tuned text after which a run ends."""
+
+_SENT = frozenset({"contents", "input", "instructions", "messages", "prompt", "system", "systemInstruction", "tools"})
+"""The fields of a request, in any API, that have text for the model."""
+
 _BREAKS = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{[^{}]*\}|\n|(?<=[.:]) ")
 """A regular expression for the separators in a tuned text: placeholders, line ends, and ends of sentences."""
 
@@ -23,11 +30,12 @@ class ArrivalReport(Observer):
     """Searches the requests of the first rollouts for the texts that algorithms tune.
 
     One sentence of a text is enough, since agents may use a part of it or put it into another form. Values without
-    sentences, such as numbers, are not judged, and neither are rollouts without a recorded request.
+    sentences, such as numbers, are not judged; neither are failed rollouts, nor those without a request that has text.
+    The first batch without a tuned text is reported, and the run ends once :data:`ENOUGH` rollouts had none of it.
 
     Args:
         plan: The experiment.
-        live: The live versions of the experiment's resources.
+        live: The live versions of the resources.
         is_trial: If true, a text that does not arrive is only reported.
     """
 
@@ -35,51 +43,73 @@ class ArrivalReport(Observer):
         self._live, self._is_trial = live, is_trial
         self._open = {name for one in plan.config.algorithm for name in one.tunes} - set(plan.config.policy)
         self._missed = dict.fromkeys(self._open, 0)
+        self._reported: set[str] = set()
 
     def rollout(self, caller: str, recording: Recording) -> None:
         """Search a rollout's requests for the texts that have not been found yet."""
-        if not self._open:
+        if not self._open or recording.rollout.status != "succeeded":
             return
-        requests = [span.call.request for span in recording.spans if span.call is not None and span.call.request]
-        text = " ".join(" ".join(_strings(requests)).split())
-        for name in list(self._open) if text else ():
+        text = ""
+        for name in list(self._open):
             version = self._live.current(name)
             parts = _parts(version.resource)
+            if not parts:
+                self._open.discard(name)
             # Only the live version is at hand; rollouts of a candidate are judged by those of the version it came from.
             if not parts or recording.rollout.resources.get(name) != version.version:
                 continue
-            # Inside of a JSON text a part is escaped.
-            if any(part in text or json.dumps(part)[1:-1] in text for part in parts):
+            text = text or _text_of(recording)
+            if not text:
+                return
+            if any(form in text for part in parts for form in _forms(part)):
                 self._open.discard(name)
             else:
                 self._missed[name] += 1
 
     def batch(self, batch: Batch) -> None:
-        """End the run if the algorithm tunes a text that was in none of the requests so far.
+        """Report a tuned text that was in none of the requests so far, and end the run once that is certain.
 
         Raises:
             ConfigError: A text does not arrive, and the run is not a trial.
         """
         for name in batch.algorithm.tunes if batch.algorithm is not None else ():
-            if name in self._open and self._missed[name]:
+            missed = self._missed.get(name, 0) if name in self._open else 0
+            if not missed or (name in self._reported and missed < ENOUGH):
+                continue
+            self._reported.add(name)
+            message = (
+                f"nothing of {name!r}, which an algorithm tunes, is in any model call of the first {missed} rollouts, "
+                f"so no change of it can have an effect. Give the agent's function a parameter {name}, or read "
+                f"resources[{name!r}], and send its text to the model"
+            )
+            if missed >= ENOUGH:
                 self._open.discard(name)
-                message = (
-                    f"nothing of {name!r}, which an algorithm tunes, is in any model call of the first "
-                    f"{self._missed[name]} rollouts, so no change of it can have an effect. Give the agent's "
-                    f"function a parameter {name}, or read resources[{name!r}], and send its text to the model"
-                )
                 if not self._is_trial:
                     raise ConfigError(message)
-                _LOG.warning("%s", message)
+            _LOG.warning("%s", message)
 
 
 def _parts(resource: Resource) -> list[str]:
-    """Return the sentences of a prompt, or of all texts in a JSON value, without placeholders."""
-    value = resource.template if isinstance(resource, PromptTemplate) else None
-    value = resource.value if isinstance(resource, JsonResource) else value
+    """Return the sentences of a prompt or of a JSON value's texts, without placeholders."""
+    is_prompt = isinstance(resource, PromptTemplate)
+    value = resource.template if is_prompt else resource.value if isinstance(resource, JsonResource) else None
     parts = [" ".join(part.split()) for text in _strings(value) for part in _BREAKS.split(text)]
-    # Single words, such as a role or a tool's name, are in many requests by chance.
-    return [part for part in parts if " " in part or (part and not part.isascii())]
+    # Single words, such as a role or a tool's name, are in many requests by chance; short values of JSON are settings.
+    least = 1 if is_prompt else 3
+    return [part for part in parts if part.count(" ") >= least or (is_prompt and part and not part.isascii())]
+
+
+def _forms(part: str) -> tuple[str, ...]:
+    """Return a text as it may be in a request: plain, or within a JSON text, escaped or not."""
+    return part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]
+
+
+def _text_of(recording: Recording) -> str:
+    """Return all texts that a rollout's requests sent to models; ``""`` if they sent token ids or embeddings only."""
+    calls = [span.call for span in recording.spans if span.call is not None and span.call.dialect != "embeddings"]
+    requests = [cast("dict[str, Any]", call.request) for call in calls if isinstance(call.request, dict)]
+    sent = [value for request in requests for key, value in request.items() if key in _SENT]
+    return html.unescape(" ".join(" ".join(_strings(sent)).split()))
 
 
 def _strings(value: Any) -> Iterator[str]:
