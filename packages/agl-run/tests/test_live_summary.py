@@ -127,7 +127,7 @@ class Terminal:
         while time.monotonic() < end and not until(self.shown):
             if select.select([self._master], [], [], 0.1)[0]:
                 try:
-                    data = os.read(self._master, 65536)
+                    data = os.read(self._master, 1024)  # less than a screen, so that no state is skipped
                 except OSError:  # the last program that writes to it has ended
                     break
                 self.raw += data

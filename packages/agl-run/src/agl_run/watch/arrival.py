@@ -107,7 +107,7 @@ def _forms(part: str) -> tuple[str, ...]:
 def _text_of(recording: Recording) -> str:
     """Return all texts that a rollout's requests sent to models; ``""`` if they sent token ids or embeddings only."""
     calls = [span.call for span in recording.spans if span.call is not None and span.call.dialect != "embeddings"]
-    requests = [cast("dict[str, Any]", call.request) for call in calls if type(call.request) is dict]
+    requests = [cast("dict[str, Any]", call.request) for call in calls if hasattr(call.request, "keys")]
     sent = [request[key] for request in requests for key in _SENT & request.keys()]
     return html.unescape(" ".join(" ".join(_strings(sent)).split()))
 
