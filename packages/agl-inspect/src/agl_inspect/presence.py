@@ -55,7 +55,9 @@ def pid_of(name: str) -> int:
 
 
 def host_id() -> str:
-    """Return a digest of the machine and container; processes with equal digests share process ids and loopback.
+    """Return a digest of the machine and container that this process runs in.
+
+    Processes with equal digests see the same process ids and the same loopback interface.
 
     A host name does not suffice, because machines and containers may have equal names. On Linux the digest also covers
     the boot id and the namespaces of the process; on other systems it covers the hardware address.

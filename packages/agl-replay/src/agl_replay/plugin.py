@@ -10,7 +10,7 @@ from agl.contracts import CommandEntry
 def agl_commands() -> Iterable[CommandEntry]:
     """Register ``agl replay``, which has modes for forks and scores, and ``agl resources try``."""
     yield CommandEntry(
-        name="replay", factory="agl_replay.cli.replay:replay", summary="run, fork or score a recorded rollout again"
+        name="replay", factory="agl_replay.cli.replay:replay", summary="rerun, fork or rescore a recorded rollout"
     )
     yield CommandEntry(
         name="try",

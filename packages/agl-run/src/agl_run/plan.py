@@ -93,7 +93,8 @@ class Plan:
 def placeholder_keys() -> AbstractContextManager[None]:
     """Set placeholders for missing API keys, and exempt this machine from the environment's proxy.
 
-    Some modules create a client when they are imported, which would otherwise fail.
+    Some modules create an API client on import. That fails without a key, and the client decides then whether calls to
+    the gateway on this machine go through the proxy.
     """
     # Clients are often made at import and refuse to be without a key; the attempt's own replaces it
     # in every call.

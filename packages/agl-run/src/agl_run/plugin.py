@@ -95,6 +95,6 @@ def agl_commands() -> Iterable[CommandEntry]:
     )
     yield CommandEntry(name="run", factory="agl_run.cli.run:run", summary="run an experiment")
     yield CommandEntry(
-        name="worker", factory="agl_run.cli.worker:worker", summary="run a running experiment's rollouts"
+        name="worker", factory="agl_run.cli.worker:worker", summary="run rollouts of an experiment that is under way"
     )
-    yield CommandEntry(name="exec", factory="agl_run.cli.exec:exec_", summary="record any program once")
+    yield CommandEntry(name="exec", factory="agl_run.cli.exec:exec_", summary="run any program once and record it")

@@ -39,7 +39,7 @@ ray_option = click.option(
     "--ray",
     "ray_address",
     metavar="auto|ADDRESS",
-    help="Run the agents on a Ray cluster: auto for this machine's or a new one here, or HOST:PORT.",
+    help="Run the agents on a Ray cluster: HOST:PORT, or auto for the one on this machine, else a new one.",
 )
 """The command-line option ``--ray``, which places an experiment's workers on a Ray cluster."""
 

@@ -45,7 +45,7 @@ class Aim:
 
 
 class Partitions:
-    """The partitions that exist on a server as far as a connection knows, and the aim of its next statement."""
+    """The partitions that a connection knows to exist, and its guess of the period that its next statement needs."""
 
     def __init__(self) -> None:
         self.aim = Aim()

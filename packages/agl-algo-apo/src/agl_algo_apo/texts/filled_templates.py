@@ -1,7 +1,7 @@
 """Filled templates: recognises a prompt in a recorded message, and extracts the values of its placeholders.
 
-The literal parts are searched in order, each from the end of the one before. The time is linear in the message, however
-many placeholders there are. A regular expression with ``(.*?)`` for each placeholder finds the same, but takes
+The literal parts are looked for in order, each after the end of the one before. The time is linear in the message,
+however many placeholders there are. A regular expression with ``(.*?)`` for each placeholder finds the same, but takes
 polynomial time if there is no match, and messages are written by agents and models.
 
 If a message can be read in several ways, the match starts at the first occurrence of the first literal part, and each

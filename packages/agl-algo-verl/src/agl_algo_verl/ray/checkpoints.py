@@ -87,7 +87,7 @@ def complete(weights: Weights, folder: Path, *, read: RaySettings, probes: bool)
 
 
 def count(folder: Path, *, step: int, origin: str) -> None:
-    """Record in a checkpoint that `step` of the algorithm continues from it; training began on the weights `origin`."""
+    """Record in a checkpoint that the algorithm's `step` continues from it, and that training began on `origin`."""
     known = steps_of(folder)
     for name, content in ((ORIGIN, {"uri": origin}), (STEPS, [*known, *([] if step in known else [step])])):
         fresh = folder / f"{name}.new"

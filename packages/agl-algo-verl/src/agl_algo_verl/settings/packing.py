@@ -1,7 +1,8 @@
 """Chooses between rows that are packed one after the other in a pass, and rows that are padded to the longest.
 
 VERL cuts dynamic micro-batches by the tokens of their rows. With packing, a pass computes just these tokens. With
-padding, it computes the length of the longest row for each row, which may be many times `ppo_max_token_len_per_gpu`.
+padding, every row costs as many tokens as the longest, so that a pass may compute many times
+`ppo_max_token_len_per_gpu`.
 Packed rows need flash-attn, which needs a GPU and half precision. VERL packs by default and fails without flash-attn;
 here rows are packed if possible.
 """

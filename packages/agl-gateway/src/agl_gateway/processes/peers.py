@@ -2,12 +2,12 @@
 
 Behind a balancer, the gateway that ends an attempt need not be the one that answered its calls, and only the one that
 answered knows which calls still wait in its memory and spool. So the gateway asks all others on the same store, which
-it finds by their signs of life. A gateway of several processes is asked once; the process that gets the question asks
-its siblings.
+it finds by the leases that they renew there. A gateway of several processes is asked once; the process that gets the
+question asks its siblings.
 
 The processes of one ``agl serve --workers N`` share a port and ask each other over separate sockets. Each process has a
-number, from 0, and listens on a socket in a folder that only this user can enter. All processes share a few numbers in
-memory, so that a process asks only the siblings that hold calls.
+number, from 0, and listens on a socket in a folder that only this user can enter. Shared memory holds each process's
+number of calls that are not stored yet, so that a process asks only siblings that have some.
 """
 
 import asyncio

@@ -2,12 +2,12 @@
 
 The rollout's id is derived from the conversation's id, so all gateways find the same rollout; the first gateway that
 queues it decides its versions. The attempt runs until a client ends the conversation, or until ``idle_s`` seconds pass
-without a call. Then it has succeeded, since a user who leaves is not a failure. Later calls are answered and marked
+without a call. It then counts as succeeded: a user who leaves has not made it fail. Later calls are answered and marked
 late.
 
-The attempt's lease also records the time of the last activity, which is ``LEASE_S`` before the lease expires. Each
-renewal moves it. The lease is long enough to outlast any downtime of the gateways. So every gateway can tell which
-conversations are over, and a restart changes nothing.
+Each call renews the attempt's lease for ``LEASE_S`` seconds, so that its expiry also tells the time of the last call.
+The lease is long enough to outlast any downtime of the gateways. So every gateway can tell which conversations are
+over, and a restart changes nothing.
 
 A call names its conversation in one of these ways, of which the first present one counts:
 

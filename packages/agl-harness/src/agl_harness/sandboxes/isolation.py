@@ -227,8 +227,8 @@ def _behind_links(path: Path, covered: Sequence[Path]) -> Path:
 def _installation(folder: Path) -> list[Path]:
     """Return the folders of an installation, given the folder of its programs.
 
-    Programs in ``~/.local/bin`` are links into several folders of ``~/.local``. Only those are returned, because other
-    folders there hold secrets.
+    Programs in ``~/.local/bin`` are links into some folders of ``~/.local``. Only ``bin``, ``lib`` and the folders that
+    links point into are returned, because others hold secrets.
     """
     if folder.name not in _PROGRAM_FOLDERS:
         return [folder]

@@ -228,8 +228,18 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @click.command(cls=Modes, modes={"--why": why})
 @click.argument("rollout_id", required=False, shell_complete=_complete)
 @click.option("--steps", "has_steps", is_flag=True, help="Show the steps of an experiment's run, one per line.")
-@click.option("--run", type=RUN, metavar="N|all", help="With --steps: this run, from 1, or all; else the newest.")
-@click.option("--attempt", "number", type=click.IntRange(min=1), help="Attempt to show; by default the deciding one.")
+@click.option(
+    "--run",
+    type=RUN,
+    metavar="N|all",
+    help="With --steps: number of the run (1 is the first), or all; by default the newest.",
+)
+@click.option(
+    "--attempt",
+    "number",
+    type=click.IntRange(min=1),
+    help="Attempt to show; by default the one that decided the outcome, or is running.",
+)
 @click.option("--full", "is_full", is_flag=True, help="Show every text and traceback in full.")
 @span_options
 @reads_store
@@ -244,11 +254,11 @@ def show(
 ) -> None:
     """Show ROLLOUT_ID as a tree of its spans, with messages, tool calls, results and the traceback of a failure.
 
-    A unique beginning of an id is enough; "latest" is the newest rollout. With the name of a resource instead of the
-    id, shows its versions with their scores and reasons, and the changes since the first one.
+    A unique beginning of an id is enough; "latest" is the newest rollout. Given the name of a resource instead, show
+    its versions with their scores and reasons, and the changes since the first one.
 
-    With --steps and the name of an experiment instead of the id, shows the steps of its newest run as agl run printed
-    them; the name may be left out if the store has only one experiment.
+    With --steps, give the name of an experiment instead: the steps of its newest run are shown as agl run printed them.
+    The name may be left out if the store has only one experiment.
     """
     if has_steps:
         _refuse_options(number, chosen, is_full=is_full)

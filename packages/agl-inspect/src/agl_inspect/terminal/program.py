@@ -111,7 +111,7 @@ _GROUPS = {
     "Run": ("init", "check", "dev", "run", "worker", "serve", "exec"),
     "Look": ("runs", "show", "why", "metrics", "console", "sql"),
     "Versions": ("resources",),
-    "Again and around": ("replay", "data", "plugins"),
+    "Reuse and extend": ("replay", "data", "plugins"),
 }
 """The commands in each section of ``agl --help``; commands that are not listed come last."""
 

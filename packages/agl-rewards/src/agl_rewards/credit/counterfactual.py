@@ -115,7 +115,7 @@ class _ReplayCredit:
         The baseline key compares a call with calls of the same agent. Returns one list per episode, in order of time.
 
         Raises:
-            ConfigError: An episode that trains has no reward.
+            ConfigError: An episode with calls to train on has no reward.
         """
         shares = [self._read(episode) for episode in group]
         if self._baseline == "centred":

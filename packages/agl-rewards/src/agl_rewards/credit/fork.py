@@ -99,7 +99,7 @@ class ForkCredit:
         """Return the credit of each call, in one list per episode and in order of time.
 
         Raises:
-            ConfigError: An episode that trains has no reward.
+            ConfigError: An episode with calls to train on has no reward.
         """
         return [_assigned(episode) for episode in group]
 

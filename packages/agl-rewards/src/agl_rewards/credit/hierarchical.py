@@ -62,7 +62,7 @@ class HierarchicalCredit:
         """Return final advantages, in one list per episode and in order of time.
 
         Raises:
-            ConfigError: An episode that trains has no reward at all.
+            ConfigError: An episode with calls to train on has no reward at all.
         """
         trained = [episode for episode in group if live_calls(episode)]
         credits = self._turns.assign(trained)

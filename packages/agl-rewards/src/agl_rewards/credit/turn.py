@@ -44,7 +44,7 @@ class TurnCredit:
         """Return the credit of each call, in one list per episode and in order of time.
 
         Raises:
-            ConfigError: An episode that trains has no reward at all.
+            ConfigError: An episode with calls to train on has no reward at all.
         """
         return [self._assign(episode) for episode in group]
 

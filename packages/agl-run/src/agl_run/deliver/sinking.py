@@ -177,7 +177,10 @@ class _Sinking:
         self._news.set()
 
     async def conclude(self, end: SinkOutcome, *, within_s: float | None) -> str:
-        """Send the remaining data within a time limit; return a line about the result, ``""`` after a warning."""
+        """Send the remaining data within a time limit.
+
+        Returns a line that says what was written; if data are missing, logs a warning and returns ``""``.
+        """
         self._end = end
         self._ending.set()
         self._news.set()

@@ -1,4 +1,4 @@
-"""Reads OTLP as the collector's file exporter, HTTP exporters and ``agl data otlp --output`` write it.
+"""Reads OTLP in the forms that the collector's file exporter, HTTP exporters and ``agl data otlp --output`` write.
 
 One trace is one run. Files may be JSON or Protobuf. Model calls, agents and tools are recognised by attributes of the
 GenAI conventions, OpenInference or Langfuse.
