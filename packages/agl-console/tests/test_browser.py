@@ -181,7 +181,7 @@ def test_tables_and_tokens_work_without_scripts(browser: Any, address: str) -> N
         assert "KeyError" in shown.page.inner_text("main")
         shown.page.goto(f"{address}/rollouts/{FIRST}/tokens")
         before = shown.page.locator(".cells .m").first.evaluate("cell => getComputedStyle(cell).backgroundColor")
-        shown.page.get_by_label("what trains").check()
+        shown.page.get_by_label("what can train").check()
         after = shown.page.locator(".cells .m").first.evaluate("cell => getComputedStyle(cell).backgroundColor")
         assert before != after
 
@@ -213,7 +213,7 @@ def test_keyboard_alone_opens_spans_and_reads_tokens(browser: Any, address: str)
             shown.page.keyboard.press("ArrowRight")
         said = shown.page.inner_text("[data-about-token]")
         assert said.startswith("position 30, token 40, log-probability -")
-        assert "trains, advantage -0.5, version v1" in said
+        assert "can train, advantage -0.5, version v1" in said
         assert [] == shown.errors
 
 
