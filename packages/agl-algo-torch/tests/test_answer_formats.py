@@ -64,6 +64,56 @@ def test_a_call_in_the_notation_of_its_family_is_read(name: str) -> None:
     assert ParsedResponse("no call") == parse("no call", TOOLS)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Bob", "age": 3}',
+        '{"name": "find"}',
+        '{"name": "Bob", "parameters": {}}',
+        '{"name": ["find"], "parameters": {}}',
+        '{"name": "find", "parameters": {}}; {"name": "Bob", "age": 3}',
+    ],
+)
+def test_answer_in_json_is_a_llama_call_only_if_it_names_a_tool_and_has_arguments(text: str) -> None:
+    assert ParsedResponse(text) == find_parser("llama3_json").parse(text, TOOLS)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "openai"])
+def test_call_with_too_deeply_nested_brackets_stays_content(name: str) -> None:
+    parse = find_parser(name).parse
+    for depth in (*range(900, 1000), 100_000):  # the stack ends somewhere in the range, while reading or writing
+        text = WRITTEN[name].replace('"Rome"', "[" * depth + "]" * depth)
+        found = parse(text, TOOLS)
+        assert found.calls or found.content
+    assert () == parse(text, TOOLS).calls
+
+
+@pytest.mark.parametrize("schema", [True, {}, {"properties": None}, {"properties": {"n": True}}])
+def test_schema_without_types_reads_an_argument_as_text_or_json(schema: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "find", "parameters": schema}}]
+    (call,) = (
+        find_parser("qwen3_coder")
+        .parse("<tool_call><function=find><parameter=n>12</parameter></function></tool_call>", tools)
+        .calls
+    )
+    has_property = isinstance(schema, dict) and schema.get("properties")
+    assert {"n": 12 if has_property else "12"} == json.loads(call.arguments)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"), [(["string", "null"], "12"), (["integer", "null"], 12), (["integer", "string"], "12")]
+)
+def test_text_stays_text_if_string_is_one_of_the_types(kinds: list[str], expected: object) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": kinds}}}
+    tools = [{"type": "function", "function": {"name": "find", "parameters": schema}}]
+    (call,) = (
+        find_parser("glm45")
+        .parse("<tool_call>find<arg_key>n</arg_key><arg_value>12</arg_value></tool_call>", tools)
+        .calls
+    )
+    assert {"n": expected} == json.loads(call.arguments)
+
+
 def test_channels_of_gpt_oss_are_reasoning_and_content() -> None:
     thought = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant"
     parse = find_parser("openai").parse
@@ -112,6 +162,14 @@ def test_the_format_is_found_by_rendering(thinking: LoadedModel, make_tokenizer:
     assert ParsedResponse("b", (), "a") == found.read("<think>\na\n</think>\n\nb", tools=[], is_open=False)
     hermes = read_format(make_tokenizer(), stop_texts=["<|im_end|>"])
     assert ("hermes", None, "") == (hermes.name, hermes.thinking, hermes.refusal)
+
+
+def test_reasoning_that_a_template_renders_without_a_tag_behind_it_stays_content(thinking: LoadedModel) -> None:
+    body = "{{- (m.reasoning_content or '') + m.content }}" + XML_CALLS
+    thinking.tokenizer.chat_template = HEAD + body + TAIL.replace("<think>\\n", "")
+    found = read_format(thinking.tokenizer, stop_texts=["<|im_end|>"])
+    assert ("qwen3_coder", None) == (found.name, found.thinking)
+    assert ParsedResponse("plain") == found.read("plain", tools=TOOLS, is_open=False)
 
 
 SHOUT = ToolParser(lambda text, _: ParsedResponse(text.upper()))

@@ -20,7 +20,7 @@ from agl_algo_torch.learner.checkpoint import load_training, read_origin, save_s
 from agl_algo_torch.learner.model import load_model
 from agl_algo_torch.learner.optim import apply_gradients, build_optimizer, learning_rate
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
-from agl_objectives.directories import prune, write_directory
+from agl_objectives.directories import damage, prune, write_directory
 from agl_objectives.reports import averaged
 from agl_objectives.settings import Compute, Lora, Optim
 
@@ -182,6 +182,22 @@ def test_an_absent_or_newer_checkpoint_is_refused(model_dir: Path, tmp_path: Pat
     write_directory(tmp_path / "c", lambda d: (d / "state.json").write_text(later) and None)
     with pytest.raises(ConfigError, match=r"format 99.*Upgrade"):
         load_training(tmp_path / "c", model=loaded.model, optimizer=optimizer)
+
+
+def test_checkpoint_is_whole_without_checksums_and_with_files_that_were_added(tmp_path: Path) -> None:
+    target = tmp_path / "c"
+    write_directory(target, lambda d: (d / "state.json").write_text("{}") and None)
+    (target / ".DS_Store").write_text("added")
+    assert "" == damage(target, state="state.json")
+    checksums = (target / "checksums.sha256").read_text()
+    (target / "checksums.sha256").write_text("")
+    assert damage(target, state="state.json").endswith("checksums.sha256 is empty")
+    (target / "checksums.sha256").unlink()
+    assert "" == damage(target, state="state.json")
+    (target / "state.json").unlink()
+    assert "state.json cannot be read" in damage(target, state="state.json")
+    (target / "checksums.sha256").write_text(checksums)
+    assert damage(target, state="state.json").endswith("state.json is missing or was changed")
 
 
 def test_the_rate_warms_up_and_decays_to_zero() -> None:

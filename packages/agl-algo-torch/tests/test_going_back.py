@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shutil
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +183,34 @@ def test_newest_whole_state_is_used_and_named_when_the_last_one_is_damaged(
     assert (3, 4) == (state["step"], step)
     [text] = said
     assert all(part in text for part in (name, "step 3", "from the state of step 2"))
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_files_of_a_checkpoint_are_hashed_once_and_not_on_the_event_loop(
+    goes_back: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = bench_of(ALGORITHMS["ppo"], model_dir, tmp_path)
+    hashed: list[tuple[str, bool]] = []
+    digest = hashlib.file_digest
+
+    def watched(file: Any, name: str) -> Any:
+        hashed.append((file.name, threading.current_thread() is threading.main_thread()))
+        return digest(file, name)
+
+    async def work() -> None:
+        async with bench:
+            algorithm = await steps_of(bench, None, 1)
+            monkeypatch.setattr(hashlib, "file_digest", watched)
+            if goes_back:
+                await algorithm.go_back(algorithm.state(), rate=0.5)
+            else:
+                await steps_of(bench, algorithm.state(), 0)
+
+    asyncio.run(work())
+
+    names = ("state.json", "optimizer.safetensors", "trainable.safetensors")
+    files = [str(tmp_path.absolute() / kind / "000001" / name) for kind in ("state", "critic") for name in names]
+    assert sorted((file, False) for file in files) == sorted(hashed)
 
 
 def test_run_whose_saved_states_are_all_damaged_is_not_continued(model_dir: Path, tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ class GRPO(OnPolicy):
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint: weights, optimizer moments, the rollouts to replay and the KL reference."""
-        self._replay.load(self._context.workdir, step=int(state["step"]))
+        await asyncio.to_thread(self._replay.load, self._context.workdir, step=int(state["step"]))
         await super().restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:

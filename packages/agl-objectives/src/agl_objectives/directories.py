@@ -42,15 +42,25 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def damage(directory: Path) -> str:
-    """Return how a directory of `write_directory` differs from what was written, `""` if every file is as it was."""
+def damage(directory: Path, *, state: str) -> str:
+    """Return which file of a directory of `write_directory` is missing or was changed, `""` for none.
+
+    Files that were added later do not matter. If there are no checksums, only the file named `state` is checked: it
+    must not be empty.
+    """
     if not directory.is_dir():
         return f"{directory} does not exist"
+    has_checksums = (directory / _CHECKSUMS).exists()
+    path = directory / (_CHECKSUMS if has_checksums else state)
     try:
-        expected = (directory / _CHECKSUMS).read_text(encoding="utf-8", errors="replace")
+        expected = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        return f"{directory / _CHECKSUMS} cannot be read ({error.strerror})"
-    odd = sorted(set(expected.splitlines()) ^ set(_checksums(directory).splitlines()))
+        return f"{path} cannot be read ({error.strerror})"
+    if not expected:
+        return f"{path} is empty"
+    if not has_checksums:
+        return ""
+    odd = sorted(set(expected.splitlines()) - set(_checksums(directory).splitlines()))
     return f"{directory / odd[0].partition('  ')[2]} is missing or was changed" if odd else ""
 
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Version of the training checkpoint's layout."""
 
+STATE_FILE = "state.json"
+"""File of a training checkpoint with everything but tensors."""
+
 
 def save_served(loaded: LoadedModel, target: Path) -> Weights:
     """Write the weights for a policy server to `target`, and return the resource that names the files.
@@ -73,24 +76,25 @@ def save_training(
         write_tensors(trainable_state(model), directory / "trainable.safetensors")
         write_tensors(moments, directory / "optimizer.safetensors")
         state = {"format": FORMAT, "updates": updates, "origin": msgspec.to_builtins(origin), "steps": steps}
-        (directory / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        (directory / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
     write_directory(target, fill)
 
 
-def read_origin(source: Path) -> Weights:
+def read_origin(source: Path, *, is_checked: bool = False) -> Weights:
     """Return the resource that the model of a training checkpoint was opened from; raises as `load_training` does."""
-    return msgspec.convert(_read_state(source)["origin"], Weights)
+    return msgspec.convert(_read_state(source, is_checked=is_checked)["origin"], Weights)
 
 
-def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
+def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, is_checked: bool = False) -> int:
     """Restore model and optimizer in place from a checkpoint of `save_training`; returns the number of updates done.
 
-    The optimizer's present moments are dropped, and so are gradients that no update has used.
+    The optimizer's present moments are dropped, and so are gradients that no update has used. `is_checked` says that
+    the caller has already looked for damage, which reads every file.
     Raises ConfigError if there is no checkpoint, it is damaged, its format is newer than this version, or it is of
     another model.
     """
-    state = _read_state(source)
+    state = _read_state(source, is_checked=is_checked)
     load_trainable_state(model, read_tensors(source / "trainable.safetensors"))
     moments = read_tensors(source / "optimizer.safetensors")
     names = _parameter_names(model)
@@ -130,13 +134,13 @@ def keep_start(origin: Weights, target: Path) -> Weights:
     return msgspec.structs.replace(origin, uri=str(target.absolute()))
 
 
-def _read_state(source: Path) -> dict[str, Any]:
-    if found := damage(source):
+def _read_state(source: Path, *, is_checked: bool) -> dict[str, Any]:
+    if not is_checked and (found := damage(source, state=STATE_FILE)):
         raise ConfigError(
             f"There is no whole training checkpoint in {source}: {found}. "
             "Resume where the run's files are, or start the run under a new name."
         )
-    state = cast("dict[str, Any]", json.loads((source / "state.json").read_text(encoding="utf-8")))
+    state = cast("dict[str, Any]", json.loads((source / STATE_FILE).read_text(encoding="utf-8")))
     if state["format"] > FORMAT:
         raise ConfigError(
             f"The checkpoint {source} has format {state['format']}, but this version reads formats up to {FORMAT}. "

@@ -147,7 +147,8 @@ class CriticLearner:
     def load(self, workdir: Path, *, step: int) -> None:
         """Continue from the critic's checkpoint of a step."""
         source = step_directory(workdir / "critic", step)
-        self.updates = load_training(source, model=self.model, optimizer=self._optimizer)
+        # If the directory exists, it was looked at for damage together with the policy's checkpoint.
+        self.updates = load_training(source, model=self.model, optimizer=self._optimizer, is_checked=source.is_dir())
 
 
 def value_loss(

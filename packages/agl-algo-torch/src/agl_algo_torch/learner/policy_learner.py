@@ -97,12 +97,12 @@ class PolicyLearner:
     def resume(cls, source: Path, *, settings: LearnerSettings) -> PolicyLearner:
         """Load a checkpoint of `save`; on the same machine with as many threads, training continues bit for bit."""
         learner = cls(origin=read_origin(source), settings=settings)
-        learner.load(source)
+        learner.load(source, is_checked=True)
         return learner
 
-    def load(self, source: Path) -> None:
-        """Continue from a checkpoint that `save` wrote with the same origin and settings."""
-        self.updates = load_training(source, model=self.loaded.model, optimizer=self.optimizer)
+    def load(self, source: Path, *, is_checked: bool = False) -> None:
+        """Continue from a checkpoint that `save` wrote with the same origin and settings; see `load_training`."""
+        self.updates = load_training(source, model=self.loaded.model, optimizer=self.optimizer, is_checked=is_checked)
 
     def begin_step(self, step: int) -> None:
         """Put the decay of the learning rate where the plan has it after `step` steps, whatever updates they did."""

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 TENSORS = ("ids", "mask", "advantages", "behaviour", "temperature")
 """Names of the tensors that are saved for a row; a later step computes the others again."""
 
+REPLAY_FILE = "replay.json"
+"""File of the saved rows with everything but tensors."""
+
 
 class ReplayBuffer:
     """The rollouts of earlier steps that may be replayed, with their importance weights and files.
@@ -73,7 +76,7 @@ class ReplayBuffer:
             tensors = {f"{i}/{name}": getattr(row, name) for i, row in enumerate(rows) for name in TENSORS}
             write_tensors(tensors, directory / "rows.safetensors")
             state = {"pool": self.pool.state(), "names": [row.rollout for row in rows]}
-            (directory / "replay.json").write_text(json.dumps(state), encoding="utf-8")
+            (directory / REPLAY_FILE).write_text(json.dumps(state), encoding="utf-8")
 
         write_directory(step_directory(workdir / "replay", step), fill)
         prune(workdir / "replay", step=step, keep=max(2, keep), kept=kept)
@@ -81,9 +84,9 @@ class ReplayBuffer:
     def load(self, workdir: Path, *, step: int) -> None:
         """Continue with the rows that were saved at a step; without whole saved rows the pool stays as it is."""
         source = step_directory(workdir / "replay", step)
-        if not self.share or damage(source):
+        if not self.share or damage(source, state=REPLAY_FILE):
             return
-        state = json.loads((source / "replay.json").read_text(encoding="utf-8"))
+        state = json.loads((source / REPLAY_FILE).read_text(encoding="utf-8"))
         tensors = read_tensors(source / "rows.safetensors")
         rows = [_row(rollout, tensors, number) for number, rollout in enumerate(state["names"])]
         self.pool.restore(state["pool"], rows)

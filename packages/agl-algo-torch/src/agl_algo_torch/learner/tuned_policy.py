@@ -18,9 +18,10 @@ import msgspec
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl.schemas import Weights, to_builtins
-from agl_algo_torch.learner.checkpoint import keep_start, read_origin
+from agl_algo_torch.learner.checkpoint import STATE_FILE, keep_start, read_origin
 from agl_algo_torch.learner.model import Reference
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
+from agl_algo_torch.learner.replay import REPLAY_FILE
 from agl_objectives.directories import damage
 from agl_objectives.saving import LiveAtSaves, SaveInterval, begin_saving, offer_of
 
@@ -221,7 +222,7 @@ class TunedPolicy:
         self._rate = float(state.get("rate", 1.0))
         checkpoint, done = str(state["checkpoint"]), state.get("updates_done")
         self._behind = None if done is None else Behind(checkpoint=checkpoint, updates=int(done))
-        if checkpoint and (whole := self._newest_whole(Path(checkpoint))) != checkpoint:
+        if checkpoint and (whole := await asyncio.to_thread(self._newest_whole, Path(checkpoint))) != checkpoint:
             checkpoint, self._behind = whole, Behind(checkpoint=whole, updates=self.updates)
         if checkpoint:
             self._learner = await asyncio.to_thread(self._resume, Path(checkpoint))
@@ -259,7 +260,7 @@ class TunedPolicy:
         moments. The curve of the learning rate goes on from the steps done.
         """
         checkpoint = str(state.get("checkpoint", ""))
-        if checkpoint and (problem := _damage_of_step(Path(checkpoint))):
+        if checkpoint and (problem := await asyncio.to_thread(_damage_of_step, Path(checkpoint))):
             self._context.say(f"{problem}; training goes on from the live weights with new moments of AdamW")
             checkpoint = ""
         self._live.note()
@@ -301,10 +302,11 @@ class TunedPolicy:
         return learner
 
     def _resume(self, checkpoint: Path) -> PolicyLearner:
-        learner = PolicyLearner(origin=read_origin(checkpoint), settings=self._scaled())
+        """Open a checkpoint in which no damage was found."""
+        learner = PolicyLearner(origin=read_origin(checkpoint, is_checked=True), settings=self._scaled())
         self._untouched, self._reference = learner.updates, None
         self._keep_adapters(learner)  # before the trained ones are loaded
-        learner.load(checkpoint)
+        learner.load(checkpoint, is_checked=True)
         self._untouched = -1
         if self._behind is not None:
             learner.updates = self._behind.updates
@@ -329,8 +331,11 @@ class TunedPolicy:
 
 def _damage_of_step(checkpoint: Path) -> str:
     """Return which file of a checkpoint is damaged, also of an algorithm's own files next to it; `""` for none."""
-    others = [checkpoint.parent.parent / name / checkpoint.name for name in ("critic", "replay")]
-    problems = [damage(path) for path in (checkpoint, *others) if path == checkpoint or path.is_dir()]
+    problems = [damage(checkpoint, state=STATE_FILE)]
+    for name, state in (("critic", STATE_FILE), ("replay", REPLAY_FILE)):
+        path = checkpoint.parent.parent / name / checkpoint.name
+        if path.is_dir():
+            problems.append(damage(path, state=state))
     return next((problem for problem in problems if problem), "")
 
 

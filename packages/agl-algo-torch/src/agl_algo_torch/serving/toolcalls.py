@@ -205,7 +205,8 @@ def _thinking(tokenizer: Any, prompt: str) -> tuple[str, str] | None:
     head, found, rest = text.partition(_PROBE)
     if found and "agl-content" in rest:
         before = _after(head, prompt).strip() or head.rstrip().rpartition("\n")[2]
-        return before, rest.partition("agl-content")[0].strip()
+        after = rest.partition("agl-content")[0].strip()
+        return (before, after) if before and after else None  # without both, the reasoning cannot be told apart
     # Templates that drop the reasoning of earlier answers name the tag by which they cut it off.
     return ("<think>", "</think>") if "</think>" in str(tokenizer.chat_template) else None
 
@@ -241,34 +242,47 @@ def _tagged(
 def _call(name: object, arguments: object) -> ParsedToolCall | None:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return ParsedToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    try:
+        return ParsedToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    except RecursionError:  # writing can need a little more of the stack than reading did
+        return None
 
 
 def _json(text: str) -> Any:
-    """Return the value of a JSON text; None if the text is not JSON."""
+    """Return the value of a JSON text; None if the text is not JSON, or nested too deeply to be read."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return a JSON object as it is, and no fields for any other value."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _schemas(tools: Tools) -> dict[str, Any]:
+    """Return the schema of each tool's parameters by the tool's name."""
+    functions = [_fields(tool.get("function")) for tool in tools]
+    return {function.get("name", ""): function.get("parameters") for function in functions}
 
 
 def _json_call(value: Any) -> ParsedToolCall | None:
     """Read `{"name": ..., "arguments": {...}}`; Llama writes `parameters`."""
-    fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    fields = _fields(value)
     return _call(fields.get("name"), fields.get("arguments", fields.get("parameters", {})))
 
 
 def _typed_call(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ParsedToolCall | None:
     """Return a call with arguments given as bare texts.
 
-    A text is parsed as JSON if the tool's schema gives the argument another type than string.
+    A text is parsed as JSON if the tool's schema gives the argument a type, or types, other than string.
     """
-    functions: list[Any] = [tool.get("function", {}) for tool in tools]
-    schema: Any = next((one.get("parameters") for one in functions if one.get("name") == name), None) or {}
-    kinds: dict[str, Any] = {key: value.get("type") for key, value in schema.get("properties", {}).items()}
+    properties = _fields(_fields(_schemas(tools).get(name)).get("properties"))
     arguments: dict[str, Any] = {}
     for key, text in pairs:
-        value = None if kinds.get(key, "string") == "string" else _json(text)
+        kinds: Any = _fields(properties[key]).get("type") if key in properties else "string"
+        value = None if "string" in (kinds if isinstance(kinds, list) else [kinds]) else _json(text)
         arguments[key] = text if value is None and text.strip() != "null" else value
     return _call(name, arguments)
 
@@ -301,8 +315,11 @@ def _deepseek_call(body: str, _: Tools) -> ParsedToolCall | None:
     return _call(name, _json(rest))
 
 
-def _parse_llama(text: str, _: Tools) -> ParsedResponse:
-    """Read a response that is one or more JSON objects, separated by `;`."""
+def _parse_llama(text: str, tools: Tools) -> ParsedResponse:
+    """Read a response that is one or more JSON objects, separated by `;`.
+
+    No tag tells a call from an answer in JSON, so each object must name a tool and have arguments.
+    """
     body = text.strip().removeprefix("<|python_tag|>")
     values: list[Any] = []
     decoder = json.JSONDecoder()
@@ -311,9 +328,12 @@ def _parse_llama(text: str, _: Tools) -> ParsedResponse:
             value, end = decoder.raw_decode(body)
             values.append(value)
             body = body[end:].lstrip("; \n")
-    except ValueError:
+    except (ValueError, RecursionError):
         return ParsedResponse(text)
-    return _all_or_text(text, None, map(_json_call, values))
+    found, names = [_fields(value) for value in values], list(_schemas(tools))
+    if all(one.get("name") in names and ("arguments" in one or "parameters" in one) for one in found):
+        return _all_or_text(text, None, map(_json_call, found))
+    return ParsedResponse(text)
 
 
 def _parse_mistral(text: str, _: Tools) -> ParsedResponse:
