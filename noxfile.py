@@ -468,7 +468,7 @@ def torch(session: nox.Session) -> None:
 def tinker(session: nox.Session) -> None:
     """Training on a server of Tinker's API, and the server of a subset of it: tests and types."""
     tools = environment(session, [*ours(*LIGHT, "agl-tinker[server]", "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH])
-    pytest(session, tools, "packages/agl-tinker/tests")
+    pytest(session, tools, "packages/agl-tinker/tests", processes=2)
     check_types(session, tools, "packages/agl-tinker/src")
 
 
