@@ -1,4 +1,4 @@
-"""What all tests share: property tests without a limit of time, and certificates that are read once."""
+"""Settings of all tests: property tests have no time limit, and certificates are read once per process."""
 
 import os
 import ssl

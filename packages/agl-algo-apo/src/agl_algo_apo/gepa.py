@@ -219,7 +219,7 @@ class GepaPhase:
             self._enter(candidate)
 
     def known(self, texts: TextByName, place: TaskPlace) -> Measured | None:
-        """Return the known outcome of these texts on a task; ``None`` if there is none."""
+        """Return the outcome of these texts on a task; ``None`` if they have not run on it."""
         return self._search.evaluator.scores.get(candidate_id(texts), *place)
 
     async def evidence(self, name: str, texts: TextByName, measured: Sequence[Measured]) -> list[EvidenceRun]:

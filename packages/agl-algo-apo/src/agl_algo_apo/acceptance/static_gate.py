@@ -302,7 +302,7 @@ def text_rules(context: AlgorithmContext, settings: SearchSettings, *, algorithm
 
 
 class ValidationMarks(Record, frozen=True, kw_only=True):
-    """What identifies held-out tasks, on which candidates are compared and scored; demonstrations must not contain it.
+    """Words that identify held-out tasks, on which candidates are scored; demonstrations must not contain them.
 
     Attributes:
         names: Words with letters and digits that occur in one held-out task and in no training task.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agl_algo_apo.acceptance.final_measurement import Result
 
 MAX_TRIES = 4
-"""How often one candidate may be tried."""
+"""The largest number of trials of one candidate."""
 
 
 class Written(NamedTuple):

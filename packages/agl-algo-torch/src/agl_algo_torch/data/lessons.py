@@ -331,7 +331,7 @@ class Retelling:
 
 
 def _last(ids: Sequence[int], wanted: Sequence[int]) -> int:
-    """Return the index at which the last occurrence of `wanted` in `ids` begins; -1 if there is none."""
+    """Return the index at which the last occurrence of `wanted` in `ids` begins; -1 if it does not occur."""
     size = len(wanted)
     found = (at for at in range(len(ids) - size, -1, -1) if list(ids[at : at + size]) == list(wanted))
     return next(found, -1)

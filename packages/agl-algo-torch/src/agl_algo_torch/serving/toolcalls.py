@@ -64,7 +64,7 @@ class ToolParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How a model writes its answers.
+    """The notation in which a model writes reasoning and tool calls.
 
     Attributes:
         name: Name of the notation of tool calls.

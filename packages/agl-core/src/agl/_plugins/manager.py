@@ -140,7 +140,7 @@ class PluginManager:
             raise failure from _cause_of(failure, error)
 
     def tracer(self, name: str) -> TracerEntry:
-        """The tracer with this name; raises :class:`PluginError` if there is none, as do all lookups by name."""
+        """The tracer with this name; like all lookups by name, raises :class:`PluginError` for an unknown name."""
         return self._get(TracerEntry, name)
 
     def reward(self, name: str) -> RewardEntry:

@@ -25,7 +25,7 @@ _OURS = (semconv.OP_EVALUATE,)
 _TOLERANCE_NS = 5_000_000
 
 Verdict = Literal["drop", "accept"]
-"""What to do with rollouts whose calls were only reported or only recorded: leave them out, or train anyway."""
+"""Whether rollouts whose calls were only reported or only recorded are left out of training, or train anyway."""
 
 
 class Agreement(Record, frozen=True, kw_only=True):

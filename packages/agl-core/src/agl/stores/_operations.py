@@ -40,7 +40,7 @@ SPAN_PAGE = 10_000
 """Largest number of spans of one attempt in a recording."""
 
 SCANNED = 16
-"""How many spans are read at once in search of the spans that a query selects."""
+"""The number of spans that are read at once while looking for those that a query selects."""
 
 
 def closed(shown_url: str) -> StoreError:

@@ -30,7 +30,7 @@ Kind = Literal["calls", "spans"]
 
 @dataclass(kw_only=True)
 class _Attempt:
-    """How many calls and spans of one attempt this process may count before it has to ask the other processes."""
+    """The number of an attempt's calls and spans that this process may count before it has to ask the others."""
 
     allowed: dict[str, int] = field(default_factory=dict[str, int])
     is_recorded: bool = False
