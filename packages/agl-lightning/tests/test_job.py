@@ -1,5 +1,6 @@
 """An agent class of Agent Lightning 1.0 runs unchanged as a command, and its reward arrives."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,3 +42,10 @@ def test_agent_class_of_release_1_runs_unchanged(tmp_path: Path) -> None:
 
     assert [1.0, 0.0] == [episode.reward for episode in result.episodes]
     assert [1, 1] == [len(episode.transitions) for episode in result.episodes]
+
+
+def test_start_by_hand_says_where_the_program_belongs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "agl_lightning.job", "a.B"], capture_output=True, text=True, check=False
+    )
+    assert (1, True) == (done.returncode, done.stderr.startswith("name this program as the agent: agent = ["))

@@ -28,6 +28,8 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: The task lacks a field that the arguments name.
     """
+    if "AGL_TASK_FILE" not in os.environ or not arguments:
+        sys.exit('name this program as the agent: agent = ["python", "-m", "agl_lightning.job", "MODULE.CLASS", ...]')
     path, *pairs = arguments
     task = json.loads(Path(os.environ["AGL_TASK_FILE"]).read_text(encoding="utf-8"))
     os.environ |= _variables(task, dict(pair.split("=", 1) for pair in pairs))
