@@ -14,7 +14,7 @@ from agl.errors import StoreError
 from agl.schemas import Outcome, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
-from agl_gateway.processes.presence import GATEWAYS, gateways_of, gone_gateways
+from agl_gateway.processes.announcement import GATEWAYS, gateways_of, gone_gateways
 from agl_gateway.record import spool as spools
 from agl_gateway.record.spool_file import SpoolBusyError, SpoolFile, folder_of, spools_for, spools_in
 from agl_gateway.service import GatewayService

@@ -27,7 +27,7 @@ from agl.errors import AglError, ConfigError, StoreError
 from agl.schemas import Record, new_trace_id
 from agl.stores import shown_url
 from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
-from agl_gateway.processes.presence import GATEWAYS, gateways_of
+from agl_gateway.processes.announcement import GATEWAYS, gateways_of
 from agl_gateway.record.spool_file import SpoolReport, default_folder, spools_in
 from agl_inspect.keys import state_dir
 from agl_inspect.stores import as_url, build_store
