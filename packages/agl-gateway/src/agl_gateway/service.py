@@ -276,7 +276,6 @@ class GatewayService:
         )
         traces = TracesApi(store=store, admission=admission, stored=stored, attempts=attempts, quotas=quotas)
         status = StatusApi(
-            store=store,
             admission=admission,
             access=StatusAccess(
                 self.identities,

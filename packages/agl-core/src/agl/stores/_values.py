@@ -96,19 +96,12 @@ def copied(value: Any) -> Any:
         # The long texts of a call may be any JSON, so their types need no check; they are encoded once, when stored.
         copied(replace(value, call=replace(value.call, request=None, response=None)))
         return value
-    large = [name for name in value.__struct_fields__ if _is_large(getattr(value, name))]
-    if large:
-        raise _unfit(value, OverflowError(f"{large[0]} is an integer of more than 64 bits"))
     # Types are checked by decoding: a record that is made in Python may hold anything.
     data = encoded(value)
     try:
         return codec.decode(data, type(value))
     except ValueError as error:
         raise _unfit(value, error) from error
-
-
-def _is_large(value: object) -> bool:
-    return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
 
 
 def readable(found: Iterable[bytes | None], type: type[_R], *, of: str = "the store") -> list[_R]:
