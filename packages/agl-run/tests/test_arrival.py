@@ -43,9 +43,7 @@ class CollectingPlugin:
         return [AlgorithmEntry(name="collecting", factory=Collecting, tunes=tunes, needs_token_ids=False)]
 
 
-def fit(
-    folder: Path, server: ScriptedModelServer, resource: Resource, agent: Any, *, store: str = "memory://"
-) -> None:
+def fit(folder: Path, server: ScriptedModelServer, resource: Resource, agent: Any, *, store: str = "memory://") -> None:
     manager = PluginManager.from_environment()
     manager.register(CollectingPlugin(), name="collecting")
     Trainer(
