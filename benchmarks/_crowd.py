@@ -18,8 +18,8 @@ import msgspec
 from aiohttp import web
 
 from agl.schemas import LLM
-from agl_testing.model_server import CannedReply
 from benchmarks._load import Connection, make_body, make_request
+from benchmarks.canned import CannedReply
 
 CALLS = 5
 MODEL_S = 0.5

@@ -2,11 +2,13 @@
 
 It answers every POST with the next of its replies, searches the body only for ``"stream":true``, and records only the
 number of calls. A call takes about 30 microseconds. It is not a general HTTP server: bodies need a ``Content-Length``,
-and pipelined requests are not supported.
+and pipelined requests are not supported. ``python -m benchmarks.canned [VARIANTS]`` prints its URL and serves.
 """
 
 import asyncio
 import random
+import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -141,3 +143,15 @@ def _framed(events: list[bytes]) -> tuple[bytes, ...]:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
     framed = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]
     return (head + framed[0], *framed[1:-1], framed[-1] + b"0\r\n\r\n")
+
+
+def main() -> None:
+    """Print the base URL and serve until killed; the number of different replies is the only argument."""
+    variants = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    with CannedModelServer([CannedReply.chat(seed=seed) for seed in range(variants)]) as server:
+        print(server.base_url, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

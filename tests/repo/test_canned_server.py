@@ -1,13 +1,9 @@
-"""The canned server answers like the scripted server, over one connection and over many."""
-
-import json
-import subprocess
-import sys
+"""The model server of the benchmarks answers like the scripted server, over one connection and over many."""
 
 import openai
 import pytest
 
-from agl_testing.model_server import CannedModelServer, CannedReply
+from benchmarks.canned import CannedModelServer, CannedReply
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -31,20 +27,6 @@ def test_canned_stream_assembles_to_the_plain_answer() -> None:
     assert plain.choices[0].token_ids == [
         t for c in chunks if c.choices for t in getattr(c.choices[0], "token_ids", [])
     ]
-
-
-@pytest.mark.parametrize("options", [["--prompt-tokens", "10"], ["--text", "hello"]])
-def test_command_line_serves_on_the_printed_address(options: list[str]) -> None:
-    command = [sys.executable, "-m", "agl_testing.model_server", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            with openai.OpenAI(base_url=url, api_key="k") as client:
-                answer = client.chat.completions.create(model="m", messages=USER, extra_body={"return_token_ids": True})
-            assert json.loads(answer.model_dump_json())["prompt_token_ids"]
-        finally:
-            process.kill()
 
 
 def test_port_in_use_is_an_error() -> None:
