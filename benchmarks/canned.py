@@ -1,28 +1,24 @@
 """A model server for benchmarks: it sends pre-encoded replies over minimal HTTP/1.1, so that its own cost is small.
 
-It answers every POST with the next of its replies, searches the body only for ``"stream":true``, and records only the
-number of calls. A call takes about 30 microseconds. It is not a general HTTP server: bodies need a ``Content-Length``,
-and pipelined requests are not supported. ``python -m benchmarks.canned [VARIANTS]`` prints its URL and serves.
+``python -m benchmarks.canned [VARIANTS]`` prints its URL and answers every POST with the next of its replies. It
+searches the body only for ``"stream":true``. A call takes about 30 microseconds. It is not a general HTTP server:
+bodies need a ``Content-Length``, and pipelined requests are not supported.
 """
 
 import asyncio
 import random
 import sys
-import threading
-import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 
+import httpx
 import msgspec
 
-from agl_testing.model_server.answer import ScriptedExchange, answer_of
-from agl_testing.model_server.codec import OFFSET
-from agl_testing.model_server.dialects import chat
-from agl_testing.model_server.script import Reply
-from agl_testing.model_server.thread import HOST, ThreadedServer
+from agl_testing.model_server import Reply, ScriptedModelServer
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz     "
+_MARKERS = 3
+"""Tokens of a prompt that are no byte of its text: the start and the end of the message, the start of the answer."""
 
 
 class CannedReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,60 +27,35 @@ class CannedReply(msgspec.Struct, frozen=True, kw_only=True):
     plain: bytes
     stream: tuple[bytes, ...]
 
-    @classmethod
-    def chat(
-        cls, *, prompt_tokens: int = 1000, response_tokens: int = 200, events: int = 50, seed: int = 0
-    ) -> "CannedReply":
-        """Return a chat completion of the given size, with token ids and log-probabilities.
 
-        The streamed form has ``events`` pieces of text, with one write for each. Each seed gives different tokens.
-        """
-        draw = random.Random(seed)
-        text = "".join(draw.choice(_LETTERS) for _ in range(response_tokens - 1))
-        exchange = ScriptedExchange(
-            number=seed + 1,
-            dialect="chat",
-            flavour="vllm",
-            model="canned",
-            body={"return_token_ids": True, "logprobs": True, "stream_options": {"include_usage": True}},
-            prompts=[[draw.randrange(OFFSET, OFFSET + 256) for _ in range(prompt_tokens)]],
-            answers=(answer_of(Reply(text=text, chunks=events), number=seed + 1, choice=0),),
-            created=int(time.time()),
-        )
-        body = msgspec.json.encode(chat.body_of(exchange))
-        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        return cls(plain=head.encode() + body, stream=_framed(list(chat.events_of(exchange))))
+def canned_replies(
+    count: int, *, prompt_tokens: int = 1000, response_tokens: int = 200, events: int = 50
+) -> list[CannedReply]:
+    """Chat completions of the given size, with token ids and log-probabilities; each has tokens of its own.
+
+    The streamed form has ``events`` pieces of text, with one write for each.
+    """
+    return [_reply(random.Random(seed), prompt_tokens, response_tokens, events) for seed in range(count)]
 
 
-class CannedModelServer(ThreadedServer):
-    """Serves ``replies`` in turn from its own thread; used as a context manager, like the scripted server."""
-
-    def __init__(self, replies: Sequence[CannedReply] | None = None, *, port: int = 0) -> None:
-        super().__init__(port)
-        self.replies = tuple(replies) if replies else (CannedReply.chat(),)
-        self.call_count = 0
-
-    def next_reply(self) -> CannedReply:
-        """Count a call and return the reply for it; replies are used in turn."""
-        self.call_count += 1
-        return self.replies[(self.call_count - 1) % len(self.replies)]
-
-    @asynccontextmanager
-    async def listening(self) -> AsyncGenerator[int]:
-        """Listen with a minimal protocol that does only what a benchmark needs."""
-        connections: set[_Connection] = set()
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: _Connection(self, connections), HOST, self._port)
-        yield int(server.sockets[0].getsockname()[1])
-        server.close()
-        for connection in list(connections):
-            connection.close()
+def _reply(draw: random.Random, prompt_tokens: int, response_tokens: int, events: int) -> CannedReply:
+    prompt, text = (
+        "".join(draw.choice(_LETTERS) for _ in range(n)) for n in (prompt_tokens - _MARKERS, response_tokens - 1)
+    )
+    body = {"model": "canned", "messages": [{"role": "user", "content": prompt}], "logprobs": True}
+    body["return_token_ids"] = True
+    with ScriptedModelServer(default=Reply(text=text, chunks=events)) as server:
+        url = f"{server.base_url}/chat/completions"
+        plain = httpx.post(url, json=body).content
+        streamed = httpx.post(url, json={**body, "stream": True, "stream_options": {"include_usage": True}}).content
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(plain)}\r\n\r\n"
+    pieces = [piece + b"\n\n" for piece in streamed.split(b"\n\n") if piece]
+    return CannedReply(plain=head.encode() + plain, stream=_framed(pieces))
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, server: CannedModelServer, connections: "set[_Connection]") -> None:
-        self._server = server
-        self._connections = connections
+    def __init__(self, replies: Iterator[CannedReply]) -> None:
+        self._replies = replies
         self._received = bytearray()
         self._expected = 0
         self._transport: asyncio.Transport | None = None
@@ -92,15 +63,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._connections.discard(self)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -117,7 +82,7 @@ class _Connection(asyncio.Protocol):
 
     def _answer(self, *, is_streamed: bool) -> None:
         assert self._transport is not None
-        reply = self._server.next_reply()
+        reply = next(self._replies)
         if is_streamed:
             self._write_from(reply.stream, 0)
         else:
@@ -145,13 +110,13 @@ def _framed(events: list[bytes]) -> tuple[bytes, ...]:
     return (head + framed[0], *framed[1:-1], framed[-1] + b"0\r\n\r\n")
 
 
-def main() -> None:
-    """Print the base URL and serve until killed; the number of different replies is the only argument."""
-    variants = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    with CannedModelServer([CannedReply.chat(seed=seed) for seed in range(variants)]) as server:
-        print(server.base_url, flush=True)
-        threading.Event().wait()
+async def serve(replies: Sequence[CannedReply]) -> None:
+    """Print the base URL, and answer with the replies in turn until the process ends."""
+    turns = cycle(replies)
+    server = await asyncio.get_running_loop().create_server(lambda: _Connection(turns), "127.0.0.1", 0)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", flush=True)
+    await server.serve_forever()
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(serve(canned_replies(int(sys.argv[1]) if len(sys.argv) > 1 else 1)))

@@ -1,36 +1,43 @@
-"""The model server of the benchmarks answers like the scripted server, over one connection and over many."""
+"""The model server of the benchmarks answers as the scripted server does, plain and streamed."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import openai
-import pytest
 
-from benchmarks.canned import CannedModelServer, CannedReply
-
-USER = [{"role": "user", "content": "hi"}]
+USER: Any = [{"role": "user", "content": "hi"}]
 
 
-def test_canned_reply_has_the_tokens_that_were_asked_for() -> None:
-    replies = [CannedReply.chat(prompt_tokens=100, response_tokens=20, seed=seed) for seed in range(2)]
-    with CannedModelServer(replies) as server, openai.OpenAI(base_url=server.base_url, api_key="k") as client:
-        answers = [client.chat.completions.create(model="m", messages=USER) for _ in range(3)]
-        assert 3 == server.call_count
-    assert [(100, 20)] * 3 == [(len(a.prompt_token_ids), len(a.choices[0].token_ids)) for a in answers]
-    assert 20 == len(answers[0].choices[0].logprobs.content)
+@contextmanager
+def client_of_server(variants: int) -> Iterator[openai.OpenAI]:
+    """Run the server with some replies, and give a client of it."""
+    command = [sys.executable, "-m", "benchmarks.canned", str(variants)]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            with openai.OpenAI(base_url=process.stdout.readline().strip(), api_key="k") as client:
+                yield client
+        finally:
+            process.kill()
+
+
+def test_canned_replies_have_the_usual_size_and_come_in_turn() -> None:
+    with client_of_server(2) as client:
+        answers: list[Any] = [client.chat.completions.create(model="m", messages=USER) for _ in range(3)]
+    assert [(1000, 200)] * 3 == [(len(a.prompt_token_ids), len(a.choices[0].token_ids)) for a in answers]
+    assert 200 == len(answers[0].choices[0].logprobs.content)
     assert answers[0].prompt_token_ids != answers[1].prompt_token_ids
     assert answers[0].prompt_token_ids == answers[2].prompt_token_ids
 
 
 def test_canned_stream_assembles_to_the_plain_answer() -> None:
-    with CannedModelServer() as server, openai.OpenAI(base_url=server.base_url, api_key="k") as client:
-        plain = client.chat.completions.create(model="m", messages=USER)
-        chunks = list(client.chat.completions.create(model="m", messages=USER, stream=True))
-    assert plain.choices[0].message.content == "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert plain.choices[0].token_ids == [
-        t for c in chunks if c.choices for t in getattr(c.choices[0], "token_ids", [])
-    ]
-
-
-def test_port_in_use_is_an_error() -> None:
-    with CannedModelServer() as server:
-        taken = int(server.base_url.split(":")[2].split("/")[0])
-        with pytest.raises(OSError, match="address already in use"):
-            CannedModelServer(port=taken).start()
+    with client_of_server(1) as client:
+        plain: Any = client.chat.completions.create(model="m", messages=USER)
+        chunks: list[Any] = list(client.chat.completions.create(model="m", messages=USER, stream=True))
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert plain.choices[0].message.content == "".join(choice.delta.content or "" for choice in choices)
+    assert plain.choices[0].token_ids == [token for choice in choices for token in getattr(choice, "token_ids", [])]
