@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
-from ipaddress import ip_address
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, Literal, cast
@@ -43,6 +42,7 @@ from agl_run import (
     WORKER_TOKEN_FILE_ENV,
     ExperimentConfig,
     client_context,
+    is_loopback,
     is_secret_given,
     load_config,
     refusal_of,
@@ -63,7 +63,6 @@ _READ_S = 30.0
 _TIMEOUT_S = 10.0
 _MIN_FREE, _WARN_FREE = 64 << 20, 1 << 30
 _UNREACHABLE = "start it, or correct the address; look at firewalls between this machine and it"
-_LOCAL = ("localhost", "")
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Maps the address of a server that listens on all addresses to the loopback address to connect to."""
 
@@ -230,7 +229,7 @@ def transport(*urls: str) -> Iterator[Finding]:
     """Report which connections to other machines are encrypted, and warn of those that are not."""
     for url in dict.fromkeys(filter(None, urls)):
         parts = urlsplit(url)
-        if _is_local(parts.hostname or ""):
+        if parts.hostname is None or is_loopback(url):
             continue
         if parts.scheme == "http":
             text = f"{shown_url(url)} is not encrypted: tokens and prompts can be read on the way"
@@ -458,13 +457,6 @@ def _version(theirs: str) -> Finding:
     ours = next((found.version for found in distributions() if found.name == "agl-gateway"), "")
     text = theirs if theirs == ours else f"{theirs or 'unknown'}, and {ours} here"
     return _judged("version of the gateway", theirs == ours, text, "run the same release everywhere")
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host in _LOCAL
 
 
 async def _json(answer: aiohttp.ClientResponse) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from agl import PluginManager
-from agl.errors import ConfigError
+from agl.stores import base_url_of
 from agl_inspect.stores import as_url, proposal, refuse_directory
 from agl_inspect.terminal.opening import pass_manager
 from agl_inspect.text import count_of
@@ -66,15 +66,13 @@ def exec_program(
     """
     store_url = as_url(url or DEFAULT_STORE)
     refuse_directory(store_url, Path())
-    if upstream and not upstream.startswith(("http://", "https://")):
-        raise ConfigError(f"--upstream {upstream!r} is not a URL; write http://HOST:PORT/v1")
     started = time.monotonic()
     request = StopRequest()
     recording = record_command(
         command,
         manager=manager,
         store_url=store_url,
-        upstream=upstream or "",
+        upstream=base_url_of(upstream, who="--upstream") if upstream else "",
         timeout_s=timeout_s,
         request=request,
     )
