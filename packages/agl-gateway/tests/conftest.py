@@ -124,6 +124,7 @@ def serving(server: ScriptedModelServer) -> ServiceFactory:
         store: Store | None = None,
         spool: Path | None = None,
         certificate: Certificate | None = None,
+        client_key: str = "",
         **settings: Any,
     ) -> AsyncIterator[GatewayService]:
         used = store or MemoryStore()
@@ -133,6 +134,7 @@ def serving(server: ScriptedModelServer) -> ServiceFactory:
             tokens=AttemptTokens(SECRET),
             settings=Settings(**settings),
             admin_key=ADMIN,
+            client_key=client_key,
             certificate=certificate,
             spools=await spools_for(used, str(spool), shown="memory://") if spool else (),
         )

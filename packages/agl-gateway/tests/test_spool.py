@@ -14,7 +14,8 @@ from agl.errors import StoreError
 from agl.schemas import Outcome, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
-from agl_gateway.processes.presence import GATEWAYS, gateways_of, gone_gateways
+from agl_gateway.processes.announcement import GATEWAYS, gateways_of, gone_gateways
+from agl_gateway.record import outage as outages
 from agl_gateway.record import spool as spools
 from agl_gateway.record.spool_file import SpoolBusyError, SpoolFile, folder_of, spools_for, spools_in
 from agl_gateway.service import GatewayService
@@ -70,6 +71,25 @@ class FickleStore(MemoryStore):
             raise StoreError("nobody answers")
 
 
+class StalledStore(MemoryStore):
+    """A store whose server hangs: while ``answers`` is cleared, it neither answers nor fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.probes = 0
+
+    async def cursor(self) -> int:
+        self.probes += 1
+        await self.answers.wait()
+        return await super().cursor()
+
+    async def rollouts(self, query):
+        await self.answers.wait()
+        return await super().rollouts(query)
+
+
 async def open_attempt(it: GatewayService) -> tuple[str, str]:
     await it.store.enqueue([Rollout(rollout_id=new_rollout_id(), task=1)])
     (claim,) = await it.store.claim(worker="test", lease_s=600)
@@ -100,7 +120,7 @@ async def gauges(it: GatewayService) -> dict[str, float]:
         }
 
 
-async def test_store_that_is_gone_costs_no_call_and_gets_each_once(serving, tmp_path):
+async def test_store_that_is_gone_costs_no_call_and_gets_each_once(serving, tmp_path, caplog):
     store = FickleStore()
     async with serving(store=store, spool=tmp_path) as it:
         known, token = await open_attempt(it)
@@ -111,8 +131,7 @@ async def test_store_that_is_gone_costs_no_call_and_gets_each_once(serving, tmp_
         answers = [await call(it, token, number) for number in numbers]
         answers += [await call(it, new_token, number, stream=True) for number in numbers]
         assert {200} == {status for status, *_ in answers}
-        async with aiohttp.ClientSession() as session, session.get(f"{it.url}/healthz") as answer:
-            assert (200, "spooling") == (answer.status, (await answer.json())["status"])
+        assert (200, "spooling") == await health(it)
         seen = await gauges(it)
         assert (40.0, 40.0) == (seen["agl_span_queue_length"], seen["agl_spool_length"])
         assert 40 * 200 < seen["agl_span_queue_bytes"]
@@ -132,6 +151,34 @@ async def test_store_that_is_gone_costs_no_call_and_gets_each_once(serving, tmp_
             seen["agl_span_queue_age_seconds"],
         )
         assert 0.0 == seen["agl_spans_lost_total"]
+    assert "the store's change feed failed; trying again: nobody answers" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+async def health(it: GatewayService) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"{it.url}/healthz") as answer:
+        return answer.status, (await answer.json())["status"]
+
+
+async def test_store_that_hangs_delays_neither_health_nor_the_refusal_of_a_conversation(serving, tmp_path, monkeypatch):
+    monkeypatch.setattr(outages, "_PATIENCE_S", 0.02)
+    monkeypatch.setattr(outages, "_PROBE_S", 0.05)
+    store = StalledStore()
+    async with serving(store=store, spool=tmp_path, client_key="k" * 16) as it:
+        assert (200, "ok") == await health(it)
+        assert 200 == (await call(it, "k" * 16, "known"))[0]
+        store.answers.clear()
+        async with asyncio.timeout(2):
+            assert (200, "spooling") == await health(it)
+            monkeypatch.setattr(outages, "_PROBE_S", 60.0)  # a known outage needs no probe
+            assert (200, "spooling") == await health(it)
+            assert 200 == (await call(it, "k" * 16, "known"))[0]
+            status, text, headers = await call(it, "k" * 16, "new")
+        assert (503, "5") == (status, headers["retry-after"])
+        assert "the gateway's store does not answer" in text
+        store.answers.set()
+        await eventually(lambda: not it.recorder.outage.is_on)
+        assert 200 == (await call(it, "k" * 16, "new"))[0]
 
 
 async def test_gauges_follow_the_queue_within_a_second(serving, tmp_path):

@@ -77,12 +77,16 @@ async def disturbed(server: Server, url: str, disturb, *, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.soak)])
-def test_work_goes_on_after_the_server_was_killed(server: Server, url: str, rounds: int) -> None:
+def test_work_goes_on_after_the_server_was_killed_and_the_log_has_a_line_but_no_traceback(
+    server: Server, url: str, rounds: int, caplog: pytest.LogCaptureFixture
+) -> None:
     def restart() -> None:
         server.kill()
         server.start()
 
     asyncio.run(disturbed(server, url, restart, rounds=rounds))
+    assert "waiting callers are not woken by changes in" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(("seed", "rounds"), [(1, 20), pytest.param(2, 300, marks=pytest.mark.soak)])

@@ -6,14 +6,17 @@ import os
 import signal
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from agl import PluginManager
 from agl.contracts import ServedModel
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import PromptTemplate, Weights
+from agl_inspect.terminal.program import cli
 from agl_testing.conformance import PluginConformance
 from agl_vllm.policy import VLLMPolicy
 from agl_vllm.server import LaunchSettings, LocalServer
@@ -375,15 +378,20 @@ def test_name_of_a_policy_with_a_slash_is_no_folder_of_its_log(base, tmp_path):
     assert ["org_llm-0.log"] == [file.name for file in (tmp_path / "logs").iterdir()]
 
 
-def test_an_interpreter_without_vllm_says_how_to_install_it(base, monkeypatch):
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_check_of_an_experiment_says_that_vllm_is_not_installed(base, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH")
-    try:
-        import vllm  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        with pytest.raises(PolicyError, match=r"vLLM is not installed for .*; install it there"):
-            run(started(base), None)
-    else:
-        pytest.skip("vLLM is installed here")
+    (tmp_path / "agent.py").write_text("def solve(task, llm):\n    return 0\n", encoding="utf-8")
+    (tmp_path / "tasks.jsonl").write_text('{"question": "?"}\n', encoding="utf-8")
+    (tmp_path / "experiment.toml").write_text(
+        '[experiment]\nname = "e"\nagent = "agent:solve"\ntrain = "tasks.jsonl"\n\n'
+        f'[policy.main_llm]\nuse = "vllm"\nmodel = "{base.uri}"\npython = "{sys.executable}"\n',
+        encoding="utf-8",
+    )
+    result = CliRunner().invoke(cli, ["check", str(tmp_path / "experiment.toml")])
+    assert 1 == result.exit_code
+    assert "vLLM is not installed for" in result.stderr
+    assert "install it there" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -418,7 +426,7 @@ class TestPlugin(PluginConformance):
     module = "agl_vllm.plugin"
 
 
-def test_the_plugin_registers_a_policy_that_takes_weights():
+def test_the_plugin_registers_a_policy_that_takes_weights(fake):
     manager = PluginManager.from_environment()
     entry = manager.policy("vllm")
     assert entry.trains

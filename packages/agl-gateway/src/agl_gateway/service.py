@@ -18,9 +18,9 @@ from agl_gateway.access.certificate import Certificate
 from agl_gateway.access.identity import Admission, Identities, RunningAttempts
 from agl_gateway.access.quotas import Quotas
 from agl_gateway.access.worker_tokens import WORKER_TOKENS, TokensApi
+from agl_gateway.processes.announcement import GatewayPresence
 from agl_gateway.processes.attempt_facts import PATH, AttemptFacts, AttemptFactsApi
 from agl_gateway.processes.peers import Group, Peers, Siblings
-from agl_gateway.processes.presence import GatewayPresence
 from agl_gateway.record.outage import Outage
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.record.spool_file import SpoolFile
@@ -276,7 +276,6 @@ class GatewayService:
         )
         traces = TracesApi(store=store, admission=admission, stored=stored, attempts=attempts, quotas=quotas)
         status = StatusApi(
-            store=store,
             admission=admission,
             access=StatusAccess(
                 self.identities,

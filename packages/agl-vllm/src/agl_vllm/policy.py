@@ -77,12 +77,15 @@ class VLLMPolicy:
             - `start_timeout_s`, `sync_timeout_s`: seconds; `log_dir`: directory of the servers' output.
 
     Raises:
-        ConfigError: A setting is unknown, would be ignored, or cannot work.
+        ConfigError: A setting is unknown, would be ignored, or cannot work; or servers are to be started, and vLLM is
+            not installed for their interpreter.
     """
 
     def __init__(self, *, name: str, **settings: Any) -> None:
         self.name = name
         self._settings = read_settings(name, settings)
+        if not self._settings.urls:
+            require_vllm(self._settings.python, name=name)
         self._clients = [
             ServerClient(url, key=self._settings.key, timeout_s=self._settings.sync_timeout_s)
             for url in self._settings.urls
@@ -110,8 +113,8 @@ class VLLMPolicy:
         """Start the servers or attach to them; checks that they return token ids and log-probabilities.
 
         Raises:
-            PolicyError: vLLM is absent, or a server does not start (with the last lines that it printed), cannot be
-                reached, serves another model, returns no token ids, or has default sampling parameters of its own.
+            PolicyError: A server does not start (with the last lines that it printed), cannot be reached, serves
+                another model, returns no token ids, or has default sampling parameters of its own.
         """
         if not self._settings.urls:
             await self._start_servers()
@@ -252,7 +255,6 @@ class VLLMPolicy:
 
     async def _start_servers(self) -> None:
         chosen = self._settings
-        await asyncio.to_thread(require_vllm, chosen.python, name=self.name)
         self._log_dir = Path(chosen.log_dir or tempfile.mkdtemp(prefix="agl-vllm-")).absolute()
         self._log_dir.mkdir(parents=True, exist_ok=True)
         if chosen.tokens_in is None and await asyncio.to_thread(can_take_tokens, chosen.python):

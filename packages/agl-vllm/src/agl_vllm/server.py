@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from agl.errors import PolicyError
+from agl.errors import ConfigError, PolicyError
 from agl_vllm import guard
 from agl_vllm.client import ServerClient
 from agl_vllm.settings import VllmSettings
@@ -189,11 +189,11 @@ class LocalServer:
 
 
 def require_vllm(python: str, *, name: str) -> None:
-    """Raise :class:`PolicyError` unless the interpreter can find vLLM; does not import it."""
+    """Raise :class:`ConfigError` unless the interpreter can find vLLM; does not import it."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     found = subprocess.run([python, "-c", code], check=False, capture_output=True, env=environment_for(python))
     if found.returncode:
-        raise PolicyError(
+        raise ConfigError(
             f"policy {name!r}: vLLM is not installed for {python}; install it there (pip install vllm), or name the "
             'interpreter of an environment that has it with python = "..."'
         )

@@ -23,7 +23,19 @@ import msgspec
 from msgspec.structs import replace
 
 from agl.contracts._statistics import Statistics
-from agl.schemas import Attempt, Claim, Json, Mode, Outcome, Record, ResourceVersion, Rollout, RolloutStatus, Span
+from agl.schemas import (
+    Attempt,
+    Claim,
+    Int64,
+    Json,
+    Mode,
+    Outcome,
+    Record,
+    ResourceVersion,
+    Rollout,
+    RolloutStatus,
+    Span,
+)
 
 # Large enough that the cost of a request is small against that of its page; small enough that the
 # pages of a dozen readers fit into a small machine's memory.
@@ -158,7 +170,7 @@ class VersionScore(Record, frozen=True, kw_only=True, omit_defaults=False):
     mean: float
     low: float
     high: float
-    n: int
+    n: Int64
     how: str
 
 
@@ -174,12 +186,12 @@ class ExperimentRecord(Record, frozen=True, kw_only=True):
     """
 
     name: str
-    run: int = 1
+    run: Int64 = 1
     # There is no "failed": a run that stopped for any reason may be resumed, and only its end is
     # final.
     status: Literal["running", "finished"] = "running"
     live: dict[str, str] = {}
-    turn: int = 0
+    turn: Int64 = 0
     agent: str = ""
 
 
@@ -187,9 +199,9 @@ class Trained(Record, frozen=True, kw_only=True):
     """An entry of the ledger: the rollouts that a step of an algorithm trained on."""
 
     experiment: str
-    run: int
+    run: Int64
     algorithm: str
-    step: int
+    step: Int64
     rollout_ids: tuple[str, ...]
 
 
@@ -228,7 +240,7 @@ class Metric(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     experiment: str
     algorithm: str
-    step: int
+    step: Int64
     name: str
     value: float
     time: float = 0.0

@@ -13,7 +13,7 @@ import msgspec
 from agl.dialects._exchange import Answer, Choice
 from agl.dialects._foreign import as_dict, version_in
 from agl.dialects._sse import decode_events, payloads
-from agl.dialects._streamed_calls import StreamedCalls
+from agl.dialects._streamed_message import StreamedMessage
 from agl.schemas import Json
 
 ContentKey = Literal["message", "text"]
@@ -121,10 +121,7 @@ class _ChoiceBuilder:
     """Builds one choice of a stream from its deltas."""
 
     def __init__(self) -> None:
-        # Lists of parts, joined at the end: adding strings one by one may copy the text each time.
-        self.texts: dict[str, list[str]] = {}
-        self.fields: dict[str, Json] = {}
-        self.calls = StreamedCalls()
+        self.message = StreamedMessage()
         self.ids: list[int] | None = None
         self.prompt_ids: list[int] | None = None
         self.logprobs: list[float | None] | None = None
@@ -133,7 +130,7 @@ class _ChoiceBuilder:
 
     def add(self, choice: _Choice) -> None:
         """Add one delta of the choice, with its tokens."""
-        self._add_delta(choice.delta or {"text": choice.text})
+        self.message.add(choice.delta or {"text": choice.text})
         if (ids := choice.ids()) is not None:
             self.ids = self.ids or []
             self.ids += ids
@@ -144,23 +141,13 @@ class _ChoiceBuilder:
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
 
-    def _add_delta(self, delta: dict[str, Any]) -> None:
-        for key, value in delta.items():
-            if key == "tool_calls":
-                self.calls.add(value)
-            elif isinstance(value, str) and key != "role":
-                self.texts.setdefault(key, []).append(value)
-            elif value is not None:
-                self.fields[key] = value
-
     def content(self, content_key: ContentKey) -> dict[str, Json]:
         """The choice's text or assistant message, in the form of a plain body."""
-        texts = {key: "".join(parts) for key, parts in self.texts.items()}
+        found = self.message.whole()
         if content_key == "text":
-            return {"text": texts.get("text", "")}
-        message: dict[str, Json] = {"role": "assistant", "content": None, **self.fields, **texts}
-        if calls := self.calls.whole():
-            message["tool_calls"] = calls
+            return {"text": found.get("text", "")}
+        message: dict[str, Json] = {"role": "assistant", "content": None, **found}
+        if message.get("tool_calls"):
             # Without text, OpenAI's content is null next to tool calls and that of some servers is
             # ""; a plain body has null.
             message["content"] = message["content"] or None

@@ -1,6 +1,6 @@
 """The values of the data model: frozen structs that every part of the system exchanges."""
 
-from agl.schemas._base import SCHEMA_VERSION, Json, Record
+from agl.schemas._base import SCHEMA_VERSION, Int64, Json, Record
 from agl.schemas._call import Dialect, ModelCall, Sampling, pack_floats, pack_ids, unpack_floats, unpack_ids
 from agl.schemas._codec import decode, encode, from_json, to_builtins, to_json
 from agl.schemas._ids import attempt_id_of, new_rollout_id, new_span_id, new_trace_id, rollout_id_of
@@ -48,6 +48,7 @@ __all__ = [
     "Episode",
     "ErrorInfo",
     "Graded",
+    "Int64",
     "Json",
     "JsonResource",
     "LooseCall",

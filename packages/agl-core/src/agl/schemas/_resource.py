@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from agl.errors import ConfigError
-from agl.schemas._base import SCHEMA_VERSION, Json, Record
+from agl.schemas._base import SCHEMA_VERSION, Int64, Json, Record
 
 
 class LLM(Record, frozen=True, kw_only=True, tag="llm"):
@@ -150,7 +150,7 @@ class ResourceVersion(Record, frozen=True, kw_only=True):
     resource: Resource
     parent: str = ""
     algorithm: str = ""
-    step: int = 0
+    step: Int64 = 0
     created_at: float = 0.0
     metadata: dict[str, Json] = {}
     schema_version: int = SCHEMA_VERSION

@@ -4,7 +4,7 @@ from typing import Literal, TypeGuard
 
 import msgspec
 
-from agl.schemas._base import SCHEMA_VERSION, Json, Record
+from agl.schemas._base import SCHEMA_VERSION, Int64, Json, Record
 from agl.schemas._span import RewardSource, Span
 
 Mode = Literal["train", "val", "test"]
@@ -37,10 +37,10 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
         retry_on: The outcomes after which another attempt is made, within ``max_attempts``: ``failed``, ``timeout``.
     """
 
-    max_attempts: int = 1
+    max_attempts: Int64 = 1
     # Losses are nearly always the machine's fault, but after 21 lost workers the rollout is the
     # likelier cause.
-    max_losses: int = 20
+    max_losses: Int64 = 20
     timeout_s: float | None = None
     grace_s: float = 0.0
     retry_on: tuple[AttemptStatus, ...] = ("failed", "timeout")
@@ -79,9 +79,9 @@ class Rollout(Record, frozen=True, kw_only=True):
     hidden: tuple[str, ...] = ()
     metadata: dict[str, Json] = {}
     status: RolloutStatus = "queued"
-    attempts: int = 0
-    failures: int = 0
-    losses: int = 0
+    attempts: Int64 = 0
+    failures: Int64 = 0
+    losses: Int64 = 0
     attempt_id: str | None = None
     created_at: float = 0.0
     started_at: float = 0.0
@@ -163,7 +163,7 @@ class Attempt(Record, frozen=True, kw_only=True):
 
     attempt_id: str
     rollout_id: str
-    number: int
+    number: Int64
     worker: str
     claim_id: str = ""
     status: AttemptStatus = "running"

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from agl.schemas._base import SCHEMA_VERSION, Json, Record
+from agl.schemas._base import SCHEMA_VERSION, Int64, Json, Record
 from agl.schemas._call import ModelCall
 
 RewardSource = Literal["evaluator", "environment", "agent", "hook", "human"]
@@ -58,7 +58,7 @@ class SpanEvent(Record, frozen=True, kw_only=True):
     """An event within a span; ``time_ns`` is in Unix nanoseconds."""
 
     name: str
-    time_ns: int
+    time_ns: Int64
     attributes: dict[str, Json] = {}
 
 
@@ -88,10 +88,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     name: str
     trace_id: str = ""
     parent_id: str | None = None
-    sequence: int = 0
+    sequence: Int64 = 0
     kind: Literal["internal", "client", "server", "producer", "consumer"] = "internal"
-    start_ns: int = 0
-    end_ns: int = 0
+    start_ns: Int64 = 0
+    end_ns: Int64 = 0
     status: SpanStatus = "unset"
     status_message: str = ""
     attributes: dict[str, Any] = {}

@@ -7,9 +7,11 @@ store and reads the value back, and compares clocks by the answers. It leaves no
 import asyncio
 import os
 import socket
+import sqlite3
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from ipaddress import ip_address
@@ -28,10 +30,10 @@ from agl.hints import count_of
 from agl.schemas import Record, new_trace_id
 from agl.stores import shown_url
 from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
-from agl_gateway.processes.presence import GATEWAYS, gateways_of
+from agl_gateway.processes.announcement import GATEWAYS, gateways_of
 from agl_gateway.record.spool_file import SpoolReport, default_folder, spools_in
 from agl_inspect.keys import state_dir
-from agl_inspect.stores import as_url, build_store
+from agl_inspect.stores import SQLITE, as_url, build_store
 from agl_inspect.terminal.opening import pass_manager, resolve_url, with_store
 from agl_inspect.terminal.output import json_option, print_json
 from agl_inspect.text import visible
@@ -58,6 +60,7 @@ _CLOCK_S = 5.0
 """Seconds by which clocks may differ; leases and tokens last at least a minute."""
 
 _SLOW_S = 1.0
+_READ_S = 30.0
 _TIMEOUT_S = 10.0
 _MIN_FREE, _WARN_FREE = 64 << 20, 1 << 30
 _UNREACHABLE = "start it, or correct the address; look at firewalls between this machine and it"
@@ -210,8 +213,8 @@ def ports(addresses: Iterable[tuple[str, int]]) -> Iterator[Finding]:
 def disks(patient: Patient) -> Iterator[Finding]:
     """Check the free space on the disks of the state folder, the spools and a SQLite store."""
     places = {"disk of the state folder": state_dir(), "disk of the spool": patient.spool}
-    if patient.store_url.startswith("sqlite:///"):
-        places["disk of the store"] = Path(patient.store_url.removeprefix("sqlite:///"))
+    if patient.store_url.startswith(SQLITE):
+        places["disk of the store"] = Path(patient.store_url.removeprefix(SQLITE))
     seen: set[int] = set()
     for name, path in places.items():
         there = next((each for each in (path, *path.absolute().parents) if each.exists()), Path())
@@ -280,6 +283,8 @@ async def _gateway(url: str, ca: str, *, token: str) -> AsyncIterator[Finding]:
 
 async def _store(url: str, manager: PluginManager) -> AsyncIterator[Finding]:
     check = f"store {shown_url(url)}"
+    if url.startswith(SQLITE):
+        yield await asyncio.to_thread(_damage, Path(url.removeprefix(SQLITE)))
     try:
         store = build_store(manager, url)
     except AglError as error:
@@ -293,6 +298,24 @@ async def _store(url: str, manager: PluginManager) -> AsyncIterator[Finding]:
         yield _wrong(check, str(error) or "does not answer in time")
     finally:
         await store.close()
+
+
+def _damage(file: Path) -> Finding:
+    """Check every page of a SQLite store, which reads the whole file; stops after ``_READ_S`` seconds."""
+    end = time.monotonic() + _READ_S
+    check = "pages of the store"
+    try:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            database.set_progress_handler(lambda: time.monotonic() > end, 100_000)
+            (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.Error as error:
+        if str(error) == "interrupted":
+            text = f"were not all read within {_READ_S:g} s"
+            return _warning(check, text, f"check them with: sqlite3 {file} 'PRAGMA quick_check'")
+        found = str(error)
+    text = "are whole" if found == "ok" else f"are damaged: {' '.join(found.split())}"
+    advice = f"bring {file} back from a backup, or save the rest with: sqlite3 {file} .recover | sqlite3 NEW"
+    return _judged(check, found == "ok", text, advice)
 
 
 async def _answers(store: Store, check: str) -> AsyncIterator[Finding]:
@@ -343,8 +366,8 @@ async def forget_gone(store: Store) -> int:
 
 def _of_experiment(config: ExperimentConfig, folder: Path) -> Patient:
     store = as_url(config.experiment.store) if config.experiment.store else ""
-    if store.startswith("sqlite:///"):
-        path = folder / store.removeprefix("sqlite:///")
+    if store.startswith(SQLITE):
+        path = folder / store.removeprefix(SQLITE)
         store = f"sqlite:///{path}" if path.exists() else ""
     params: dict[str, Any] = dict(config.gateway.params)
     spool = params.get("spool")
@@ -472,8 +495,8 @@ def doctor(manager: PluginManager, target: str, forget: bool, as_json: bool) -> 
     """Check a deployment: TARGET is an experiment file, or the URL of a gateway or store; by default the only store
     here.
 
-    Checks versions, secrets, ports, disks, encryption, clocks, the gateway's token and health, the store's writes, and
-    spools that no gateway drains. The exit status is 1 if something is wrong.
+    Checks versions, secrets, ports, disks, encryption, clocks, the gateway's token and health, the store's pages and
+    writes, and spools that no gateway drains. The exit status is 1 if something is wrong.
     """
     patient = patient_of(target)
     if forget:

@@ -20,8 +20,8 @@ from aiohttp import web
 
 from agl.schemas import new_trace_id
 from agl_gateway.access.identity import Admission
+from agl_gateway.processes.announcement import AnnouncedGateway
 from agl_gateway.processes.peers import PEER_HEADER, SIBLING, Peers, Siblings
-from agl_gateway.processes.presence import GatewayRecord
 from agl_gateway.recent import Recent
 
 _log = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class AttemptFacts:
         answers = await self._siblings.ask_all(PATH, msgspec.to_builtins(question))
         return _together([msgspec.convert(answer, Reply) for answer in answers.values()])
 
-    async def _ask_gateway(self, peer: GatewayRecord, question: Question) -> Reply:
+    async def _ask_gateway(self, peer: AnnouncedGateway, question: Question) -> Reply:
         status, text = await self._peers.ask(peer, PATH, msgspec.to_builtins(question))
         if status == 200:
             return msgspec.json.decode(text, type=Reply)

@@ -28,12 +28,16 @@ class Outage:
     Args:
         is_watched: False without a spool: then nothing can be recorded during an outage, and reads simply wait for the
             store.
+
+    Attributes:
+        reason: The store's error at the last probe that failed.
     """
 
     def __init__(self, store: Store, *, is_watched: bool) -> None:
         self._store = store
         self._is_watched = is_watched
         self._since = 0.0
+        self.reason = "no answer"
         self.begun = asyncio.Event()
 
     @property
@@ -79,7 +83,8 @@ class Outage:
         try:
             async with asyncio.timeout(_PROBE_S):
                 await self._store.cursor()
-        except (StoreError, TimeoutError):
+        except (StoreError, TimeoutError) as error:
+            self.reason = str(error) or f"no answer within {_PROBE_S:g} s"
             self.begin()
             return False
         self.end()

@@ -15,7 +15,7 @@ from agl.dialects import Request, dialect_of
 from agl.errors import CaptureError
 from agl_gateway.record.exchanges import CallRecord
 from agl_gateway.record.recorder import Recorder
-from agl_gateway.relay.bodies import BodyReader, check_values, plain_bytes
+from agl_gateway.relay.bodies import BodyReader, plain_bytes
 from agl_gateway.relay.callers import Owner, Owners, clean
 from agl_gateway.relay.routing import Router
 from agl_gateway.relay.sampling import SamplingRules
@@ -84,16 +84,11 @@ class Relay:
             raise
 
     async def _read(self, request: web.BaseRequest, endpoint: str, translation: Translation | None) -> Outgoing:
-        """Read a request, and restore the sealed thoughts of the policy's earlier answers."""
         dialect = dialect_of(endpoint)
         assert dialect is not None  # noqa: S101  # the dispatcher knows the dialects' endpoints
         asked = Request(dialect, await self.bodies.read_call(request))
-        if translation is not None:
-            return Outgoing(request=asked, endpoint=endpoint).translated(translation)
-        whole = restored(asked)
-        if whole is not asked:
-            await check_values(whole.body)
-        return Outgoing(request=whole, endpoint=endpoint, translation=thoughts_of(asked))
+        outgoing = Outgoing(request=asked, endpoint=endpoint, translation=thoughts_of(asked))
+        return outgoing if translation is None else outgoing.translated(translation)
 
     async def _choose(self, record: CallRecord, owner: Owner) -> CallRoute:
         """Choose the policy by the model's name, and the model version by the rollout's arm if a split assigned one."""
@@ -110,10 +105,15 @@ class Relay:
         return await self.arms.route(target, owner.rollout_id)
 
     async def _translate(self, record: CallRecord, asked: Outgoing, *, to_chat: bool = False) -> None:
-        """Translate a call to a chat completion if its policy needs that, and apply the rollout's sampling rules."""
+        """Translate a call to a chat completion if its policy needs that, and apply the rollout's sampling rules.
+
+        Either way, the sealed thoughts of the policy's earlier answers are restored.
+        """
         upstream = record.upstream
         if to_chat or self.sender.apis.is_translated(upstream, asked.request.dialect):
             asked = record.outgoing = self.sender.apis.translated(asked, upstream)
+        else:
+            asked = replace(asked, request=restored(asked.request))
         sent, notes = await self.sampling.apply(asked.request, upstream, record.context.rollout_id)
         record.outgoing = replace(asked, request=sent, notes=notes)
 

@@ -35,9 +35,9 @@ class Feed:
         while True:
             try:
                 changes = await self.store.changes(after=cursor, limit=10_000, wait_s=_WAIT_S)
-            except StoreError:
+            except StoreError as error:
                 if not has_warned:
-                    _log.warning("the store's change feed failed; trying again", exc_info=True)
+                    _log.warning("the store's change feed failed; trying again: %s", error)
                 has_warned = True
                 self.on_gap()
                 await asyncio.sleep(_AFTER_FAILURE_S)

@@ -17,7 +17,7 @@ from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.relay.routing import Router, UpstreamTarget
 from agl_gateway.traffic.splits import differing
-from agl_gateway.wire.problems import Problem
+from agl_gateway.wire.problems import Problem, store_away
 from agl_inspect.records.splits import Pins, placement_of
 
 
@@ -96,14 +96,7 @@ class ArmRoutes:
         pinned = await self._pins(rollout_id)
         if pinned is None:
             if len([each for each in self._targets if policy_of(each.upstream) == name]) > 1:
-                raise Problem(
-                    503,
-                    f"the gateway's store does not answer, so it is not known which of the versions of {name!r} serves "
-                    "this rollout; the model was not asked. Try again later",
-                    code="store_away",
-                    is_retryable=True,
-                    retry_after_s=5,
-                )
+                raise store_away(f"it is not known which of the versions of {name!r} serves this rollout")
             return CallRoute(target=target)
         version = pinned.resources.get(name, "")
         if not version:
@@ -116,9 +109,10 @@ class ArmRoutes:
         return CallRoute(target=target, arm=pinned.arm)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Drop changed rollouts from the cache; the next call reads them from the store."""
+        """Drop finished rollouts from the cache; the arm of others does not change."""
         for change in changes:
-            self._pinned.pop(change.key, None)
+            if change.status not in ("queued", "running"):
+                self._pinned.pop(change.key, None)
 
     def forget(self, rollout_id: str = "") -> None:
         """Drop a rollout from the cache, or all rollouts if no id is given and the store answers.
@@ -158,7 +152,10 @@ class ArmRoutes:
     async def _resource(self, name: str, version: str) -> Resource:
         key = (name, version)
         if key not in self._resources:
-            self._resources[key] = (await self._store.resource(name, version)).resource
+            found = await self._outage.unless(lambda: self._store.resource(name, version), lambda: None)
+            if found is None:
+                raise store_away(f"{name}@{version} cannot be read")
+            self._resources[key] = found.resource
         return self._resources[key]
 
     async def _pins(self, rollout_id: str) -> _RolloutPins | None:

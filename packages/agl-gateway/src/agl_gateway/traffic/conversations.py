@@ -39,7 +39,7 @@ from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.traffic.kept_traffic import KeptTraffic
 from agl_gateway.traffic.splits import CONVERSATION, arm_of
-from agl_gateway.wire.problems import Problem
+from agl_gateway.wire.problems import Problem, store_away
 from agl_gateway.wire.translation import as_object, opening_of
 from agl_inspect.terminal.query import CONVERSATIONS
 
@@ -173,14 +173,15 @@ class Conversations:
             await asyncio.sleep(self.idle_s / CHECKS)
             try:
                 await self.end_idle()
-            except StoreError:
-                _log.warning("idle conversations could not be ended; trying again", exc_info=True)
+            except StoreError as error:
+                _log.warning("idle conversations could not be ended; trying again: %s", error)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Drop changed rollouts from the cache; the next call reads them from the store."""
-        for change in changes:
-            if change.kind == "rollout":
-                self._known.pop(change.key, None)
+        """Drop changed rollouts from the cache, except those that run the cached attempt, as after their creation."""
+        for rollout_id, change in {change.key: change for change in changes if change.kind == "rollout"}.items():
+            known = self._known.get(rollout_id)
+            if known is not None and (change.status, change.attempt_id) != ("running", known.attempt_id):
+                del self._known[rollout_id]
 
     def forget(self, rollout_id: str = "") -> None:
         """Drop a rollout from the cache; without an id, drop all rollouts, but only if the store answers."""
@@ -192,6 +193,13 @@ class Conversations:
             self._renewed.clear()
 
     async def _open(self, rollout_id: str, conversation: str) -> Conversation:
+        """Return the conversation as stored; raises a 503 :class:`Problem` during an outage of the store."""
+        found = await self.outage.unless(lambda: self._find_or_create(rollout_id, conversation), lambda: None)
+        if found is None:
+            raise store_away("a conversation that this gateway does not know yet cannot begin or continue")
+        return found
+
+    async def _find_or_create(self, rollout_id: str, conversation: str) -> Conversation:
         try:
             stored = await self._read(rollout_id)
         except NotFoundError:

@@ -139,6 +139,6 @@ class RewardSweep:
         while True:
             try:
                 await self.remove()
-            except StoreError:
-                _log.warning("conversations below the threshold could not be removed; trying again", exc_info=True)
+            except StoreError as error:
+                _log.warning("conversations below the threshold could not be removed; trying again: %s", error)
             await asyncio.sleep(max(1.0, self._traffic.share.reward_wait_s / _SWEEPS))

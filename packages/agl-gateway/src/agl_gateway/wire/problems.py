@@ -62,6 +62,17 @@ class Problem(Exception):  # noqa: N818  # a response that is raised, not a faul
         return {"x-should-retry": "true" if self.is_retryable else "false", **wait}
 
 
+def store_away(unknown: str) -> Problem:
+    """Return the 503 for a call that needs a part of the store that is not cached; ``unknown`` names that part."""
+    return Problem(
+        503,
+        f"the gateway's store does not answer, so {unknown}; the model was not asked. Try again later",
+        code="store_away",
+        is_retryable=True,
+        retry_after_s=5,
+    )
+
+
 def problem_body(problem: Problem, dialect: ClientApi | None) -> bytes:
     """Return the JSON body of ``problem`` in the format of ``dialect``."""
     if dialect == "google":

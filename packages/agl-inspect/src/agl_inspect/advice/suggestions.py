@@ -297,7 +297,11 @@ def _idle_slots(steps: _Steps) -> _Finding | None:
 def _slow_rollouts(steps: _Steps) -> _Finding | None:
     if (steps.end("slots_idle_share") or 0.0) >= _IDLE:
         return None  # further slots would be idle too
-    return _bottleneck(steps, "collect_s", "waiting for rollouts", "raise concurrency in [runner], or add agl worker")
+    rollouts, slots = steps.end("rollouts"), steps.end("slots")
+    change = "raise concurrency in [runner], or add agl worker"
+    if rollouts and slots and rollouts <= slots:
+        change = "all rollouts of a step run at once already: serve the model faster, or bound rollouts by timeout_s"
+    return _bottleneck(steps, "collect_s", "waiting for rollouts", change)
 
 
 def _slow_updates(steps: _Steps) -> _Finding | None:

@@ -32,7 +32,7 @@ from agl_run.parts.waiting import waiting_for
 from agl_run.plan import Plan
 from agl_run.run.blocking import run_blocking
 from agl_run.run.fit import dev_plan
-from agl_run.run.session import store_url_of
+from agl_run.run.running_experiment import store_url_of
 from agl_run.terminal import experiment_argument, make_trainer, ray_option
 
 

@@ -13,7 +13,7 @@ from agl.episodes import Verdict
 from agl.errors import RunError
 from agl.schemas import Episode, LooseCall
 from agl_inspect.stores import proposal
-from agl_run.config.records import ExperimentSection
+from agl_run.config.sections import ExperimentSection
 from agl_run.watch.observers import Batch, Observer
 
 _LOG = logging.getLogger("agl_run.run")

@@ -48,7 +48,7 @@ class Worker:
         context: The context of the run.
         runner: Executes attempts; started and stopped by the worker.
         finished: Called with every rollout that reaches its final status in this worker.
-        keep: Called with rollout id, attempt id and spans of an attempt whose spans were read to judge it; code that
+        cache: Called with rollout id, attempt id and spans of an attempt whose spans were read to judge it; code that
             waits for the rollout need not read them again.
 
     Attributes:
@@ -62,9 +62,9 @@ class Worker:
         runner: Runner,
         *,
         finished: Callable[[Rollout], None] = _ignore,
-        keep: Callable[[str, str, list[Span]], None] = _ignore,
+        cache: Callable[[str, str, list[Span]], None] = _ignore,
     ) -> None:
-        self._context, self._runner, self._finished, self._keep = context, runner, finished, keep
+        self._context, self._runner, self._finished, self._cache = context, runner, finished, cache
         self._name = worker_name()
         self._running: dict[str, asyncio.Task[None]] = {}
         self.slots = Slots(context.concurrency)
@@ -332,7 +332,7 @@ class Worker:
         # judged rollout without them.
         outcome = msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
         # The collector of this process can skip reading them again.
-        self._keep(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
+        self._cache(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
         return outcome
 
 

@@ -267,11 +267,13 @@ class ChangeListener:
         while not self._stopping.is_set():
             try:
                 self._listen(self._subscribe())
-            except Exception:  # isolation: waiting callers depend on this thread
+            except Exception as error:  # isolation: waiting callers depend on this thread
                 if not has_warned and not self._stopping.is_set():
+                    reason = f"{type(error).__name__}: {error}"
                     _logger.warning(
-                        "waiting callers are not woken by changes in %s until it answers", self._shown, exc_info=True
+                        "waiting callers are not woken by changes in %s until it answers: %s", self._shown, reason
                     )
+                    _logger.debug("the listener ended", exc_info=True)
                 has_warned = True
                 self._stopping.wait(_RETRY_S)
                 self.wake_all()  # waiting callers find out by their own reads that the server is away
