@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 import agl
 from agl import semconv
+from agl.hints import count_of
 from agl.schemas import ModelCall, ResourceVersion
 from agl_inspect.rollouts.conversations import difference, nearest
 from agl_inspect.terminal.program import cli
@@ -136,7 +137,7 @@ def test_replay_answers_from_the_record(record, kind):
     answers = (TOOL, Reply(text="five")) if kind.startswith("chat") else (Reply(text="five"),)
     record(kind, *answers)
     output = invoke("replay", "latest", "e.toml").output
-    assert f"the agent made exactly the recorded requests ({len(answers)} calls)" in output
+    assert f"the agent made exactly the recorded requests ({count_of(len(answers), 'call')})" in output
     assert 2 == output.count("succeeded, reward 1")
     assert ["five", "five"] == outputs()
 

@@ -81,6 +81,7 @@ def test_work_that_ends_in_spite_of_an_interrupt_returns_its_result() -> None:
 
     def interrupt() -> None:
         assert began.wait(10)
+        threading.Event().wait(0.2)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

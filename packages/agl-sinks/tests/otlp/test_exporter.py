@@ -150,7 +150,7 @@ def test_a_refused_key_is_reported_once_counted_and_never_fails_the_run(
     assert [] == backend.rollouts
     told, counted = warnings_of(caplog)
     assert "answered 401 Unauthorized: no; give its key in the variable that headers_env names" in told
-    assert f"otlp: 3 rollouts were refused by {backend.url}/v1/traces" == counted
+    assert f"otlp: 3 rollouts refused by {backend.url}/v1/traces" == counted
 
 
 def test_a_redirect_is_named_and_not_taken_for_success(

@@ -17,7 +17,7 @@ from functools import cache
 from os import getpid
 from typing import Any, Generic, TypeVar
 
-from agl.errors import ConfigError, RunError, describe
+from agl.errors import ConfigError, RunError
 
 T = TypeVar("T")
 
@@ -189,6 +189,5 @@ class _Run(Generic[T]):
         # here they would end the program without a word, or look like Ctrl-C.
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise RunError(
-                f"{frame.filename}:{frame.lineno} raised {describe(error)} and ended the run; raise an Exception there"
-            ) from error
+            what = f"{frame.filename}:{frame.lineno} raised {type(error).__name__} and ended the run"
+            raise RunError(f"{what}; raise an Exception there") from error
