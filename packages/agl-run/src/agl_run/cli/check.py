@@ -211,5 +211,5 @@ def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: in
         print_json(result)
     else:
         for episode in result.episodes:
-            click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm)))
+            click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm), folder=plan.folder))
     sys.exit(0 if any(episode.rollout.status == "succeeded" for episode in result.episodes) else 1)

@@ -34,8 +34,8 @@ from agl_run.watch.agent_patterns import PatternReport
 from agl_run.watch.agreement import AgreementReport
 from agl_run.watch.arrival import ArrivalReport
 from agl_run.watch.failures import FailureReport
+from agl_run.watch.observers import StepShares, StepWatch, TallyObserver
 from agl_run.watch.sampling import SamplingReport
-from agl_run.watch.steps import StepShares, StepWatch, TallyObserver
 
 if TYPE_CHECKING:
     from agl_run.run.algorithm import DrivenAlgorithm
