@@ -141,6 +141,7 @@ def test_optimizer_that_talks_nonsense_ends_the_search(optimize: Optimize, mode:
     run = optimize(use=use, budget=400, script=ScriptedOptimizer(mode=mode))
     assert run.stop_reason.startswith("optimizer_garbage:")
     assert len(run.paid) < 150
+    assert run.progress["unusable"] >= 6
 
 
 def test_search_that_gets_cut_answers_only_says_so(optimize: Optimize) -> None:

@@ -38,7 +38,7 @@ from agl_gateway.store_api.feed import Feed, QueueLength
 from agl_gateway.store_api.methods import StoreApi
 from agl_gateway.store_api.worker_reach import WorkerReach
 from agl_gateway.store_api.workers import WorkersApi
-from agl_gateway.traffic.api import END, RESOURCES, ConversationsApi, SplitApi
+from agl_gateway.traffic.api import END, RATE, RESOURCES, ConversationsApi, SplitApi
 from agl_gateway.traffic.arms import ArmRoutes, with_distinct_names
 from agl_gateway.traffic.conversations import Conversations
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep
@@ -327,12 +327,12 @@ class GatewayService:
         if self._conversations is None:
             return {}
         admission, conversations = self._admission, self._conversations
-        ends = ConversationsApi(admission=admission, conversations=conversations, traffic=self._traffic)
-        routes: dict[str, Handle] = {f"POST {END}": ends.end}
+        api = ConversationsApi(admission=admission, conversations=conversations, traffic=self._traffic)
+        routes: dict[str, Handle] = {f"POST {END}": api.end, f"POST {RATE}": api.rate}
         if self._splitter is None:
             return routes
-        api = SplitApi(admission=admission, store=self.store, split=self._splitter.split, conversations=conversations)
-        return {**routes, "GET /split": api.report, f"GET {RESOURCES}*": api.resource}
+        split = SplitApi(admission=admission, store=self.store, split=self._splitter.split, conversations=conversations)
+        return {**routes, "GET /split": split.report, f"GET {RESOURCES}*": split.resource}
 
     def _new_conversations(self) -> Conversations:
         """Create the part that records conversations; with a split, it queues them through the splitter."""

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
@@ -19,6 +21,7 @@ from agl.served_calls import CallGate, ServerLoad
 from agl.stores import base_url_of
 from agl.tracing import upstreams_for
 from agl_gateway.wire.problems import Problem
+from agl_run import is_loopback
 
 
 class Replicas:
@@ -117,6 +120,21 @@ def _ambiguous(found: Sequence[Upstream], model: str, names: Sequence[str]) -> P
     policies = " and ".join(repr(upstream.name) for upstream in found)
     text = f"the policies {policies} both serve the model {model!r}; ask for one of them by its name"
     return Problem(409, text, code="ambiguous_model")
+
+
+def proxy_for(url: str, proxies: Mapping[str, str]) -> str:
+    """Return the URL of the proxy through which ``url`` is asked; ``""`` for none.
+
+    Servers of this machine are asked directly, and those that ``NO_PROXY`` names.
+
+    Args:
+        proxies: The proxies of the environment by scheme, from :func:`urllib.request.getproxies_environment`.
+    """
+    parts = urlsplit(url)
+    proxy = proxies.get(parts.scheme, "")
+    if not proxy or is_loopback(url) or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return ""
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def _target(upstream: Upstream, environ: Mapping[str, str]) -> UpstreamTarget:

@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 import aiohttp
 import msgspec
@@ -33,8 +34,9 @@ from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Dialect
+from agl.stores import shown_url
 from agl_gateway.relay.callers import clean
-from agl_gateway.relay.routing import UpstreamTarget
+from agl_gateway.relay.routing import UpstreamTarget, proxy_for
 from agl_gateway.wire.messages import MessagesTranslation
 from agl_gateway.wire.problems import Problem, problem_body
 from agl_gateway.wire.responses import ResponsesTranslation
@@ -198,11 +200,13 @@ class Sender:
 
     Attributes:
         max_answer: Largest answer in bytes, after decompression.
+        proxies: The proxies of the environment, by scheme.
     """
 
     session: aiohttp.ClientSession
     apis: ClientApis
     max_answer: int
+    proxies: Mapping[str, str] = field(default_factory=getproxies_environment)
     _hinted: set[str] = field(default_factory=set[str], init=False)
 
     async def ask(self, url: str, body: bytes, headers: Mapping[str, str], *, connect_tries: int = 1) -> Answer:
@@ -222,7 +226,7 @@ class Sender:
         try:
             answer.body = await self._whole(response)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise _problem_of(error, url) from error
+            raise self._problem(error, url) from error
         finally:
             response.close()
         return answer
@@ -270,11 +274,12 @@ class Sender:
         for attempt in range(1, connect_tries + 1):
             try:
                 data = io.BytesIO(body) if len(body) > _IN_PARTS else body
-                return await self.session.post(url, data=data, headers=headers, allow_redirects=False)
+                proxy = proxy_for(url, self.proxies) or None
+                return await self.session.post(url, data=data, headers=headers, allow_redirects=False, proxy=proxy)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 is_unsent = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
                 if attempt == connect_tries or not is_unsent:
-                    raise _problem_of(error, url) from error
+                    raise self._problem(error, url) from error
                 await asyncio.sleep(_CONNECT_PAUSE_S * attempt)
         raise AssertionError("unreachable: the last try returns or raises")
 
@@ -285,6 +290,21 @@ class Sender:
             if (size := size + len(part)) > self.max_answer:
                 raise answer_too_large(self.max_answer)
         return b"".join(parts)
+
+    def _problem(self, error: Exception, url: str) -> Problem:
+        """Return the HTTP error for the client that reports a failure of the backend."""
+        proxy = shown_url(proxy_for(url, self.proxies))
+        where = url.split("?", 1)[0] + (f", asked through the proxy {proxy}," if proxy else "")
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError):
+            found = f"the proxy answers {error.status}" if isinstance(error, aiohttp.ClientHttpProxyError) else error
+            advice = f"add {urlsplit(url).hostname} to NO_PROXY if it needs none" if proxy else "and the policy's URL"
+            text = f"cannot be reached ({found}); check that it runs, {advice}"
+            return Problem(502, f"the backend at {where} {text}", code="upstream_unreachable", is_retryable=True)
+        if isinstance(error, TimeoutError):
+            text = f"was silent for too long ({type(error).__name__}); check its load, or raise the gateway's timeout"
+            return Problem(504, f"the backend at {where} {text}", code="upstream_timeout", is_retryable=True)
+        text = f"ended the connection before its answer did ({error or type(error).__name__})"
+        return Problem(502, f"the backend at {where} {text}", code="upstream_failed", is_retryable=True)
 
     def _hint_at_missing_path(self, upstream: Upstream, url: str) -> None:
         """Warn once per policy, after a 404, that an address without a path may need ``/v1``."""
@@ -297,19 +317,6 @@ class Sender:
             upstream.name,
             upstream.base_url.rstrip("/"),
         )
-
-
-def _problem_of(error: Exception, url: str) -> Problem:
-    """Return the HTTP error for the client that reports a failure of the backend."""
-    where = url.split("?", 1)[0]
-    if isinstance(error, aiohttp.ClientConnectorError):
-        text = f"cannot be reached ({error}); check that it runs, and the policy's URL"
-        return Problem(502, f"the backend at {where} {text}", code="upstream_unreachable", is_retryable=True)
-    if isinstance(error, TimeoutError):
-        text = f"was silent for too long ({type(error).__name__}); check its load, or raise the gateway's timeout"
-        return Problem(504, f"the backend at {where} {text}", code="upstream_timeout", is_retryable=True)
-    text = f"ended the connection before its answer did ({error or type(error).__name__})"
-    return Problem(502, f"the backend at {where} {text}", code="upstream_failed", is_retryable=True)
 
 
 def answer_too_large(limit: int) -> Problem:

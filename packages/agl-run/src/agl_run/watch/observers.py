@@ -17,8 +17,8 @@ from agl_inspect.rollouts.step_tallies import Observed, StepTallies, add_tallies
 _FIRST, _LAST = 10, 50
 """How many of the first and of the last steps are remembered, because the rules compare these."""
 
-_SPEEDS = ("slow-rollouts", "slow-updates")
-"""Rules about the time of a step; ``agl metrics --suggest`` applies them, and a running experiment does not."""
+_NOT_SAID = ("slow-rollouts", "slow-updates", "unsent-text")
+"""Rules that a running experiment does not report: those about the time of a step, and what the run warns of itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +158,6 @@ class StepWatch(Observer):
         for number in list(steps)[_FIRST:-_LAST]:
             del steps[number]
         for found in suggestions_for(algorithm, steps, validations={}):
-            if found.rule not in _SPEEDS and (algorithm, found.rule) not in self._reported:
+            if found.rule not in _NOT_SAID and (algorithm, found.rule) not in self._reported:
                 self._reported.add((algorithm, found.rule))
                 await self._report(algorithm, found)
