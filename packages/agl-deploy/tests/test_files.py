@@ -20,7 +20,6 @@ from agl_deploy.pins import Pin
 
 from .conftest import FILE, change, deploy
 
-
 PLAIN = {"POSTGRES_USER", "POSTGRES_DB", "XDG_STATE_HOME"}
 """Variables of the compose file that are no secrets."""
 
