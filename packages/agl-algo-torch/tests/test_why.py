@@ -14,7 +14,7 @@ import agl
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.schemas import CallCredit
-from agl_algo_torch.data.preparation import prepare
+from agl_algo_torch.data.credited_rows import prepare
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.ppo import PPO
 from agl_algo_torch.preferences import DPO

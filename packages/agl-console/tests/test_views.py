@@ -2,7 +2,9 @@
 
 import html
 import re
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -81,6 +83,27 @@ async def test_view_is_a_page_and_the_same_data_as_json(opened: Open, address: s
     assert page.startswith("<!doctype html>")
     assert page.rstrip().endswith("</html>")
     assert isinstance(data, dict)
+
+
+@pytest.fixture(scope="module")
+def damaged(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the filled store in which one rollout, and the second span of every other, are garbage."""
+    path = tmp_path_factory.mktemp("damaged") / "runs.db"
+    with closing(sqlite3.connect(filled)) as whole, closing(sqlite3.connect(path)) as copy:
+        whole.backup(copy)
+        copy.execute("UPDATE rollouts SET data = x'c1' WHERE rollout_id = ?", (rollout_name(1),))
+        copy.execute("UPDATE spans SET data = x'c1' WHERE key & 0xffffff = 2")
+        copy.commit()
+    return path
+
+
+@pytest.mark.parametrize("address", VIEWS)
+async def test_damaged_records_hide_no_view(opened: Open, damaged: Path, address: str) -> None:
+    store = SQLiteStore(f"sqlite:///{damaged}")
+    async with opened(store) as client:
+        assert (await text_of(client, address)).rstrip().endswith("</html>")
+        assert isinstance(await data_of(client, address), dict)
+    await store.close()
 
 
 async def test_runs_show_status_last_reward_and_best_version(opened: Open, filled: Path) -> None:

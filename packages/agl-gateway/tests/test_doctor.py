@@ -13,9 +13,11 @@ import pytest
 
 from agl import PluginManager
 from agl.contracts import Presence
+from agl.schemas import Rollout
 from agl.stores import MemoryStore
+from agl_gateway.cli import doctor
 from agl_gateway.cli.doctor import Finding, Patient, examine, forget_gone, patient_of, ports, transport
-from agl_gateway.processes.presence import GATEWAYS
+from agl_gateway.processes.announcement import GATEWAYS
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
 from agl_run.access.tokens import AttemptTokens
 from agl_store_sqlite._store import SQLiteStore
@@ -65,6 +67,23 @@ async def test_sound_deployment_has_nothing_wrong_and_nothing_is_left_behind(tmp
     store = SQLiteStore(url)
     assert {} == await store.load_state("")
     await store.close()
+
+
+async def test_damaged_late_page_of_a_store_is_named(tmp_path, manager, monkeypatch):
+    url = await new_store(tmp_path)
+    store = SQLiteStore(url)
+    await store.enqueue([Rollout(rollout_id=f"ro-{number}", task="x" * 200) for number in range(200)])
+    await store.close()
+    path = tmp_path / "runs.db"
+    data = path.read_bytes()
+    path.write_bytes(data[:-8192] + b"\x07" * 4096 + data[-4096:])
+    found = await wrong(Patient(store_url=url, spool=tmp_path), manager)
+    assert "wrong" == found["pages of the store"].state
+    assert "are damaged: " in found["pages of the store"].text
+    assert ".recover | sqlite3 NEW" in found["pages of the store"].advice
+    monkeypatch.setattr(doctor, "_READ_S", -1.0)
+    path.write_bytes(data)
+    assert {} == await wrong(Patient(store_url=url, spool=tmp_path), manager)  # a small file is read before the limit
 
 
 @pytest.mark.parametrize(

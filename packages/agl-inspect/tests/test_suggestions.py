@@ -177,6 +177,19 @@ def test_two_steps_are_not_enough(rule: str) -> None:
     assert [] == suggestions_of(logged(SITUATIONS[rule], steps=2))
 
 
+@pytest.mark.parametrize(
+    ("metrics", "rule", "evidence"),
+    [
+        ({"unusable_answers": 3.0, "spent_calls": 8.0}, "unreadable-answers", "3 of 8 answers"),
+        ({"texts_unsent": 1.0}, "unsent-text", "in no model call"),
+    ],
+)
+def test_search_that_cannot_work_is_found_after_one_step(metrics: dict[str, float], rule: str, evidence: str) -> None:
+    logged_once = [Metric(experiment="e", algorithm="apo", step=1, name=n, value=v) for n, v in metrics.items()]
+    (found,) = suggestions_of(logged_once)
+    assert (rule, True) == (found.rule, evidence in found.evidence)
+
+
 def test_each_algorithm_is_looked_at_by_itself_and_unknown_numbers_do_no_harm() -> None:
     both = logged(SITUATIONS["silent-groups"]) + logged(SITUATIONS["split-rows"], algorithm="ppo")
     odd = [Metric(experiment="e", algorithm="search", step=step, name="best", value=math.nan) for step in range(1, 9)]

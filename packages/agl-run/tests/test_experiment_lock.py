@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from agl.errors import ConfigError
-from agl_run.run.session import ExperimentLock
+from agl_run.run.running_experiment import ExperimentLock
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 HOLDER = """
 import sys, time
 from pathlib import Path
-from agl_run.run.session import ExperimentLock
+from agl_run.run.running_experiment import ExperimentLock
 lock = ExperimentLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
@@ -25,7 +25,7 @@ time.sleep(600)
 STARTER = """
 import subprocess, sys
 from pathlib import Path
-from agl_run.run.session import ExperimentLock
+from agl_run.run.running_experiment import ExperimentLock
 lock = ExperimentLock(Path(sys.argv[1]))
 lock.acquire()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
@@ -36,7 +36,7 @@ print(child.pid, flush=True)
 FORKER = """
 import os, sys, time
 from pathlib import Path
-from agl_run.run.session import ExperimentLock
+from agl_run.run.running_experiment import ExperimentLock
 lock = ExperimentLock(Path(sys.argv[1]))
 lock.acquire()
 child = os.fork()

@@ -127,7 +127,7 @@ async def _wait(task: dict[str, int]) -> float:
     return 0.0
 
 
-def test_sink_begins_again_after_errors_which_are_told_once(
+def test_sink_begins_again_after_errors_which_are_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sinking, "PAUSE_S", 0.01)

@@ -277,7 +277,7 @@ def test_run_tells_its_findings_and_its_failure_and_after_a_resume_only_what_is_
     assert [] == [record for record in caplog.records if "webhook" in record.getMessage()]
 
 
-def test_address_that_refuses_is_told_once_without_its_path_and_gets_the_rest_afterwards(
+def test_address_that_refuses_is_reported_once_without_its_path_and_gets_the_rest_afterwards(
     receiver: Receiver, trainer: Callable[..., agl.Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver.answers = [404] * 1000

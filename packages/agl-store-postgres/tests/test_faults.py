@@ -14,9 +14,13 @@ import pytest
 from agl.contracts import RolloutQuery
 from agl.errors import StoreError
 from agl.schemas import Rollout
+from agl.stores import read_recordings
 from agl_store_postgres import connections, writer
 from agl_store_postgres.store import PostgresStore
+from agl_testing.stores.samples import make_span
 from agl_testing.waiting import eventually
+
+from .conftest import Server
 
 SECRET = "hunter2-hunter2"
 
@@ -204,3 +208,30 @@ def test_forked_process_is_told_to_open_its_own(url: str) -> None:
         await store.close()
 
     asyncio.run(go_on())
+
+
+@pytest.mark.parametrize("options", ["", "&partition=month"])
+def test_damaged_records_hide_no_others(server: Server, url: str, options: str) -> None:
+    async def body() -> None:
+        store = PostgresStore(url + options)
+        await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(4)])
+        claims = await store.claim(worker="w", limit=4)
+        await store.append_spans([make_span(claim) for claim in claims for _ in range(3)])
+        schema = url.rpartition("=")[2]
+        with server.connect() as connection:
+            connection.execute(f"UPDATE {schema}.rollouts SET data = '\\xc1' WHERE rollout_id = 'ro-0'")
+            own = f"SELECT attempt FROM {schema}.rollouts WHERE rollout_id = 'ro-1'"
+            connection.execute(f"UPDATE {schema}.spans SET data = '\\xc1' WHERE sequence = 2 AND attempt = ({own})")
+        for query in (
+            RolloutQuery(limit=1),
+            RolloutQuery(limit=1, sort="created_at"),
+            RolloutQuery(status=("running",)),
+        ):
+            recordings = [each async for each in read_recordings(store, query, spans="all")]
+            assert ["ro-1", "ro-2", "ro-3"] == [each.rollout.rollout_id for each in recordings]
+            assert [["work", "unreadable", "work"], *[["work"] * 3] * 2] == [
+                [span.name for span in each.spans] for each in recordings
+            ]
+        await store.close()
+
+    asyncio.run(body())

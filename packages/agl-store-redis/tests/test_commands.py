@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from agl.contracts import RolloutQuery, Store
+from agl.schemas import Rollout
 from agl.stores import read_recordings
 from agl_gateway.client import HttpStore
 from agl_store_redis.store import RedisStore
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.stores.samples import make_rollout, make_span, outcome_of
+
+from .conftest import Server
 
 AGENT = '''
 def solve(task):
@@ -87,3 +90,24 @@ async def check(store: RedisStore) -> None:
     (rollout,) = await store.rollouts(RolloutQuery())
     assert ("succeeded", 1) == (rollout.status, len(await store.spans(rollout.rollout_id)))
     await store.close()
+
+
+def test_damaged_records_hide_no_others(server: Server, url: str) -> None:
+    async def body() -> None:
+        store = RedisStore(url)
+        await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(4)])
+        claims = await store.claim(worker="w", limit=4)
+        await store.append_spans([make_span(claim) for claim in claims for _ in range(3)])
+        for key in server.run("KEYS", "*r/ro-0"):
+            server.run("HSET", key, "d", b"\xc1")
+        for key in server.run("KEYS", "*s/ro-1/1"):
+            server.run("LSET", key, 1, server.run("LINDEX", key, 1)[:4] + b"\xc1")
+        for query in (RolloutQuery(limit=1), RolloutQuery(experiment="", status=("running",))):
+            recordings = [each async for each in read_recordings(store, query, spans="all")]
+            assert ["ro-1", "ro-2", "ro-3"] == [each.rollout.rollout_id for each in recordings]
+            assert [["work", "unreadable", "work"], *[["work"] * 3] * 2] == [
+                [span.name for span in each.spans] for each in recordings
+            ]
+        await store.close()
+
+    asyncio.run(body())

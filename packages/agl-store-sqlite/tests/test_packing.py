@@ -55,7 +55,7 @@ class Kept:
     def read(self, *sequences: int) -> list[Span]:
         """Return the spans with these sequence numbers, all unpacked by one reader."""
         self.fetched.clear()
-        reader = Unpacker(self.fetch)
+        reader = Unpacker(self.fetch, rollout_id="r", number=1)
         return [reader.unpack(self.data[n], sequence=n) for n in sequences]
 
     def size(self, sequence: int) -> int:
@@ -278,7 +278,7 @@ def test_attempts_share_nothing_with_each_other() -> None:
     spans = conversation(2)
     packer.pack(spans[0], attempt="r.1", sequence=1)
     other = packer.pack(spans[1], attempt="r.2", sequence=2)
-    alone = Unpacker(lambda sequence: pytest.fail(f"{sequence} is of another attempt"))
+    alone = Unpacker(lambda sequence: pytest.fail(f"{sequence} is of another attempt"), rollout_id="r", number=1)
     assert msgspec.structs.replace(spans[1], sequence=2) == alone.unpack(other, sequence=2)
 
 
@@ -290,7 +290,7 @@ def test_what_is_forgotten_is_shared_no_more(how: str) -> None:
     (packer.clear if how == "clear" else lambda: packer.forget("r.1"))()
     packer.forget("never seen")
     data = packer.pack(spans[1], attempt="r.1", sequence=2)
-    alone = Unpacker(lambda sequence: pytest.fail(f"{sequence} was forgotten"))
+    alone = Unpacker(lambda sequence: pytest.fail(f"{sequence} was forgotten"), rollout_id="r", number=1)
     assert msgspec.structs.replace(spans[1], sequence=2) == alone.unpack(data, sequence=2)
 
 
@@ -302,14 +302,15 @@ def test_span_that_cannot_be_stored_is_named_and_nothing_is_built_on_it() -> Non
     with pytest.raises(StoreError, match=expected):
         packer.pack(called(3, request={"messages": object()}), attempt="r.1", sequence=2)  # pyright: ignore[reportArgumentType]
     data = packer.pack(second, attempt="r.1", sequence=3)
-    alone = Unpacker(lambda sequence: pytest.fail(f"{sequence} may not have been kept"))
+    alone = Unpacker(lambda sequence: pytest.fail(f"{sequence} may not have been kept"), rollout_id="r", number=1)
     assert msgspec.structs.replace(second, sequence=3) == alone.unpack(data, sequence=3)
 
 
 def test_call_that_refers_to_a_later_one_is_damage() -> None:
     kept = Kept(conversation(2))
-    with pytest.raises(StoreError, match=r"damaged: the call at sequence 1 of span 's1' refers to one at 1; delete"):
-        Unpacker(kept.fetch).unpack(kept.data[2], sequence=1)
+    span = Unpacker(kept.fetch, rollout_id="r", number=1).unpack(kept.data[2], sequence=1)
+    assert ("unreadable", "r.1", 1, None) == (span.name, span.attempt_id, span.sequence, span.call)
+    assert span.status_message.endswith("the call at sequence 1 refers to one at 1")
 
 
 @settings(max_examples=60)
@@ -347,7 +348,7 @@ def test_new_spans_become_rows_in_order_and_known_ones_are_left_out() -> None:
     ids = [each.span_id for each in turns]
     assert [(1, 4, ids[0]), (2, 1, ids[0]), (1, 5, ids[1]), (1, 6, ids[2])] == [row[:3] for row in rows]
     data = {row[1]: row[3] for row in rows if row[0] == 1}
-    reader = Unpacker(data.__getitem__)
+    reader = Unpacker(data.__getitem__, rollout_id="r", number=1)
     expected = [msgspec.structs.replace(each, sequence=n, is_late=True) for n, each in enumerate(turns, start=4)]
     assert expected == [reader.unpack(data[n], sequence=n) for n in data]
     assert len(data[6]) < len(Packer().pack(turns[2], attempt=1, sequence=1)), "later turns share the earlier ones"

@@ -64,8 +64,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
+from agl_algo_torch.data.credited_rows import live_rows
 from agl_algo_torch.data.dialogues import WrittenExample, read_answers, read_pairs
-from agl_algo_torch.data.preparation import live_rows
 from agl_algo_torch.data.supply import Age, RolloutSupply, Supplied, SuppliedGroups
 from agl_algo_torch.learner.policy_learner import LearnerSettings, mean
 from agl_algo_torch.learner.tuned_policy import TunedPolicy

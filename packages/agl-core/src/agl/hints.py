@@ -12,8 +12,13 @@ __all__ = ["closest", "did_you_mean", "pip_install"]
 
 
 def closest(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the choice that is most similar to ``name``; ``""`` if no similarity reaches ``cutoff`` (at most 1)."""
-    return next(iter(get_close_matches(name, list(choices), n=1, cutoff=cutoff)), "")
+    """Return the choice that is most similar to ``name``, or else the shortest that has ``name`` as one of its words.
+
+    Returns ``""`` if no similarity reaches ``cutoff`` (at most 1) and no choice has the word.
+    """
+    every = list(choices)
+    wordy = sorted((choice for choice in every if name in re.split(r"[\W_]", choice)), key=len)
+    return next(iter(get_close_matches(name, every, n=1, cutoff=cutoff) or wordy), "")
 
 
 def did_you_mean(name: str, choices: Iterable[str], *, otherwise: str = "") -> str:

@@ -90,13 +90,13 @@ async def try_versions(plan: Plan, contest: Contest, *, progress: Progress, foun
             found.is_complete = True
             driver.agreement.report(episodes, trains=False)
         finally:
-            await cancel_unfinished(driver.session.store, driver.name)
-            ended = await read_ended(driver.session.store, found.rollouts)
+            await cancel_unfinished(driver.running.store, driver.name)
+            ended = await read_ended(driver.running.store, found.rollouts)
             found.ran = {one.rollout.rollout_id: Ran(collector.episode(one), one.spans) for one in ended}
 
 
 async def _published(driver: Driver, name: str, version: ResourceVersion | None) -> ResourceVersion:
-    live = driver.session.live
+    live = driver.running.live
     if version is None:
         return live.current(name)
     parent = version.parent or (live.current(name).version if version.metadata.get("origin") == ORIGIN else "")

@@ -115,7 +115,7 @@ def test_what_a_backend_missed_is_sent_by_the_next_run(tmp_path: Path, caplog: p
         assert [*ids(1), *ids(2)] == sorted(backend.rollouts)
 
 
-def test_passing_errors_are_told_once_and_the_rollouts_sent_again(
+def test_passing_errors_are_reported_once_and_the_rollouts_sent_again(
     tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.faults.extend([(503, {"Retry-After": "0"}), (429, {})])
@@ -139,7 +139,7 @@ def test_a_refusal_that_breaks_off_is_a_passing_error_all_the_same(
     assert f"{backend.url}/v1/traces answered 503 Service Unavailable" in told
 
 
-def test_a_refused_key_is_told_once_counted_and_never_fails_the_run(
+def test_a_refused_key_is_reported_once_counted_and_never_fails_the_run(
     tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.faults.extend([(401, {})] * 10)
@@ -163,7 +163,7 @@ def test_a_redirect_is_named_and_not_taken_for_success(
     assert "it sends elsewhere; name that address: https://elsewhere.example/login" in warnings_of(caplog)[0]
 
 
-def test_spans_that_a_backend_rejects_are_told_with_its_reason(
+def test_spans_that_a_backend_rejects_are_reported_with_its_reason(
     tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.rejects = 2

@@ -35,6 +35,8 @@ from agl_store_sqlite.sql.rows import (
     order_of,
     read_change,
     read_rollout,
+    read_rollouts,
+    readable_page,
 )
 from agl_store_sqlite.sql.statistics import STATISTICS, read_statistics
 
@@ -113,7 +115,7 @@ class PostgresReads:
         filters, given = conditions(query, "%s")
         behind, order, start = order_of(query, "%s")
         sql = f"SELECT {ROLLOUT} FROM rollouts r WHERE {where} AND {filters} AND {behind} ORDER BY {order} LIMIT %s"
-        return [read_rollout(row) for row in self._all(sql, *values, *given, *start, query.limit)]
+        return readable_page(lambda limit: self._all(sql, *values, *given, *start, limit), read_rollout, query.limit)
 
     def count_rollouts(self, query: RolloutQuery) -> int:
         if query.ids:
@@ -134,14 +136,17 @@ class PostgresReads:
         group = "" if query.group_id is None else "AND r.group_id = ''"
         sql = (
             "SELECT r.* FROM unnest(%s::text[], %s::text[], %s::text[]) AS k(experiment, mode, stage) "
-            f"CROSS JOIN LATERAL (SELECT {ROLLOUT}, r.created_at, r.rollout_id FROM rollouts r "
+            f"CROSS JOIN LATERAL (SELECT {ROLLOUT}, r.created_at FROM rollouts r "
             f"WHERE r.experiment = k.experiment AND r.mode = k.mode AND r.stage = k.stage {_WITHIN} "
             f"AND r.status <> 'running' {group} AND {behind} ORDER BY {order} LIMIT %s) AS r "
             f"ORDER BY {order} LIMIT %s"
         )
         columns = [[key[at] for key in keys] for at in range(3)]
-        rows = self._all(sql, *columns, *start, query.limit, query.limit)
-        return [read_rollout(row[:-2]) for row in rows]
+
+        def fetch(limit: int) -> list[Row]:
+            return self._all(sql, *columns, *start, limit, limit)
+
+        return readable_page(fetch, lambda row: read_rollout(row[:-1]), query.limit)
 
     def _running(self) -> list[Rollout]:
         """Return all running rollouts; there are few, at most one for each slot of a worker."""
@@ -149,7 +154,7 @@ class PostgresReads:
             f"SELECT {ROLLOUT} FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
             "WHERE a.status = 'running'",
         )
-        return [read_rollout(row) for row in rows]
+        return list(read_rollouts(rows, read_rollout))
 
     def _experiments(self) -> list[str]:
         """Return the names of all experiments, by skipping through the index."""
@@ -170,7 +175,7 @@ class PostgresReads:
         )
         if not rows:
             raise NotFoundError("rollout", rollout_id)
-        return readable((data for (data,) in rows), Attempt)
+        return readable((data for (data,) in rows), Attempt, of=f"rollout {rollout_id!r}")
 
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
@@ -187,7 +192,7 @@ class PostgresReads:
             ((data,),) = self._db.execute(_SPAN + self._within, (attempt, sequence), binary=True).fetchall()
             return data
 
-        unpacker = Unpacker(fetch)
+        unpacker = Unpacker(fetch, rollout_id=rollout_id, number=attempt & NUMBER_MASK)
         return [unpacker.unpack(data, sequence=sequence) for sequence, data in page.fetchall()]
 
     def _page(self, values: tuple[Any, ...]) -> Cursor[Row]:

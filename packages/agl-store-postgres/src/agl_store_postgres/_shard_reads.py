@@ -15,7 +15,7 @@ from agl_store_postgres.partitions import bounds_of
 from agl_store_postgres.placing import Placing, UnnamedShardError
 from agl_store_postgres.shard_connections import LostShardError, ShardConnections
 from agl_store_sqlite.sql.packing import Unpacker
-from agl_store_sqlite.sql.rows import Row, number_of
+from agl_store_sqlite.sql.rows import NUMBER_MASK, Row, number_of
 
 SHARD_WAIT_S = 20.0
 """Seconds for which a read waits for a shard; less than a transaction on the control server may be idle."""
@@ -88,7 +88,11 @@ class ShardedReads(PostgresReads):
         page = self._on(shard, lambda db: db.execute(query, (key, after, last, limit), binary=True).fetchall())
         if len(page) < limit and (not page or page[-1][0] != last):
             raise self._missing(shard, rollout_id, last)
-        unpacker = Unpacker(lambda sequence: self._one(shard, key, sequence, rollout_id))
+
+        def fetch(sequence: int) -> bytes:
+            return self._one(shard, key, sequence, rollout_id)
+
+        unpacker = Unpacker(fetch, rollout_id=rollout_id, number=key & NUMBER_MASK)
         return [unpacker.unpack(data, sequence=sequence) for sequence, data in page]
 
     def _one(self, shard: int, key: int, sequence: int, rollout_id: str) -> bytes:

@@ -15,7 +15,7 @@ from agl_store_redis.layout import list_name
 from agl_store_redis.loading import read_stored
 from agl_store_redis.scripts import call
 from agl_store_sqlite.sql.packing import Unpacker
-from agl_store_sqlite.sql.rows import MODES, STATUSES, by_status, containing, number_of
+from agl_store_sqlite.sql.rows import MODES, STATUSES, by_status, containing, number_of, readable_page
 from agl_store_sqlite.sql.statistics import read_statistics
 
 _PART_BYTES = 8 << 20
@@ -93,16 +93,19 @@ class RedisReads:
             "statuses": {each: _field(query, each) for each in statuses},
             "after_id": after_id,
             "after_value": 0.0 if query.sort == "rollout_id" else float(value or 0),
-            "limit": query.limit,
             "is_newest_first": query.is_newest_first,
         }
-        rows = call(self._server, "page", self._base, msgspec.msgpack.encode(request))
-        return [self._read(_pairs(row)) for row in rows]
+
+        def fetch(limit: int) -> list[Mapping[bytes, bytes]]:
+            rows = call(self._server, "page", self._base, msgspec.msgpack.encode({**request, "limit": limit}))
+            return [_pairs(row) for row in rows]
+
+        return readable_page(fetch, self._read, query.limit)
 
     def _read(self, row: Mapping[bytes, bytes]) -> Rollout:
         _, rollout = read_stored(int(row[b"n"]), row[b"p"], row[b"d"])
         numbers = sorted(int(name) for name in row if name.isdigit())
-        attempts = readable((row[b"%d" % number] for number in numbers), Attempt)
+        attempts = readable((row[b"%d" % number] for number in numbers), Attempt, of=f"rollout {rollout.rollout_id!r}")
         self._seen[rollout.rollout_id] = rollout, attempts
         return rollout
 
@@ -150,7 +153,11 @@ class RedisReads:
         while has_more:
             _, _, has_more, more = part(_sequence(rows[-1]), limit - len(rows))
             rows += more
-        unpacker = Unpacker(lambda sequence: part(sequence - 1, 1)[3][0][4:])
+
+        def fetch(sequence: int) -> bytes:
+            return part(sequence - 1, 1)[3][0][4:]
+
+        unpacker = Unpacker(fetch, rollout_id=rollout_id, number=int(number))
         return [unpacker.unpack(row[4:], sequence=_sequence(row)) for row in rows]
 
     def version(self, name: str, version: str | None) -> ResourceVersion | None:

@@ -182,5 +182,5 @@ def _digest(data: bytes) -> bytes:
 def read_stored(number: int, progress: bytes, data: bytes) -> tuple[int, Rollout]:
     """Read a rollout from its parts; returns the version of its progress, and the rollout."""
     version, status, attempts, failures, losses, attempt, started_at, finished_at = msgspec.msgpack.decode(progress)
-    row = number, status, attempts, failures, losses, attempt or None, started_at, finished_at, data
+    row = number, f"number {number}", status, attempts, failures, losses, attempt or None, started_at, finished_at, data
     return version, read_rollout(row)

@@ -38,6 +38,7 @@ from agl_store_sqlite.sql.rows import (
     order_of,
     read_change,
     read_rollout,
+    read_rollouts,
 )
 from agl_store_sqlite.sql.statistics import STATISTICS, read_statistics
 
@@ -116,13 +117,13 @@ class SQLiteReads:
             f"SELECT {ROLLOUT} FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
             "WHERE a.status = 'running'"
         )
-        return [read_rollout(row) for row in rows]
+        return list(read_rollouts(rows, read_rollout))
 
     def _rows(self, where: str, values: tuple[Any, ...], query: RolloutQuery) -> Iterator[Rollout]:
         """Iterate lazily over the rollouts that follow the previous page, in the query's order."""
         behind, order, start = order_of(query, "?")
         sql = f"SELECT {ROLLOUT} FROM rollouts r WHERE {where} AND {behind} ORDER BY {order}"
-        return map(read_rollout, self._db.execute(sql, (*values, *start)))
+        return read_rollouts(self._db.execute(sql, (*values, *start)), read_rollout)
 
     def _experiments(self) -> list[str]:
         """Return the names of all experiments, by skipping from name to name in the index."""
@@ -152,17 +153,20 @@ class SQLiteReads:
     def attempts(self, rollout_id: str) -> list[Attempt]:
         low = self._seq(rollout_id)[0] << ATTEMPT_BITS
         sql = "SELECT data FROM attempts WHERE id BETWEEN ? AND ? ORDER BY id"
-        return readable((data for (data,) in self._db.execute(sql, (low, low | NUMBER_MASK))), Attempt)
+        return readable(
+            (data for (data,) in self._db.execute(sql, (low, low | NUMBER_MASK))), Attempt, of=f"rollout {rollout_id!r}"
+        )
 
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
     ) -> list[Span]:
-        low, high = span_range(self._attempt(rollout_id, attempt_id))
+        attempt = self._attempt(rollout_id, attempt_id)
+        low, high = span_range(attempt)
 
         def fetch(sequence: int) -> bytes:
             return self._db.execute("SELECT data FROM spans WHERE key = ?", (low | sequence,)).fetchone()[0]
 
-        unpacker = Unpacker(fetch)
+        unpacker = Unpacker(fetch, rollout_id=rollout_id, number=attempt & NUMBER_MASK)
         rows = self._db.execute(
             "SELECT key, data FROM spans WHERE key > ? AND key <= ? ORDER BY key LIMIT ?",
             (low + min(after, MAX_SEQUENCE), high, limit),

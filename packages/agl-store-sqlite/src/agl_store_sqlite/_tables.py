@@ -3,12 +3,14 @@
 import math
 import sqlite3
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from msgspec.structs import replace
 
 from agl.contracts import Metric, Statistics
+from agl.errors import NotFoundError
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, decode, encode, rollout_id_of, to_json
-from agl.stores import MAX_SEQUENCE, deadline
+from agl.stores import DAMAGE, MAX_SEQUENCE, deadline, note_damage
 from agl_store_sqlite.sql.packing import AttemptSpans, Packer, place_spans
 from agl_store_sqlite.sql.rows import (
     ATTEMPT_BITS,
@@ -19,6 +21,7 @@ from agl_store_sqlite.sql.rows import (
     number_of,
     progress_row,
     read_rollout,
+    read_rollouts,
 )
 from agl_store_sqlite.sql.statistics import STATISTICS, additions, merging, statistics_row
 
@@ -82,14 +85,13 @@ class SQLiteTables:
         return row and self._claim(row)
 
     def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
-        if experiment is not None:
-            return [self._rollout(row) for row in self._queue(experiment, limit)]
-        rows = [row for name in self._queued_experiments() for row in self._queue(name, limit)]
-        return [self._rollout(row) for row in sorted(rows, key=lambda row: row[0])[:limit]]
+        names = self._queued_experiments() if experiment is None else [experiment]
+        found = [rollout for name in names for rollout in self._queue(name, limit)]
+        return sorted(found, key=lambda rollout: self._seqs[rollout.rollout_id])[:limit]
 
-    def _queue(self, experiment: str, limit: int) -> list[Row]:
-        sql = f"SELECT {ROLLOUT} FROM rollouts r WHERE status = 'queued' AND experiment = ? ORDER BY seq LIMIT ?"
-        return self._db.execute(sql, (experiment, limit)).fetchall()
+    def _queue(self, experiment: str, limit: int) -> list[Rollout]:
+        sql = f"SELECT {ROLLOUT} FROM rollouts r WHERE status = 'queued' AND experiment = ? ORDER BY seq"
+        return list(islice(read_rollouts(self._db.execute(sql, (experiment,)), self._rollout), limit))
 
     def _queued_experiments(self) -> list[str]:
         """Return the names of experiments with queued rollouts, by skipping from name to name in the index."""
@@ -122,7 +124,23 @@ class SQLiteTables:
             f"WHERE a.status = 'running' AND {condition}",
             (value,),
         )
-        return [self._claim(row) for row in rows.fetchall()]
+        claims = (self._running(row) for row in rows.fetchall())
+        return [claim for claim in claims if claim is not None]
+
+    def _running(self, row: Row) -> Claim | None:
+        """Return a running attempt; a damaged one becomes overdue, as its deadline would end every transaction."""
+        try:
+            rollout = self._rollout(row[:-1])
+        except NotFoundError:
+            self._db.execute("UPDATE attempts SET status = 'lost' WHERE id >> ? = ?", (ATTEMPT_BITS, row[0]))
+            return None
+        try:
+            return Claim(rollout=rollout, attempt=decode(row[-1], Attempt))
+        except DAMAGE as error:
+            note_damage(f"Attempt of rollout {rollout.rollout_id!r}", str(error))
+            attempt_id, own = rollout.attempt_id or "", rollout.rollout_id
+            attempt = Attempt(attempt_id=attempt_id, rollout_id=own, number=rollout.attempts, worker="unknown")
+            return Claim(rollout=rollout, attempt=attempt)
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         if not rollouts:

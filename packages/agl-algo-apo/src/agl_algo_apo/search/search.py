@@ -60,7 +60,7 @@ class PromptSearch(SearchTools):
         self._algorithm = algorithm
         self._calls = calls
         self._optimizers: list[Optimizer] = []
-        self._told: dict[tuple[str, str], VersionScore] = {}
+        self._reported: dict[tuple[str, str], VersionScore] = {}
 
     async def improve(self, step: int) -> None:
         """Take one step of the search; subclasses override it."""
@@ -378,10 +378,10 @@ class PromptSearch(SearchTools):
         scores = version_scores(self)
         # Only changed scores are saved: a score changes with every further measurement of its candidate, and most have
         # none.
-        new = {(s.name, s.version): s for s in scores if self._told.get((s.name, s.version)) != s}
+        new = {(s.name, s.version): s for s in scores if self._reported.get((s.name, s.version)) != s}
         if new:
             await self.context.store.save_scores(list(new.values()))
-        self._told |= new
+        self._reported |= new
 
     def _open_optimizer(self, optimizer: Any) -> Optimizer:
         memory = self.context.workdir / f"answers-{len(self._optimizers)}.jsonl"

@@ -29,10 +29,10 @@ from agl_algo_torch.learner.weights import serving_copy
 from agl_algo_torch.serving.codec import TextCodec
 from agl_algo_torch.serving.engine import Engine, EngineSettings
 from agl_algo_torch.serving.prompting import PromptThread
-from agl_algo_torch.serving.served_weights import Exchange, ServedWeights
 from agl_algo_torch.serving.server import PolicyServer, PolicyServerSettings
 from agl_algo_torch.serving.templates import PromptBuilder
 from agl_algo_torch.serving.toolcalls import read_format
+from agl_algo_torch.serving.weight_swap import Exchange, ServedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -2,7 +2,9 @@
 
 import logging
 import re
+import zlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from msgspec import Struct
@@ -18,6 +20,9 @@ from agl.stores._leases import MAX_ATTEMPTS
 _R = TypeVar("_R")
 
 _LOG = logging.getLogger(__name__)
+
+DAMAGE = (ValueError, TypeError, LookupError, RecursionError, zlib.error)
+"""The errors of decoding a stored record that is damaged."""
 
 MAX_SEQUENCE = (1 << 24) - 1
 """The highest sequence that a span can have within its attempt."""
@@ -99,16 +104,22 @@ def copied(value: Any) -> Any:
         raise _unfit(value, error) from error
 
 
-def readable(found: Iterable[bytes | None], type: type[_R]) -> list[_R]:
-    """Decode records; a record that cannot be read is logged and left out, so that it does not hide the others."""
+def readable(found: Iterable[bytes | None], type: type[_R], *, of: str = "the store") -> list[_R]:
+    """Decode records of ``of``; one that cannot be read is logged and left out, so that it does not hide the others."""
     records: list[_R] = []
     for data in found:
         try:
             if data is not None:
                 records.append(codec.decode(data, type))
-        except ValueError as error:
-            _LOG.warning("a stored %s cannot be read (%s) and is left out", type.__name__, error)
+        except DAMAGE as error:
+            note_damage(f"{type.__name__} of {of}", str(error))
     return records
+
+
+@lru_cache(maxsize=10_000)
+def note_damage(record: str, reason: str) -> None:
+    """Log that a stored record cannot be read; the same record is logged once per process."""
+    _LOG.warning("%s is damaged and cannot be read: %s", record, reason)
 
 
 def encoded(value: object) -> bytes:

@@ -70,7 +70,7 @@ class _Events:
         """Yield the events of the rollout: the trace, then observations and scores in the order of the spans."""
         rollout = self._rollout
         about = rollout_about(self._item)
-        at_ns = int((rollout.started_at or rollout.created_at) * 1e9)
+        at_ns = int(min(rollout.started_at or rollout.created_at, 9e9) * 1e9)
         body: dict[str, Json] = {
             "id": rollout.rollout_id,
             "timestamp": _iso(at_ns),

@@ -7,16 +7,18 @@ store and reads the value back, and compares clocks by the answers. It leaves no
 import asyncio
 import os
 import socket
+import sqlite3
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
-from ipaddress import ip_address
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, Literal, cast
 from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.request import getproxies_environment
 
 import aiohttp
 import click
@@ -25,12 +27,13 @@ from agl import PluginManager
 from agl.contracts import Presence, Store
 from agl.errors import AglError, ConfigError, StoreError
 from agl.schemas import Record, new_trace_id
-from agl.stores import shown_url
+from agl.stores import base_url_of, shown_url
 from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
-from agl_gateway.processes.presence import GATEWAYS, gateways_of
+from agl_gateway.processes.announcement import GATEWAYS, gateways_of
 from agl_gateway.record.spool_file import SpoolReport, default_folder, spools_in
+from agl_gateway.relay.routing import proxy_for
 from agl_inspect.keys import state_dir
-from agl_inspect.stores import as_url, build_store
+from agl_inspect.stores import SQLITE, as_url, build_store
 from agl_inspect.terminal.opening import pass_manager, resolve_url, with_store
 from agl_inspect.terminal.output import json_option, print_json
 from agl_inspect.text import visible
@@ -41,6 +44,7 @@ from agl_run import (
     WORKER_TOKEN_FILE_ENV,
     ExperimentConfig,
     client_context,
+    is_loopback,
     is_secret_given,
     load_config,
     refusal_of,
@@ -57,10 +61,10 @@ _CLOCK_S = 5.0
 """Seconds by which clocks may differ; leases and tokens last at least a minute."""
 
 _SLOW_S = 1.0
+_READ_S = 30.0
 _TIMEOUT_S = 10.0
 _MIN_FREE, _WARN_FREE = 64 << 20, 1 << 30
 _UNREACHABLE = "start it, or correct the address; look at firewalls between this machine and it"
-_LOCAL = ("localhost", "")
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Maps the address of a server that listens on all addresses to the loopback address to connect to."""
 
@@ -112,6 +116,7 @@ class Patient:
         spool: The folder of the spools on this machine.
         ports: Addresses on which parts of the deployment listen or will listen.
         keys: Environment variables that the deployment's experiment names.
+        models: The base URLs of the experiment's policies, by check.
     """
 
     store_url: str = ""
@@ -121,6 +126,7 @@ class Patient:
     spool: Path = field(default_factory=default_folder)
     ports: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     keys: list[str] = field(default_factory=list[str])
+    models: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def patient_of(target: str) -> Patient:
@@ -140,6 +146,7 @@ async def examine(patient: Patient, manager: PluginManager) -> list[Finding]:
         *versions(manager),
         *secrets(patient.keys),
         *ports(patient.ports),
+        *models(patient.models),
         *disks(patient),
         *map(_spool, spools_in(patient.spool)),
     ]
@@ -206,11 +213,27 @@ def ports(addresses: Iterable[tuple[str, int]]) -> Iterator[Finding]:
             yield _ok(check, "something listens there, as it should while the experiment runs")
 
 
+def models(urls: Mapping[str, str]) -> Iterator[Finding]:
+    """Report the environment's proxies, and which base URLs are wrong or asked through a proxy; by check."""
+    proxies = getproxies_environment()
+    for scheme in sorted(proxies.keys() & {"http", "https"}):
+        text = f"model servers at {scheme}:// are asked through {shown_url(proxies[scheme])}, except those in NO_PROXY"
+        yield _ok(f"proxy for {scheme}", text)
+    for check, given in urls.items():
+        try:
+            url = base_url_of(given, who="its base_url")
+        except ConfigError as error:
+            yield _wrong(check, str(error))
+        else:
+            proxy = shown_url(proxy_for(url, proxies))
+            yield _ok(check, f"{shown_url(url)} is asked " + (f"through the proxy {proxy}" if proxy else "directly"))
+
+
 def disks(patient: Patient) -> Iterator[Finding]:
     """Check the free space on the disks of the state folder, the spools and a SQLite store."""
     places = {"disk of the state folder": state_dir(), "disk of the spool": patient.spool}
-    if patient.store_url.startswith("sqlite:///"):
-        places["disk of the store"] = Path(patient.store_url.removeprefix("sqlite:///"))
+    if patient.store_url.startswith(SQLITE):
+        places["disk of the store"] = Path(patient.store_url.removeprefix(SQLITE))
     seen: set[int] = set()
     for name, path in places.items():
         there = next((each for each in (path, *path.absolute().parents) if each.exists()), Path())
@@ -227,7 +250,7 @@ def transport(*urls: str) -> Iterator[Finding]:
     """Report which connections to other machines are encrypted, and warn of those that are not."""
     for url in dict.fromkeys(filter(None, urls)):
         parts = urlsplit(url)
-        if _is_local(parts.hostname or ""):
+        if parts.hostname is None or is_loopback(url):
             continue
         if parts.scheme == "http":
             text = f"{shown_url(url)} is not encrypted: tokens and prompts can be read on the way"
@@ -279,6 +302,8 @@ async def _gateway(url: str, ca: str, *, token: str) -> AsyncIterator[Finding]:
 
 async def _store(url: str, manager: PluginManager) -> AsyncIterator[Finding]:
     check = f"store {shown_url(url)}"
+    if url.startswith(SQLITE):
+        yield await asyncio.to_thread(_damage, Path(url.removeprefix(SQLITE)))
     try:
         store = build_store(manager, url)
     except AglError as error:
@@ -292,6 +317,24 @@ async def _store(url: str, manager: PluginManager) -> AsyncIterator[Finding]:
         yield _wrong(check, str(error) or "does not answer in time")
     finally:
         await store.close()
+
+
+def _damage(file: Path) -> Finding:
+    """Check every page of a SQLite store, which reads the whole file; stops after ``_READ_S`` seconds."""
+    end = time.monotonic() + _READ_S
+    check = "pages of the store"
+    try:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            database.set_progress_handler(lambda: time.monotonic() > end, 100_000)
+            (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.Error as error:
+        if str(error) == "interrupted":
+            text = f"were not all read within {_READ_S:g} s"
+            return _warning(check, text, f"check them with: sqlite3 {file} 'PRAGMA quick_check'")
+        found = str(error)
+    text = "are whole" if found == "ok" else f"are damaged: {' '.join(found.split())}"
+    advice = f"bring {file} back from a backup, or save the rest with: sqlite3 {file} .recover | sqlite3 NEW"
+    return _judged(check, found == "ok", text, advice)
 
 
 async def _answers(store: Store, check: str) -> AsyncIterator[Finding]:
@@ -342,8 +385,8 @@ async def forget_gone(store: Store) -> int:
 
 def _of_experiment(config: ExperimentConfig, folder: Path) -> Patient:
     store = as_url(config.experiment.store) if config.experiment.store else ""
-    if store.startswith("sqlite:///"):
-        path = folder / store.removeprefix("sqlite:///")
+    if store.startswith(SQLITE):
+        path = folder / store.removeprefix(SQLITE)
         store = f"sqlite:///{path}" if path.exists() else ""
     params: dict[str, Any] = dict(config.gateway.params)
     spool = params.get("spool")
@@ -356,6 +399,10 @@ def _of_experiment(config: ExperimentConfig, folder: Path) -> Patient:
     if isinstance(spool, str) and spool not in ("", "off"):
         patient.spool = Path(spool)
     named = (policy.params.get("api_key_env") for policy in config.policy.values())
+    for name, policy in config.policy.items():
+        given: Any = policy.params.get("base_url", [])
+        urls = cast("list[Any]", given) if isinstance(given, list) else [given]
+        patient.models |= {f"model server {number} of {name}": str(url) for number, url in enumerate(urls, 1)}
     patient.keys = sorted({name for name in named if isinstance(name, str) and name})
     return patient
 
@@ -437,13 +484,6 @@ def _version(theirs: str) -> Finding:
     return _judged("version of the gateway", theirs == ours, text, "run the same release everywhere")
 
 
-def _is_local(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host in _LOCAL
-
-
 async def _json(answer: aiohttp.ClientResponse) -> dict[str, Any]:
     try:
         found: Any = await answer.json(content_type=None)
@@ -470,8 +510,8 @@ def doctor(manager: PluginManager, target: str, forget: bool, as_json: bool) -> 
     """Check a deployment: TARGET is an experiment file, or the URL of a gateway or store; by default the only store
     here.
 
-    Checks versions, secrets, ports, disks, encryption, clocks, the gateway's token and health, the store's writes, and
-    spools that no gateway drains. The exit status is 1 if something is wrong.
+    Checks versions, secrets, ports, proxies, disks, encryption, clocks, the gateway's token and health, the store's
+    pages and writes, and spools that no gateway drains. The exit status is 1 if something is wrong.
     """
     patient = patient_of(target)
     if forget:

@@ -89,7 +89,7 @@ async def better_arm(store: Store, name: str, pair: tuple[str, str], bar: Criter
         what = f"in {', '.join(names)}" if names else "in no resource"
         raise ConfigError(
             f"the arms {pair[0]} and {pair[1]} differ {what}, so their rewards say nothing about {name!r} alone; "
-            "read agl resources split, and promote resources that change together without --if-better"
+            "read agl resources split, and promote resources that change together with agl resources promote"
         )
     found = await samples(store, pins, experiment=experiment)
     old, new = (((f"{label} ({pins[label][name]})"), found[label].rewards) for label in pair)

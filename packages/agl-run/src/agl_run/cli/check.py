@@ -31,7 +31,7 @@ from agl_run.parts.waiting import waiting_for
 from agl_run.plan import Plan
 from agl_run.run.blocking import run_blocking
 from agl_run.run.fit import dev_plan
-from agl_run.run.session import store_url_of
+from agl_run.run.running_experiment import store_url_of
 from agl_run.terminal import experiment_argument, make_trainer, ray_option
 
 
@@ -210,5 +210,5 @@ def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: in
         print_json(result)
     else:
         for episode in result.episodes:
-            click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm)))
+            click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm), folder=plan.folder))
     sys.exit(0 if any(episode.rollout.status == "succeeded" for episode in result.episodes) else 1)

@@ -27,7 +27,7 @@ from agl_inspect.terminal.fits import fit_and_record, lacking, print_fit, settin
 from agl_inspect.terminal.opening import pass_manager, with_store
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json
 from agl_inspect.terminal.program import Modes
-from agl_run.config.records import ExperimentConfig
+from agl_run.config.sections import ExperimentConfig
 from agl_run.config.training_settings import training_settings
 from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.display.progress import Quiet
@@ -36,7 +36,7 @@ from agl_run.plan import Plan
 from agl_run.run.blocking import run_blocking
 from agl_run.run.fit import FitResult
 from agl_run.run.resume import NothingMoreError
-from agl_run.run.session import open_store, store_url_of
+from agl_run.run.running_experiment import open_store, store_url_of
 from agl_run.runners.bound_process import BoundProcess
 from agl_run.terminal import experiment_argument, make_trainer, ray_option, store_of
 

@@ -77,7 +77,7 @@ class Exporting:
         self._key = f"experiment/{experiment}/exporter/{name}"
         self._cursor = 0
         self._counts: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._ending = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -194,8 +194,8 @@ class Exporting:
 
     def _tell_once(self, error: ExportError) -> None:
         kind = "passing" if error.is_passing else "refused"
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             rest = "the rollouts are sent when it answers" if error.is_passing else "such rollouts are left out"
             _LOG.warning("%s: %s; the experiment goes on, and %s", self._name, error, rest)
 

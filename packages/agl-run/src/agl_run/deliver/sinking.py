@@ -154,7 +154,7 @@ class _Sinking:
         self._sink, self._run, self._name = sink, run, name
         self._thread = OwnThread(f"agl-{name}")
         self._news, self._ending = asyncio.Event(), asyncio.Event()
-        self._has_begun, self._is_told = False, False
+        self._has_begun, self._is_reported = False, False
         # What this process has given, by step; the names matter because some numbers of a step come
         # later.
         self._given: dict[tuple[str, int], set[str]] = {}
@@ -269,8 +269,8 @@ class _Sinking:
         self._tables, self._tables_at = tables, time.monotonic()
 
     def _tell_once(self, error: Exception) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             _LOG.warning(
                 "%s: %s; the experiment goes on, and its numbers are written when this works again",
                 *(self._name, _problem(error)),

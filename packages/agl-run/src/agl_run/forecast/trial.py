@@ -56,7 +56,7 @@ async def try_out(plan: Plan, size: TrialSize, *, progress: Progress) -> Materia
             begun = time.monotonic()
             await tasks.run(wanted, samples=size.samples, mode="train")
             took, done = time.monotonic() - begun, done + len(wanted)
-            store = driver.session.store
+            store = driver.running.store
             material = await read(store, plan, *await find_trial(store, plan))
             left = size.seconds - (time.monotonic() - started)
             count = 0 if size.tasks else _further(material, done, tasks=len(known), most=left / took * len(wanted))

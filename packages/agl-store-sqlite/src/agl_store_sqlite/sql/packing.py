@@ -19,8 +19,8 @@ import msgspec
 from msgspec.structs import force_setattr, replace
 
 from agl.errors import StoreError
-from agl.schemas import Json, ModelCall, Span, decode, encode, to_json
-from agl.stores import placed
+from agl.schemas import Json, ModelCall, Span, attempt_id_of, decode, encode, to_json
+from agl.stores import DAMAGE, note_damage, placed
 from agl_store_sqlite.sql._sharing import Marks
 
 MIN_DEFLATED = 512
@@ -172,18 +172,36 @@ class Unpacker:
 
     Args:
         fetch: Returns the stored bytes at a sequence of the attempt, for a base that was not unpacked before.
+        rollout_id: The attempt's rollout.
+        number: The attempt's number; 0 for spans of no attempt.
     """
 
-    def __init__(self, fetch: Callable[[int], bytes]) -> None:
-        self._fetch = fetch
+    def __init__(self, fetch: Callable[[int], bytes], *, rollout_id: str, number: int) -> None:
+        self._fetch, self._rollout_id = fetch, rollout_id
+        self._attempt_id = attempt_id_of(rollout_id, number) if number else ""
         self._known: dict[int, _Whole] = {}
 
     def unpack(self, data: bytes, *, sequence: int) -> Span:
-        """Unpack the span that was stored at ``sequence``."""
-        is_plain = data[:1] == _PLAIN
-        span = decode(memoryview(data)[1:], Span) if is_plain else self._join(_open(data), sequence)
+        """Unpack the span that was stored at ``sequence``; a span called ``unreadable`` stands for a damaged one."""
+        try:
+            is_plain = data[:1] == _PLAIN
+            span = decode(memoryview(data)[1:], Span) if is_plain else self._join(_open(data), sequence)
+        except DAMAGE as error:
+            note_damage(f"span {sequence} of attempt {self._attempt_id or self._rollout_id!r}", str(error))
+            span = self._unreadable(sequence, error)
         force_setattr(span, "sequence", sequence)
         return span
+
+    def _unreadable(self, sequence: int, error: Exception) -> Span:
+        # Left out, it would make the page of spans look like the attempt's last.
+        return Span(
+            rollout_id=self._rollout_id,
+            attempt_id=self._attempt_id,
+            span_id=f"8{sequence:015x}",
+            name="unreadable",
+            status="error",
+            status_message=f"the stored span cannot be read: {error}",
+        )
 
     def _join(self, packed: _Packed, sequence: int) -> Span:
         whole = self._resolve(sequence, packed)
@@ -199,10 +217,7 @@ class Unpacker:
         chain = [(sequence, packed)]
         while (base := chain[-1][1].base) and base not in self._known:
             if base >= chain[-1][0]:
-                raise StoreError(
-                    f"the store is damaged: the call at sequence {chain[-1][0]} of span {packed.span.span_id!r} refers "
-                    f"to one at {base}; delete rollout {packed.span.rollout_id!r} and run it again"
-                )
+                raise ValueError(f"the call at sequence {chain[-1][0]} refers to one at {base}")
             chain.append((base, _open(self._fetch(base))))
         for at, link in reversed(chain):
             self._known[at] = _restore(link, self._known.get(link.base))

@@ -4,14 +4,17 @@ A rollout has a number (``seq``, never reused). Its attempts are ``seq << 14 | n
 attempt, so that all attempts and spans of a rollout are in one range of numbers.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar, get_args
 
 from msgspec.structs import force_setattr, replace
 
 from agl.contracts import Change, RolloutQuery
+from agl.errors import NotFoundError
 from agl.schemas import Mode, Rollout, RolloutStatus, attempt_id_of, decode
-from agl.stores import MAX_ATTEMPTS, MAX_SEQUENCE, is_wanted, start_of
+from agl.stores import DAMAGE, MAX_ATTEMPTS, MAX_SEQUENCE, is_name, is_wanted, note_damage, start_of
+
+R = TypeVar("R")
 
 Row: TypeAlias = tuple[Any, ...]
 """One row of a table, as a database driver returns it."""
@@ -25,14 +28,27 @@ NUMBER_MASK = (1 << ATTEMPT_BITS) - 1
 
 SEQUENCE_BITS = MAX_SEQUENCE.bit_length()
 
-ROLLOUT = "r.seq, r.status, r.attempts, r.failures, r.losses, r.attempt, r.started_at, r.finished_at, r.data"
+ROLLOUT = (
+    "r.seq, r.rollout_id, r.status, r.attempts, r.failures, r.losses, r.attempt, r.started_at, r.finished_at, r.data"
+)
 """The columns that :func:`read_rollout` reads; ``data`` is the record with which the rollout was queued."""
 
 
 def read_rollout(row: Row) -> Rollout:
-    """Read a rollout from the columns of :data:`ROLLOUT`."""
-    _, status, attempts, failures, losses, attempt, started_at, finished_at, data = row
-    rollout = decode(data, Rollout)
+    """Read a rollout from the columns of :data:`ROLLOUT`.
+
+    Raises:
+        NotFoundError: The record is damaged; it counts as removed.
+    """
+    _, rollout_id, status, attempts, failures, losses, attempt, started_at, finished_at, data = row
+    try:
+        rollout = decode(data, Rollout)
+        if not is_name(rollout.rollout_id) or status not in STATUSES:
+            raise ValueError(f"it has the id {rollout.rollout_id[:80]!a} and the status {status!r}")
+        started_at, finished_at = float(started_at), float(finished_at)
+    except DAMAGE as error:
+        note_damage(f"rollout {rollout_id!r}", str(error))
+        raise NotFoundError("rollout", rollout_id, f"its record cannot be read: {error}") from error
     force_setattr(rollout, "status", status)
     force_setattr(rollout, "attempts", attempts)
     force_setattr(rollout, "failures", failures)
@@ -41,6 +57,26 @@ def read_rollout(row: Row) -> Rollout:
     force_setattr(rollout, "started_at", started_at)
     force_setattr(rollout, "finished_at", finished_at)
     return rollout
+
+
+def read_rollouts(rows: Iterable[R], read: Callable[[R], Rollout]) -> Iterator[Rollout]:
+    """Yield the rollouts that can be read, so that a damaged one does not hide the others."""
+    for row in rows:
+        try:
+            yield read(row)
+        except NotFoundError:
+            continue
+
+
+def readable_page(fetch: Callable[[int], Sequence[R]], read: Callable[[R], Rollout], limit: int) -> list[Rollout]:
+    """Read a page of ``limit`` rollouts; ``fetch`` returns the first rows, of which some may be damaged."""
+    wanted = limit
+    while True:
+        rows = fetch(wanted)
+        found = list(read_rollouts(rows, read))
+        if len(found) >= limit or len(rows) < wanted:
+            return found
+        wanted += limit - len(found)
 
 
 def progress_row(rollout: Rollout, seq: int) -> Row:

@@ -44,15 +44,15 @@ from agl_run.runners.setup import RunContext
 from agl_run.worker.address import advertised_url, local_url
 from agl_run.worker.cluster_share import store_for_workers
 from agl_run.worker.current import LiveResources
+from agl_run.worker.fleet_worker import order_of, reclaim_lost
 from agl_run.worker.invitation import Invitation, UnclaimedReport, make_running
-from agl_run.worker.order import order_of, reclaim_lost
 from agl_run.worker.setup import make_runner, make_tracers, run_context
 from agl_run.worker.worker import Worker
 
 _LOG = logging.getLogger("agl_run.run")
 
 
-class Session:
+class RunningExperiment:
     """The running parts of an experiment: call ``open_store``, then ``start``, and at the end ``close``.
 
     Attributes:
@@ -140,7 +140,7 @@ class Session:
         # missed.
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
         context = self._context(upstreams)
-        worker = Worker(context, make_runner(self.plan, context), keep=self.feed.keep)
+        worker = Worker(context, make_runner(self.plan, context), cache=self.feed.cache)
         self.worker = await self._stack.enter_async_context(worker)
         # The loss of the lease must reach all waiters for rollouts, and they watch the worker's
         # failure.

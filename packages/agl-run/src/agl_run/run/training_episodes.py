@@ -11,7 +11,7 @@ from agl.errors import MissingTokenIdsError
 from agl.schemas import Episode, Record, Span
 from agl.stores import read_recordings
 from agl_inspect.stores import proposal
-from agl_run.config.records import ExperimentSection
+from agl_run.config.sections import ExperimentSection
 from agl_run.plan import Plan
 from agl_run.watch.agreement import UNATTRIBUTED, UNSEEN, describe, refusal
 from agl_run.watch.failures import RolloutCounts
@@ -72,17 +72,17 @@ async def read_episodes(store: Store, rollout_ids: Sequence[str], *, selection: 
 
 
 async def read_finished(
-    store: Store, rollout_ids: Sequence[str], *, kept: Mapping[str, tuple[str, list[Span]] | None] | None = None
+    store: Store, rollout_ids: Sequence[str], *, cached: Mapping[str, tuple[str, list[Span]] | None] | None = None
 ) -> list[Recording]:
     """Read finished rollouts and the spans of their deciding attempts, in the given order, with few requests.
 
     Args:
         store: The store of the rollouts.
         rollout_ids: Distinct ids.
-        kept: Attempt id and spans of rollouts that need not be read again; a rollout may be missing or ``None``.
+        cached: Attempt id and spans of rollouts that need not be read again; a rollout may be missing or ``None``.
     """
     # What the worker handed over saves the larger part of the read: the spans.
-    known = {rollout_id: found for rollout_id in rollout_ids if (found := (kept or {}).get(rollout_id)) is not None}
+    known = {rollout_id: found for rollout_id in rollout_ids if (found := (cached or {}).get(rollout_id)) is not None}
     recordings = await _recordings(store, list(known), spans="none")
     for recording in recordings.values():
         attempt_id, spans = known[recording.rollout.rollout_id]
