@@ -266,7 +266,7 @@ def test_trial_is_announced_and_kept_for_the_next_plan(
     calls = len(server.calls)
     again = run("check", "--forecast", file)
 
-    assert "running 9 rollouts (3 tasks, 3 times each), which call the model" in first.stderr
+    assert "running 9 rollouts (3 tasks x 3), which call the model" in first.stderr
     assert calls == len(server.calls)
     assert "running" not in again.stderr
     assert "9 rollouts of 3 tasks, from a trial" in again.stdout

@@ -54,7 +54,7 @@ def test_no_order_of_spending_exceeds_a_limit(orders: Any, kept: int, **limits: 
 def test_rollouts_that_are_held_back_can_be_used_after_the_release() -> None:
     budget = Budget(BudgetLimits(rollouts=10), kept=4)
     budget.take_rollouts(6)
-    with pytest.raises(BudgetExhaustedError, match="1 rollouts are needed and 0 are left"):
+    with pytest.raises(BudgetExhaustedError, match="rollouts needed: 1, and left in the budget: 0"):
         budget.take_rollouts(1)
     budget.release()
     budget.take_rollouts(4)

@@ -134,7 +134,7 @@ class SFT:
             is_finished=is_finished,
             metrics=metrics,
             published=published,
-            stop_reason=f"{self._updates} updates done" if is_finished else "",
+            stop_reason=f"updates done: {self._updates}" if is_finished else "",
         )
 
     def _check(self, learner: PolicyLearner) -> None:

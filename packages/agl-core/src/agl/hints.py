@@ -1,4 +1,4 @@
-"""Words the next step in a message: the name that was probably meant, or the command that installs a package."""
+"""Words parts of messages: the name that was probably meant, the command that installs a package, and counts."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = ["closest", "did_you_mean", "pip_install"]
+__all__ = ["closest", "count_of", "did_you_mean", "pip_install"]
 
 
 def closest(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
@@ -19,6 +19,11 @@ def closest(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
     every = list(choices)
     wordy = sorted((choice for choice in every if name in re.split(r"[\W_]", choice)), key=len)
     return next(iter(get_close_matches(name, every, n=1, cutoff=cutoff) or wordy), "")
+
+
+def count_of(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 row``, ``2 rows``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def did_you_mean(name: str, choices: Iterable[str], *, otherwise: str = "") -> str:

@@ -26,6 +26,7 @@ import click
 from agl import PluginManager
 from agl.contracts import Presence, Store
 from agl.errors import AglError, ConfigError, StoreError
+from agl.hints import count_of
 from agl.schemas import Record, new_trace_id
 from agl.stores import base_url_of, shown_url
 from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
@@ -373,7 +374,7 @@ async def _gateways(store: Store, check: str) -> AsyncIterator[Finding]:
     living = [each for each in found if not each.is_gone]
     if living:
         held = sum(each.calls for each in living)
-        yield _ok("gateways", f"{len(living)} live and hold {held} calls in their spools")
+        yield _ok("gateways", f"{len(living)} live and hold {count_of(held, 'call')} in their spools")
 
 
 async def forget_gone(store: Store) -> int:
@@ -462,10 +463,11 @@ def _spool(found: SpoolReport) -> Finding:
         return _ok(check, "a gateway uses it")
     if found.calls:
         age = max(0.0, time.time() - found.oldest_at)
-        held = f"holds {found.calls} calls ({found.size} bytes, the oldest {age:.0f} s old) for {found.store_url}"
+        calls = count_of(found.calls, "call")
+        held = f"holds {calls} ({found.size} bytes, the oldest {age:.0f} s old) for {found.store_url}"
         advice = "start a gateway of that store here, with the same --spool folder"
         return _wrong(check, f"{held}, and no gateway drains it", advice)
-    text = f"{found.refused} calls that the store refused, with its reasons" if found.refused else "is empty"
+    text = f"calls that the store refused, with its reasons: {found.refused}" if found.refused else "is empty"
     advice = "look at its table refused, and remove the file when you need it no longer"
     return _judged(check, not found.refused, text, advice, otherwise="warning")
 
@@ -516,7 +518,7 @@ def doctor(manager: PluginManager, target: str, forget: bool, as_json: bool) -> 
     patient = patient_of(target)
     if forget:
         count = with_store(manager, patient.store_url, forget_gone)
-        click.echo(f"took {count} gateways off the list")
+        click.echo(f"took {count_of(count, 'gateway')} off the list")
         return
     found = asyncio.run(examine(patient, manager))
     if as_json:
@@ -537,5 +539,5 @@ def _line(finding: Finding) -> str:
 def _summary(found: list[Finding]) -> str:
     wrong, warnings = (sum(finding.state == state for finding in found) for state in ("wrong", "warning"))
     if wrong or warnings:
-        return f"{len(found)} checks: {wrong} wrong, {warnings} warnings"
+        return f"{count_of(len(found), 'check')}: {wrong} wrong, {count_of(warnings, 'warning')}"
     return f"{len(found)} checks: all is well"

@@ -13,6 +13,7 @@ from agl_inspect.records.splits import ArmReport
 from agl_inspect.statistics import Criterion, check_better
 from agl_inspect.terminal.opening import pass_manager, store_option, with_store
 from agl_inspect.terminal.output import json_option, print_json, print_table
+from agl_inspect.text import ends
 
 _DEFAULT = ("production", "candidate")
 
@@ -108,7 +109,7 @@ async def _promote(
 
 
 def _row(arm: ArmReport) -> tuple[str, ...]:
-    interval = "-" if arm.low is None else f"[{arm.low:.4f}, {arm.high:.4f}]"
+    interval = ends(arm.low, arm.high, ".4f").strip() or "-"
     mean = "-" if arm.mean is None else f"{arm.mean:.4f}"
     versions = ", ".join(f"{name}@{version}" for name, version in arm.versions.items()) or "-"
     return (arm.label, str(arm.rollouts), str(arm.failed), str(arm.unrewarded), mean, interval, versions)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_inspect.records import labels
 from agl_inspect.records.state import DEFERRED
@@ -386,8 +387,9 @@ def _scores(first: Candidate, winner: Candidate) -> Iterator[str]:
 
 def _costs(search: Search) -> Iterator[str]:
     spent, tokens = search.spent, sum(candidate.agent.tokens for candidate in search.candidates)
-    yield f"- {spent.rollouts} rollouts of the agent, {tokens} tokens in the recorded model calls of the candidates"
-    yield f"- {spent.calls} questions to the optimiser's model, {spent.tokens} tokens"
+    rollouts = count_of(spent.rollouts, "rollout")
+    yield f"- {rollouts} of the agent, {tokens} tokens in the recorded model calls of the candidates"
+    yield f"- {count_of(spent.calls, 'question')} to the optimiser's model, {spent.tokens} tokens"
     if spent.money:
         yield f"- {spent.money:.4g} in money"
 

@@ -8,9 +8,9 @@ from typing import Any
 from agl import semconv
 from agl.contracts import CallUse
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
+from agl.hints import count_of
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
 from agl_inspect.rollouts.training import TrainingRecord, token_values
-from agl_inspect.text import count_of
 
 _MOST_TOKENS = 2**53
 """Counts of tokens above this are not believed, and do not fit every store's integers."""

@@ -95,7 +95,7 @@ def _import_module(name: str, folder: str, kind: str) -> Any:
         raise ConfigError(
             f"no module {name!r} for the {kind}; looked in {where} and sys.path; {_other_module(name, Path(where))}"
         ) from error
-    except (Exception, SystemExit) as error:  # any error of the module is reported as its own
+    except (Exception, SystemExit, GeneratorExit) as error:  # any error of the module is reported as its own
         problem = f"{type(error).__name__} when it was imported: {error}{_at(error, folder)}"
         raise ConfigError(
             f"the {kind}'s module {name!r} raised {problem}; make it importable first, or use --debug for the traceback"

@@ -15,10 +15,10 @@ from typing import NoReturn
 import click
 
 from agl import PluginManager
+from agl.hints import count_of
 from agl.stores import base_url_of
 from agl_inspect.stores import as_url, proposal, refuse_directory
 from agl_inspect.terminal.opening import pass_manager
-from agl_inspect.text import count_of
 from agl_run.runners.recording import RecordedRun, StopRequest, record_command
 from agl_run.watch.agreement import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
 

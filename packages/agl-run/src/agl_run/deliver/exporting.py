@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from agl.contracts import Change, Exporter, Recording, RolloutQuery, Store
 from agl.errors import ConfigError, ExportError, FencedError, NotFoundError
+from agl.hints import count_of
 from agl.schemas import TERMINAL_ROLLOUT
 from agl.stores import read_recordings
 from agl_run.plan import Plan
@@ -231,14 +232,14 @@ class Exporting:
         """Show how many rollouts were sent, and log how many were refused, skipped or left over."""
         sent, refused = self._counts["sent"], self._counts["refused"]
         if sent and self._say is not None:
-            self._say(f"{self._name}: {sent} rollouts sent to {self._exporter.destination}")
+            self._say(f"{self._name}: {count_of(sent, 'rollout')} sent to {self._exporter.destination}")
         if refused:
-            _LOG.warning("%s: %d rollouts were refused by %s", self._name, refused, self._exporter.destination)
+            _LOG.warning("%s: %s refused by %s", self._name, count_of(refused, "rollout"), self._exporter.destination)
         if broken := self._counts["broken"]:
-            _LOG.warning("%s: %d rollouts were not sent, because the exporter broke on them", self._name, broken)
+            text = "%s: %s not sent, because the exporter broke on them"
+            _LOG.warning(text, self._name, count_of(broken, "rollout"))
         if left:
             _LOG.warning(
-                "%s: %d rollouts were not sent to %s within %g s after the end; they are sent when the experiment "
-                "runs again",
-                *(self._name, left, self._exporter.destination, self._flush_s),
+                "%s: %s not sent to %s within %g s after the end; they are sent when the experiment runs again",
+                *(self._name, count_of(left, "rollout"), self._exporter.destination, self._flush_s),
             )

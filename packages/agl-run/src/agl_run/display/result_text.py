@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from agl.hints import count_of
 from agl.schemas import Episode
 from agl_inspect.records.names import error_of
-from agl_inspect.text import count_of, visible
+from agl_inspect.text import visible
 from agl_run.agents.importing import place_in
 
 Rows = Sequence[Sequence[str]]

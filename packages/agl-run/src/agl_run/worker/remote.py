@@ -107,7 +107,7 @@ class RemoteWorker:
 
     def _counts(self) -> str:
         parts = ", ".join(f"{count} {status}" for status, count in sorted(self.finished.items()))
-        return f"{self.finished.total()} rollouts finished" + (f" ({parts})" if parts else "")
+        return f"rollouts finished: {self.finished.total()}" + (f" ({parts})" if parts else "")
 
     async def _wait(self) -> tuple[RunningExperiment, RemoteGateway | None] | None:
         """Wait until the experiment can be joined, and return its record and gateway; ``None`` once it is finished."""
