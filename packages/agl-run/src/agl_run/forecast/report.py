@@ -176,7 +176,7 @@ async def _algorithm(
     own = silent_shares(compared, [shape.samples]) if shape else []
     # A group whose rewards are all equal has no advantage, and so no gradient.
     gradient_share = 1 - own[0].share if own else None
-    update_s = _logged(material.metrics, config.name if config else "", "update_s")
+    update_s = _logged_update_s(material.metrics, config.name if config else "")
     basis = "logged" if update_s is not None else ""
     if config is not None and shape is not None and update_s is None:
         update_s = await _measured(plan, config, material, shape, 1.0 if gradient_share is None else gradient_share)
@@ -274,8 +274,8 @@ def _parts(rollouts: Sequence[Observed], step: StepForecast | None, update_s: fl
     return sorted(found, key=lambda part: -part.seconds)
 
 
-def _logged(metrics: Sequence[Metric], algorithm: str, name: str) -> float | None:
-    """Return the median of a metric over the last steps that logged it; ``None`` if it was never logged."""
-    found = [one for one in metrics if one.algorithm == algorithm and one.name == name]
+def _logged_update_s(metrics: Sequence[Metric], algorithm: str) -> float | None:
+    """Return the median of ``update_s`` over the last steps that logged it; ``None`` if it was never logged."""
+    found = [one for one in metrics if one.algorithm == algorithm and one.name == "update_s"]
     last = sorted(found, key=lambda one: one.step)[-_STEPS:]
     return median(one.value for one in last) if last else None
