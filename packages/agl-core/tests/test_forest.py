@@ -159,9 +159,7 @@ def drift_of(*calls: tuple[Ids, Ids]) -> list[str]:
     """Return each call's drift, shortened to the position, the call that it nearly continues, and both sides."""
     spans = [call_span(i + 1, prompt=prompt, response=response) for i, (prompt, response) in enumerate(calls)]
     forest = build_forest(spans)
-    pattern = (
-        r"drift: the prompt repeats (\d+) tokens of a conversation and differs from token \1 on, at the answer of "
-    )
+    pattern = r"drift: the prompt repeats a conversation and differs from token (\d+) on, at the answer of "
     return [re.sub(pattern, r"\1 ", text) for text in forest.drift.values()]
 
 

@@ -184,7 +184,7 @@ def test_plugins_check_names_what_does_not_import(toy):
 def test_plugins_check_of_sound_plugins_says_so(install_plugin):
     install_plugin("agl-fine", "from agl import hookimpl\n", entry="fine")
     result = invoke("plugins", "check", "fine")
-    assert (result.exit_code, result.output) == (0, "1 plugins with 0 components: all well\n")
+    assert (result.exit_code, result.output) == (0, "1 plugin with 0 components: all well\n")
 
 
 def test_plugins_check_tells_a_disabled_name_that_nobody_has(monkeypatch):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,3 +112,10 @@ def test_file_system_without_locks_is_refused_with_the_remedy(tmp_path, monkeypa
     monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(ConfigError, match=r"trainer\.lock cannot be locked .* workdir to a folder on a local disk"):
         ExperimentLock(tmp_path).acquire()
+
+
+def test_lock_of_a_folder_that_was_removed_is_released(tmp_path):
+    lock = ExperimentLock(tmp_path / "work")
+    lock.acquire()
+    shutil.rmtree(tmp_path / "work")
+    lock.release()

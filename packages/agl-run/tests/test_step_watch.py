@@ -5,7 +5,7 @@ import asyncio
 from agl.contracts import StepReport
 from agl_inspect.advice.suggestions import Suggestion
 from agl_inspect.records.metrics import step_line
-from agl_run.watch.steps import StepWatch
+from agl_run.watch.observers import StepWatch
 
 
 def told(*shares: float | None, reward: float = 0.0, **others: float) -> list[str]:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from agl_run.runners.local import AsyncRunner as AsyncRunner
     from agl_run.runners.refusals import KEY_ADVICE as KEY_ADVICE
     from agl_run.runners.setup import RunContext as RunContext
+    from agl_run.worker.address import advertised_url as advertised_url
+    from agl_run.worker.address import is_loopback as is_loopback
     from agl_run.worker.heap import settle_heap as settle_heap
     from agl_run.worker.worker import Worker as Worker
 
@@ -76,6 +78,7 @@ _HOMES = {
     "agl_run.runners.local": ("AsyncRunner",),
     "agl_run.runners.refusals": ("KEY_ADVICE",),
     "agl_run.runners.setup": ("RunContext",),
+    "agl_run.worker.address": ("advertised_url", "is_loopback"),
     "agl_run.worker.heap": ("settle_heap",),
     "agl_run.worker.worker": ("Worker",),
 }

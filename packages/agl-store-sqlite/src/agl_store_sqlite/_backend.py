@@ -162,6 +162,7 @@ class SQLiteBackend:
     @contextmanager
     def _transaction(self) -> Generator[SQLiteTables]:
         """Open tables in a transaction, commit it at the end, and wake the waiters for its changes."""
+        self._acknowledged.require_store()
         tables = SQLiteTables(self._db, self._packer, now=self._clock())
         self._db.execute("BEGIN IMMEDIATE")
         try:

@@ -156,47 +156,49 @@ class _ChoiceBuilder:
 
 def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
     """Parse the part of an answer that has arrived in a stream."""
-    found, is_done = payloads(data)
-    chunks = decode_events(found, _CHUNK, _CHUNKS)
     builders: dict[int, _ChoiceBuilder] = {}
-    for chunk in chunks:
-        for choice in chunk.choices:
-            builder = builders.get(choice.index)
-            if builder is None:
-                builder = builders[choice.index] = _ChoiceBuilder()
-            builder.add(choice)
-    # Servers report an error in the middle of a stream as an event, after the status 200.
-    error = next((text for chunk in chunks if (text := error_text(chunk.error))), "")
-    if not builders:
+    body, error, is_done = None, "", False
+    for found, is_last in payloads(data):
+        is_done |= is_last
+        chunks = decode_events(found, _CHUNK, _CHUNKS)
+        for chunk in chunks:
+            for choice in chunk.choices:
+                builder = builders.get(choice.index)
+                if builder is None:
+                    builder = builders[choice.index] = _ChoiceBuilder()
+                builder.add(choice)
+        # Servers report an error in the middle of a stream as an event, after the status 200.
+        error = error or next((text for chunk in chunks if (text := error_text(chunk.error))), "")
+        if (body := body or _head(found)) is not None:
+            _merge(body, chunks)
+    if body is None or not builders:
         return Answer(error=error)
-    body = _merged(_head(found), chunks)
+    body.object = "text_completion" if body.object == "text_completion" else "chat.completion"
     choices = tuple(
         _streamed_choice(body, index, builders[index], content_key, is_done=is_done) for index in sorted(builders)
     )
     return Answer(choices=choices, model_version=_version(body), error=error)
 
 
-def _head(found: list[bytes]) -> _Body:
-    """The first event that is a readable chunk, which has the answer's id and model."""
+def _head(found: list[bytes]) -> _Body | None:
+    """The first event that is a readable chunk, which has the answer's id and model; ``None`` without one."""
     # The first event may be a comment or a ping of a proxy.
     for data in found:
         try:
             return _BODY.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
-    return _Body()
+    return None
 
 
-def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
-    """Fill in ``body``, the stream's first chunk, from all chunks: the first prompt ids, the last usage and version."""
+def _merge(body: _Body, chunks: list[_Chunk]) -> None:
+    """Add to ``body``, the stream's first chunk, the first prompt ids and the last usage and version of ``chunks``."""
     for chunk in chunks:
         # On the first chunk of a vLLM stream only.
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
         for name in ("usage", *_VERSION_FIELDS):
             if value := getattr(chunk, name):
                 setattr(body, name, value)
-    body.object = "text_completion" if body.object == "text_completion" else "chat.completion"
-    return body
 
 
 def _streamed_choice(

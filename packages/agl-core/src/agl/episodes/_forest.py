@@ -211,7 +211,7 @@ class _DriftFinder:
             return ""
         recorded, sent = self._window(context, position), self._window(prompt, position)
         return (
-            f"drift: the prompt repeats {position} tokens of a conversation and differs from token {position} on, "
+            f"drift: the prompt repeats a conversation and differs from token {position} on, "
             f"at the answer of call {self.name_of(answered)}: recorded {recorded}, sent {sent}"
         )
 

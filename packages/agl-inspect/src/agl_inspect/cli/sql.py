@@ -112,7 +112,7 @@ def _refuse_repeated(columns: Sequence[str]) -> None:
 
 def _tell(count: int) -> None:
     if count % _TOLD_EVERY == 0 and sys.stderr.isatty():
-        click.echo(f"read {count:,} rollouts", err=True)
+        click.echo(f"rollouts read: {count:,}", err=True)
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,9 @@
 """The ``agl`` command itself: global options, lazily loaded commands, and errors printed as one paragraph."""
 
 import logging
+import os
 import sys
+import threading
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -107,6 +109,9 @@ class PluginGroup(click.Group):
             sys.exit(STOPPED)
 
 
+PATIENCE_S = 5.0
+"""Seconds that threads of an agent or a plugin may run on after the command."""
+
 _GROUPS = {
     "Run": ("init", "check", "dev", "run", "worker", "serve", "exec"),
     "Look": ("runs", "show", "why", "metrics", "console", "sql"),
@@ -181,4 +186,20 @@ def main() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    cli(prog_name="agl")
+    try:
+        cli(prog_name="agl")
+    except SystemExit as done:
+        # Python waits for threads that are no daemons, and an agent's module may have started one that never ends.
+        timer = threading.Timer(PATIENCE_S, _leave_threads, [done.code])
+        timer.daemon = True
+        timer.start()
+        raise
+
+
+def _leave_threads(code: int) -> None:
+    left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    if left:
+        names = ", ".join(thread.name for thread in left)
+        logging.getLogger(__name__).warning("the command has ended, and stops threads that still run: %s", names)
+        sys.stdout.flush()
+        os._exit(code)

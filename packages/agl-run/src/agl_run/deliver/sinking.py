@@ -20,6 +20,7 @@ import msgspec
 
 from agl.contracts import Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, Store, shortened
 from agl.errors import AglError, FencedError
+from agl.hints import count_of
 from agl.tracing import redact
 from agl_inspect.records.shelf import run_key
 from agl_run.deliver.sink_contents import read_rows, read_tables, shown_config
@@ -190,7 +191,8 @@ class _Sinking:
         self._task.cancel()
         self._thread.close()
         if has_all:
-            return f"{self._name}: {self._written or f'{len(self._given)} steps'} written to {self._sink.destination}"
+            written = self._written or count_of(len(self._given), "step")
+            return f"{self._name}: {written} written to {self._sink.destination}"
         _LOG.warning(
             "%s: %d of the run's %d known steps and its end were not written to %s; the store has them all, and "
             "`agl run --sync` with the experiment's file writes them",

@@ -113,6 +113,7 @@ class DrivenAlgorithm:
     async def step(self) -> None:
         """Take one step; raises :class:`AglError` if it trains a rollout twice.
 
+        A stop during the very last step lets the run end, unless its result is still to be validated.
         If the step is cancelled while earlier steps wait to be saved, it is interrupted only where it collects
         rollouts; interrupting an update would leave weights that belong to no step.
         """
@@ -142,8 +143,13 @@ class DrivenAlgorithm:
         await to_end(driver.commit(self, report, is_stopping=is_stopping))
         self.is_finished = own.is_finished
         await self._show(report, own.metrics)
-        if is_stopping:
+        if is_stopping and await self._is_more_to_do():
             raise asyncio.CancelledError
+
+    async def _is_more_to_do(self) -> bool:
+        plan = self._driver.running.plan
+        states = [await self._driver.load(config) for config in plan.config.algorithm]
+        return bool(plan.val) or not all(state.is_finished for state in states)
 
     def _check(self, report: StepReport) -> None:
         """Raise :class:`AglError` if a step's number is out of order, or if it trains a rollout a second time."""

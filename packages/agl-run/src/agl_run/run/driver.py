@@ -18,6 +18,7 @@ from agl.contracts import (
     Metric,
     StepReport,
 )
+from agl.hints import count_of
 from agl.schemas import Episode, Json
 from agl_inspect.advice.suggestions import AlertKind, Suggestion, add_alert
 from agl_inspect.records.state import AlgorithmState, load_algorithm, save_progress, saved_marks
@@ -33,8 +34,8 @@ from agl_run.watch.agent_patterns import PatternReport
 from agl_run.watch.agreement import AgreementReport
 from agl_run.watch.arrival import ArrivalReport
 from agl_run.watch.failures import FailureReport
+from agl_run.watch.observers import StepShares, StepWatch, TallyObserver
 from agl_run.watch.sampling import SamplingReport
-from agl_run.watch.steps import StepShares, StepWatch, TallyObserver
 
 if TYPE_CHECKING:
     from agl_run.run.algorithm import DrivenAlgorithm
@@ -166,8 +167,9 @@ class Driver:
         """Show how many replays a step ran, and remember their metrics for the step's report."""
         self._replays[name] = values
         failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
-        calls = f", {values['replay_calls']:.0f} model calls"
-        self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{calls}{failed}")
+        calls = f", {count_of(round(values['replay_calls']), 'model call')}"
+        replays = count_of(round(values["replays"]), "further rollout")
+        self.progress.say(f"{name} step {step}: {replays} for the credit{calls}{failed}")
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
         """Return an algorithm's newest state, saved or not; before its first step, return a new state."""
@@ -326,7 +328,7 @@ class Driver:
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
         mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
         self.progress.update("record rollouts", 0, 0)
-        self.progress.say(f"recorded {len(tasks)} rollouts, {failed} failed{mean}")
+        self.progress.say(f"recorded {count_of(len(tasks), 'rollout')}, {failed} failed{mean}")
 
     def view_validations(self) -> None:
         """Copy the newest and the best validation to the display's view."""
@@ -339,7 +341,7 @@ class Driver:
         tasks, known = self.validation_tasks, self.validations.at(0)
         if known is None:
             return None if self.state.turn else await self.validate(await self.now())
-        self.validated = await self.collector(VALIDATION, None).collected_before(len(tasks), step=0, mode="val")
+        self.validated = await self.collector(VALIDATION, None).first_validation(len(tasks))
         return known.mean
 
     async def validate(self, moment: Moment) -> float | None:
@@ -355,7 +357,7 @@ class Driver:
         collector, states = self.collector(VALIDATION, None), moment.states
         # An interrupted validation continues with the versions to which its first rollouts were
         # pinned.
-        versions = await collector.pinned_before(step=step, mode="val") or moment.versions
+        versions = await collector.validated_versions(step=step) or moment.versions
         files = files_of([await self.running.store.resource(*version) for version in versions.items()], states)
         # From now on the files of these versions are protected, even if the algorithm deletes old
         # checkpoints.

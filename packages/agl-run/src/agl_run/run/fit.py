@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
+from agl.hints import count_of
 from agl.schemas import Episode, Json, Mode, Record
 from agl_inspect.records.names import TRIAL, error_of
 from agl_inspect.records.sources import experiment_of
@@ -82,7 +83,7 @@ class FitResult(Record, frozen=True, kw_only=True):
         return [] if self.best == self.after else [(self.best, f"best, {after_step(self.best_step)}")]
 
     def _table(self) -> tuple[str, Rows]:
-        failed = (("failed", f"{self.failed} rollouts: {self.errors}"),) if self.failed else ()
+        failed = (("failed", f"{count_of(self.failed, 'rollout')}: {self.errors}"),) if self.failed else ()
         rows = (
             ("validation reward", reward_text(self.before, self.after, self._other_rewards())),
             ("steps", pairs(self.steps)),
@@ -116,7 +117,7 @@ class DevResult(Record, frozen=True, kw_only=True):
         return as_html(*self._table(), has_head=True)
 
     def _table(self) -> tuple[str, Rows]:
-        return f"DevResult with {len(self.episodes)} rollouts", episode_rows(self.episodes)
+        return f"DevResult with {count_of(len(self.episodes), 'rollout')}", episode_rows(self.episodes)
 
 
 async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool) -> FitResult:

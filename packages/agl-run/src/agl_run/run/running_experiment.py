@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -29,7 +29,7 @@ from agl.hints import did_you_mean
 from agl.schemas import LLM, Json, Resource, ResourceVersion
 from agl_inspect.ownership import Ownership
 from agl_inspect.records.labels import labelled
-from agl_inspect.stores import address_of, build_store, checked_store, located, without_password
+from agl_inspect.stores import address_of, build_store, located, without_password
 from agl_run.access.secret import signing_keys
 from agl_run.checks.notices import crowded_loop
 from agl_run.deliver.exporting import Exporting
@@ -93,7 +93,7 @@ class RunningExperiment:
         # Every started part is pushed onto one stack, so that a start that fails halfway stops
         # exactly the parts that run.
         self._stack.callback(lock.release)
-        store = checked_store(self.plan.store) if self.plan.store else open_store(self.plan)
+        store = self.plan.store or open_store(self.plan)
         if self.plan.store is None:
             self._stack.push_async_callback(store.close)
         # The lock above is this machine's; the lease in the store keeps out trainers elsewhere.
@@ -478,15 +478,19 @@ class ExperimentLock:
                 f"{self._file} cannot be locked ({error.strerror or error}), so that nothing would keep a second "
                 "trainer from this experiment; set [experiment] workdir to a folder on a local disk"
             ) from error
-        # For people only: the id is never read to decide who runs.
-        self._holder.write_text(str(os.getpid()), encoding="utf-8")
+        self._note(str(os.getpid()))
 
     def release(self) -> None:
         """Release the lock; idempotent."""
         if self._lock.is_locked:
             # Emptied before the release: afterwards the file may already hold the next owner's id.
-            self._holder.write_text("", encoding="utf-8")
+            self._note("")
             self._lock.release()
+
+    def _note(self, holder: str) -> None:
+        # For people only, so that a full disk or a removed folder is reported by what needs it.
+        with suppress(OSError):
+            self._holder.write_text(holder, encoding="utf-8")
 
     def _who(self) -> str:
         holder = self._holder.read_text(encoding="utf-8", errors="replace").strip() if self._holder.exists() else ""

@@ -8,6 +8,7 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import Recording, RolloutQuery, SpanChoice, Store
 from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
 from agl.errors import MissingTokenIdsError
+from agl.hints import count_of
 from agl.schemas import Episode, Record, Span
 from agl.stores import read_recordings
 from agl_inspect.stores import proposal
@@ -133,7 +134,7 @@ def nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int], *, sto
     if disagreed:
         why = f"There are {describe(episodes, disagreed)}"
     look = proposal("Look at one with", "show", errors.example or first.rollout.rollout_id, store_url=store_url)
-    return f"none of {len(episodes)} rollouts can be used: {counts}. {why}.{look}"
+    return f"none of {count_of(len(episodes), 'rollout')} can be used: {counts}. {why}.{look}"
 
 
 def _without_reward(episodes: Iterable[Episode]) -> str:
@@ -154,6 +155,7 @@ def check_trainable(episodes: Sequence[Episode]) -> None:
     # any.
     if missing and len(missing) == len([call for call in calls if call.reject != "not_selected"]):
         raise MissingTokenIdsError(
-            f"the backend returned no token ids for any of {len(missing)} calls ({missing[0].detail}); training on "
-            "tokens needs them. Serve the model with agl's torch policy, vLLM or SGLang, which return them when asked"
+            f"the backend returned no token ids for any of {len(missing)} calls ({missing[0].detail}); "
+            "training on tokens needs them. Serve the model with agl's torch policy, vLLM or SGLang, which return them "
+            "when asked"
         )

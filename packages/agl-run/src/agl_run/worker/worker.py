@@ -24,6 +24,7 @@ from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error
 from agl_run.runners.setup import LastingRunner, LostError, RunContext
 from agl_run.runners.storable import UNFIT, storable_outcome
+from agl_run.tracers.module_tracer import cache_advice
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -370,7 +371,7 @@ def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
     """Explain why an attempt has no recorded model call, and name clients whose calls were noticed."""
     clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
     if not clients:
-        return _NO_CALLS
+        return f"{_NO_CALLS}.{cache_advice()}"
     return (
         f"the agent finished and none of its model calls was recorded: they are by {', '.join(clients)}. Point these "
         "clients at the gateway, with the base URL and key from resources or from the environment, or let them call "
