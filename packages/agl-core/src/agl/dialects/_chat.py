@@ -160,17 +160,17 @@ def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
     body, error, is_done = None, "", False
     for found, is_last in payloads(data):
         is_done |= is_last
-        body = body or _head(found)
-        for chunk in decode_events(found, _CHUNK, _CHUNKS):
-            # Servers report an error in the middle of a stream as an event, after the status 200.
-            error = error or error_text(chunk.error)
+        chunks = decode_events(found, _CHUNK, _CHUNKS)
+        for chunk in chunks:
             for choice in chunk.choices:
                 builder = builders.get(choice.index)
                 if builder is None:
                     builder = builders[choice.index] = _ChoiceBuilder()
                 builder.add(choice)
-            if body is not None:
-                _merge(body, chunk)
+        # Servers report an error in the middle of a stream as an event, after the status 200.
+        error = error or next((text for chunk in chunks if (text := error_text(chunk.error))), "")
+        if (body := body or _head(found)) is not None:
+            _merge(body, chunks)
     if body is None or not builders:
         return Answer(error=error)
     body.object = "text_completion" if body.object == "text_completion" else "chat.completion"
@@ -191,13 +191,14 @@ def _head(found: list[bytes]) -> _Body | None:
     return None
 
 
-def _merge(body: _Body, chunk: _Chunk) -> None:
-    """Add a chunk to ``body``, the stream's first chunk: the first prompt ids, the last usage and version."""
-    # On the first chunk of a vLLM stream only.
-    body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
-    for name in ("usage", *_VERSION_FIELDS):
-        if value := getattr(chunk, name):
-            setattr(body, name, value)
+def _merge(body: _Body, chunks: list[_Chunk]) -> None:
+    """Add to ``body``, the stream's first chunk, the first prompt ids and the last usage and version of ``chunks``."""
+    for chunk in chunks:
+        # On the first chunk of a vLLM stream only.
+        body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
+        for name in ("usage", *_VERSION_FIELDS):
+            if value := getattr(chunk, name):
+                setattr(body, name, value)
 
 
 def _streamed_choice(

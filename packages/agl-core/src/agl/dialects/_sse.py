@@ -14,7 +14,7 @@ _DONE = b"[DONE]"
 
 
 # Events become many small objects, so only those of one part are in memory at once.
-_PART = 1 << 20
+_PART = 1 << 18
 
 
 def payloads(body: bytes) -> Iterator[tuple[list[bytes], bool]]:
@@ -33,7 +33,7 @@ def payloads(body: bytes) -> Iterator[tuple[list[bytes], bool]]:
 
 
 def _events(body: bytes) -> Iterator[list[bytes]]:
-    """Yield the complete events of a stream, about 1 MiB at a time; a larger event comes alone."""
+    """Yield the complete events of a stream, about 256 KiB at a time; a larger event comes alone."""
     # The specification (https://html.spec.whatwg.org/multipage/server-sent-events.html) allows CR,
     # LF and CRLF as the end of a line; nearly every server sends LF.
     if b"\r" in body:
