@@ -85,7 +85,7 @@ async def try_versions(plan: Plan, contest: Contest, *, progress: Progress, foun
         found.versions = [await _published(driver, contest.name, version) for version in contest.versions]
         collector = driver.collector(f"try-{time.time_ns() // 1_000_000}", None)
         arms = [{contest.name: version.version} for version in found.versions]
-        found.rollouts = collector.side_by_side(contest.tasks, arms, n=contest.samples, mode="test")
+        found.rollouts = collector.side_by_side(contest.tasks, arms, n=contest.samples)
         try:
             episodes = await collector.run(found.rollouts)
             found.is_complete = True

@@ -153,7 +153,7 @@ class GatewayPresence:
         )
 
 
-async def gone_gateways(store: Store, *, own: str = "", now: float = 0.0) -> list[AnnouncedGateway]:
+async def gone_gateways(store: Store, *, own: str = "") -> list[AnnouncedGateway]:
     """Return the gateways other than ``own`` that are gone and left calls in their spools; see :func:`gateways_of`."""
-    found = await gateways_of(store, now=now)
+    found = await gateways_of(store)
     return [each for each in found if each.is_gone and each.calls and each.member != own]

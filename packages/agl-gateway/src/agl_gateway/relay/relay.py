@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 from multidict import CIMultiDict
 
+from agl.contracts import POLICY_KEY_ENV
 from agl.dialects import Request, dialect_of
 from agl.errors import CaptureError
 from agl_gateway.record.exchanges import CallRecord
@@ -28,6 +29,9 @@ from agl_run.access import AttemptToken
 
 DROPPED_HEADER = "x-agl-dropped"
 """Response header that names the parts of a request that its translation dropped."""
+
+ATTEMPT_HEADER = "x-agl-attempt-id"
+"""Header that names the attempt to a server of this project, which gives every attempt its turn."""
 
 _MAX_DROPPED = 200
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
@@ -136,6 +140,8 @@ class Relay:
         headers |= await self.sampling.seed(
             asked, target.upstream, rollout_id=context.rollout_id, attempt_id=context.attempt_id
         )
+        if target.upstream.api_key_env == POLICY_KEY_ENV:
+            headers[ATTEMPT_HEADER] = context.attempt_id
         path = outgoing.endpoint
         if request.query_string and outgoing.client_api == asked.dialect:
             path += f"?{request.query_string}"

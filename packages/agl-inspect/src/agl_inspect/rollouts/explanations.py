@@ -120,7 +120,7 @@ def _use(call: CallUse, *, hides_note: bool) -> str:
     if call.row < 0:
         return ", ".join(filter(None, (f"{call.span_id}: did not train: {call.note}", credit)))
     advantage = f"advantage {_number(call.advantage)}" if call.advantage is not None else ""
-    tokens = [_spread(call, "advantage"), _mean_of_tokens(call, "entropy")]
+    tokens = [_spread(call, "advantage"), _mean_entropy(call)]
     parts = (f"{call.span_id}: row {call.row}", credit, advantage, *tokens, "" if hides_note else call.note)
     return ", ".join(filter(None, parts))
 
@@ -131,9 +131,9 @@ def _spread(call: CallUse, name: str) -> str:
     return f"{name} of its tokens from {_number(min(values))} to {_number(max(values))}" if values else ""
 
 
-def _mean_of_tokens(call: CallUse, name: str) -> str:
-    values = _known(call, name)
-    return f"mean {name} {_number(fmean(values))}" if values else ""
+def _mean_entropy(call: CallUse) -> str:
+    values = _known(call, "entropy")
+    return f"mean entropy {_number(fmean(values))}" if values else ""
 
 
 def _known(call: CallUse, name: str) -> list[float]:

@@ -59,7 +59,6 @@ class Exporting:
         experiment: The name of the experiment.
         name: The name of the exporter.
         say: Called at the end with a line that says how many rollouts were sent.
-        flush_s: Seconds to wait at the end for rollouts that have not been sent yet.
     """
 
     def __init__(
@@ -70,11 +69,9 @@ class Exporting:
         experiment: str,
         name: str,
         say: Callable[[str], None] | None = None,
-        flush_s: float = FLUSH_S,
     ) -> None:
         self._store, self._exporter, self._experiment, self._name = store, exporter, experiment, name
         self._say = say
-        self._flush_s = flush_s
         self._key = f"experiment/{experiment}/exporter/{name}"
         self._cursor = 0
         self._counts: Counter[str] = Counter()
@@ -100,7 +97,7 @@ class Exporting:
         """Send the remaining rollouts within the time limit, count the unsent ones, and close the exporter."""
         self._ending.set()
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=self._flush_s)
+            await asyncio.wait({self._task}, timeout=FLUSH_S)
             # True if the task had not ended by itself within the limit.
             is_late = self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -241,5 +238,5 @@ class Exporting:
         if left:
             _LOG.warning(
                 "%s: %s not sent to %s within %g s after the end; they are sent when the experiment runs again",
-                *(self._name, count_of(left, "rollout"), self._exporter.destination, self._flush_s),
+                *(self._name, count_of(left, "rollout"), self._exporter.destination, FLUSH_S),
             )

@@ -147,7 +147,7 @@ class DrivenAlgorithm:
             raise asyncio.CancelledError
 
     async def _is_more_to_do(self) -> bool:
-        plan = self._driver.session.plan
+        plan = self._driver.running.plan
         states = [await self._driver.load(config) for config in plan.config.algorithm]
         return bool(plan.val) or not all(state.is_finished for state in states)
 

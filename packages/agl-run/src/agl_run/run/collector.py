@@ -184,19 +184,19 @@ class Collector:
             observer.batch(batch)
         return await self._select(episodes, step=0)
 
-    async def pinned_before(self, *, step: int, mode: Mode) -> dict[str, str] | None:
-        """Return the versions to which an earlier, equal request pinned its rollouts; ``None`` without such a request.
+    async def validated_versions(self, *, step: int) -> dict[str, str] | None:
+        """Return the versions to which an earlier validation pinned its rollouts; ``None`` without such a validation.
 
-        The live versions may have changed since the earlier request, but existing rollouts keep their pinned versions.
+        The live versions may have changed since then, but existing rollouts keep their pinned versions.
         """
-        return await self._pinned(f"{self._ids(mode)}{step_name(step)}-{0:05d}-{0:03d}")
+        return await self._pinned(f"{self._ids('val')}{step_name(step)}-{0:05d}-{0:03d}")
 
-    async def collected_before(self, count: int, *, step: int, mode: Mode) -> tuple[Episode, ...]:
-        """Return the episodes of an earlier request that ran each of ``count`` tasks once.
+    async def first_validation(self, count: int) -> tuple[Episode, ...]:
+        """Return the episodes of the first validation, which ran each of ``count`` tasks once.
 
         The result is empty if the rollouts were removed.
         """
-        ids = [f"{self._ids(mode)}{step_name(step)}-{position:05d}-{0:03d}" for position in range(count)]
+        ids = [f"{self._ids('val')}{step_name(0)}-{position:05d}-{0:03d}" for position in range(count)]
         try:
             return tuple(await read_episodes(self._store, ids, selection=self._selection))
         except NotFoundError:
@@ -214,10 +214,8 @@ class Collector:
         """Build the episode of a finished rollout from the rewards and calls that the collector's algorithm uses."""
         return episode_of(recording, self._selection)
 
-    def side_by_side(
-        self, tasks: Sequence[Json], arms: Sequence[Mapping[str, str]], *, n: int, mode: Mode
-    ) -> list[Rollout]:
-        """Make ``n`` rollouts of each task for each arm, to be passed to :meth:`run` together.
+    def side_by_side(self, tasks: Sequence[Json], arms: Sequence[Mapping[str, str]], *, n: int) -> list[Rollout]:
+        """Make ``n`` test rollouts of each task for each arm, to be passed to :meth:`run` together.
 
         An arm is a set of pinned versions. The arms alternate, and each comes first equally often, so that a server
         that becomes slower or worse affects all arms alike. The same sample of a task has the same seed in all arms.
@@ -227,12 +225,12 @@ class Collector:
         pairs = [(task, position, sample) for position, task in enumerate(tasks) for sample in range(n)]
         found: list[Rollout] = []
         for number, (task, position, sample) in enumerate(pairs):
-            seed = self._seed(f"{mode}-{step_name(0)}-{position:05d}-{sample:03d}")
+            seed = self._seed(f"test-{step_name(0)}-{position:05d}-{sample:03d}")
             for arm in (*range(number % len(arms), len(arms)), *range(number % len(arms))):
                 # The arm is part of the id but not of the seed, because arms must differ only in
                 # their versions.
                 place = 0, f"{step_name(0)}-{position:05d}-{sample:03d}-{arm:02d}"
-                rollout = self._rollout(task, place, mode, {**live, **arms[arm]})
+                rollout = self._rollout(task, place, "test", {**live, **arms[arm]})
                 found.append(msgspec.structs.replace(rollout, metadata={**rollout.metadata, "seed": seed}))
         return found
 

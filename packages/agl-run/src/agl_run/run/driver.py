@@ -341,7 +341,7 @@ class Driver:
         tasks, known = self.validation_tasks, self.validations.at(0)
         if known is None:
             return None if self.state.turn else await self.validate(await self.now())
-        self.validated = await self.collector(VALIDATION, None).collected_before(len(tasks), step=0, mode="val")
+        self.validated = await self.collector(VALIDATION, None).first_validation(len(tasks))
         return known.mean
 
     async def validate(self, moment: Moment) -> float | None:
@@ -357,7 +357,7 @@ class Driver:
         collector, states = self.collector(VALIDATION, None), moment.states
         # An interrupted validation continues with the versions to which its first rollouts were
         # pinned.
-        versions = await collector.pinned_before(step=step, mode="val") or moment.versions
+        versions = await collector.validated_versions(step=step) or moment.versions
         files = files_of([await self.running.store.resource(*version) for version in versions.items()], states)
         # From now on the files of these versions are protected, even if the algorithm deletes old
         # checkpoints.
