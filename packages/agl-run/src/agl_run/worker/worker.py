@@ -360,9 +360,9 @@ def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:
 
 _NO_CALLS = (
     "Expected at least one call to a configured policy. Check that the agent's client uses the model name of a "
-    "[policy.*] section or OPENAI_BASE_URL, and that it calls the model through httpx (the openai and anthropic clients "
-    "do). Other clients, and programs that the agent starts, need base_url and api_key of the agent's argument llm; "
-    "with a gateway, the environment of the 'process' and 'command' runners has both"
+    "[policy.*] section or OPENAI_BASE_URL, and that it calls the model through httpx (the openai and anthropic "
+    "clients do). Other clients, and programs that the agent starts, need base_url and api_key of the agent's argument "
+    "llm; with a gateway, the environment of the 'process' and 'command' runners has both"
 )
 
 
