@@ -107,3 +107,13 @@ def test_entries_that_arrive_together_stay_apart():
     message, entries = StreamedMessage(), [{"type": "reasoning.summary", "summary": text} for text in "ab"]
     message.add({"reasoning_details": entries})
     assert {"reasoning_details": entries} == message.whole()
+
+
+def test_content_in_parts_and_text_is_joined_in_parts():
+    message = StreamedMessage()
+    for text in ("I look ", "it up."):
+        message.add({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": text}]}]})
+    message.add({"content": "It is "})
+    message.add({"content": "sunny."})
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "I look it up."}]}
+    assert {"content": [thinking, {"type": "text", "text": "It is sunny."}]} == message.whole()

@@ -108,6 +108,24 @@ PROVIDERS: dict[str, tuple[Json, list[Json]]] = {
             {"tool_calls": [{"index": 0, **CALL, **SIGNED}, {"index": 1, **CALL, "id": "c2"}]},
         ],
     ),
+    "mistral": (
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "I look it up."}]},
+                {"type": "text", "text": "Wait."},
+            ],
+            "tool_calls": [CALL],
+        },
+        [
+            {"role": "assistant", "content": ""},
+            {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "I look "}]}]},
+            {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "it up."}]}]},
+            {"content": [{"type": "text", "text": "Wa"}]},
+            {"content": "it."},
+            *PARTS,
+        ],
+    ),
     "gemini-text": (
         {"role": "assistant", "content": "It is sunny.", **SIGNED},
         [{"role": "assistant", "content": "It is ", **SIGNED}, {"content": "sunny."}],

@@ -127,6 +127,13 @@ def test_idle_slots_are_explained_by_the_rollouts_of_a_step() -> None:
     assert "concurrency = 10 in [runner] is enough" in long.change
 
 
+def test_slow_rollouts_that_already_run_at_once_are_not_explained_by_the_concurrency() -> None:
+    (found,) = suggestions_of(logged({**SITUATIONS["slow-rollouts"], "slots": lambda _: 64.0}))
+    assert "slow-rollouts" == found.rule
+    assert found.change.startswith("all rollouts of a step run at once already")
+    assert "concurrency" not in found.change
+
+
 def test_idle_slots_do_not_matter_where_collecting_takes_little_of_a_step() -> None:
     assert [] == suggestions_of(logged({"collect_s": lambda _: 1.5, "slots_idle_share": lambda _: 0.7}))
 

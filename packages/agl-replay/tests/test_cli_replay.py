@@ -348,3 +348,19 @@ def test_server_gives_each_recorded_answer_once_and_all_choices():
         assert 400 == server.answer("/v1/chat/completions", ask)[0]
         assert 400 == server.answer("/v1/unknown", None)[0]
         assert (3, 0, 2) == (server.served, server.unused, len(server.diverged))
+
+
+def test_divergence_is_compared_with_a_recorded_call_that_was_not_made_yet():
+    def ask(text: str) -> dict[str, object]:
+        return {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": text}]}
+
+    calls = [
+        ModelCall(request_id=text, dialect="chat", model="m", request=ask(text), response={"choices": []})
+        for text in ("plan", "write", "review")
+    ]
+    with ReplayServer(calls) as server:
+        assert 200 == server.answer("/v1/chat/completions", ask("plan"))[0]
+        assert 400 == server.answer("/v1/chat/completions", ask("write it"))[0]
+        assert 400 == server.answer("/v1/chat/completions", ask("plan"))[0]
+        assert server.diverged[0].endswith("message 2 (user) was 'write', is 'write it'")
+        assert server.diverged[1].endswith("the request was recorded, and made fewer times")

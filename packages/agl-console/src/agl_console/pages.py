@@ -36,7 +36,8 @@ class Pages:
             lstrip_blocks=True,
         )
         self._templates.filters.update(number=number, probability=probability, clock=clock, seconds=seconds, data=data)
-        self._templates.globals.update(link=link, ends=ends)
+        self._templates.filters.update(dict[str, Any](ends=ends))
+        self._templates.globals["link"] = link
         self._store = store
 
     def view(self, view: View, here: str, visitor: str = "") -> str:

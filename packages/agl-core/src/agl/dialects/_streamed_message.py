@@ -34,6 +34,8 @@ class StreamedMessage:
         for key, value in delta.items():
             if key == "tool_calls":
                 self._calls.add(value)
+            elif isinstance(value, str) and key in self._lists:
+                _extend(self._lists[key], [{"type": "text", "text": value}])  # Mistral's content after its thoughts
             elif isinstance(value, str) and key != "role":
                 self._texts.setdefault(key, []).append(value)
             elif is_list(value):
@@ -45,7 +47,7 @@ class StreamedMessage:
         """The fields so far, in the form of a plain message."""
         texts = {key: "".join(parts) for key, parts in self._texts.items()}
         calls = self._calls.whole()
-        return {**self._fields, **self._lists, **texts, **({"tool_calls": calls} if calls else {})}
+        return {**self._fields, **texts, **self._lists, **({"tool_calls": calls} if calls else {})}
 
 
 def _extend(entries: list[Any], parts: list[Any]) -> None:
@@ -53,12 +55,12 @@ def _extend(entries: list[Any], parts: list[Any]) -> None:
     known = len(entries)
     for part in parts:
         # Parts that arrive together never continue each other: a plain body has all entries in one list.
-        near = range(known - 1, max(-1, known - 1 - _NEAR), -1)
-        at = next((i for i in near if _continues(as_dict(entries[i]), as_dict(part))), known)
-        if at == known:
-            entries.append(part)
+        for at in range(known - 1, max(-1, known - 1 - _NEAR), -1):
+            if _continues(as_dict(entries[at]), as_dict(part)):
+                entries[at] = _longer(entries[at], part)
+                break
         else:
-            entries[at] = _longer(entries[at], part)
+            entries.append(part)
 
 
 def _continues(entry: dict[str, Any], part: dict[str, Any]) -> bool:
@@ -69,8 +71,14 @@ def _continues(entry: dict[str, Any], part: dict[str, Any]) -> bool:
 
 
 def _longer(entry: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    texts = {key: f"{entry.get(key) or ''}{part[key]}" for key in _GROWING if isinstance(part.get(key), str)}
-    return {**entry, **{key: value for key, value in part.items() if value is not None}, **texts}
+    found = {**entry, **{key: value for key, value in part.items() if value is not None}}
+    for key in _GROWING:
+        if isinstance(part.get(key), str):
+            found[key] = f"{entry.get(key) or ''}{part[key]}"
+        elif is_list(part.get(key)):
+            found[key] = [*as_list(entry.get(key))]
+            _extend(found[key], part[key])
+    return found
 
 
 class StreamedCalls:

@@ -4,8 +4,8 @@ An answer is cut into pieces in their order: thoughts, texts and tool calls. A t
 the answer, because servers may interleave the parts of several calls. Of several choices, only the first is read.
 
 A message and its tool calls may have further fields, which the server wants back with the next request: thoughts under
-one of several names, OpenRouter's ``reasoning_details``, or Gemini's ``extra_content``. The pieces of thoughts hold
-these fields for their seal; where an answer has no thoughts, an empty piece holds them.
+one of several names or in Mistral's content, OpenRouter's ``reasoning_details``, or Gemini's ``extra_content``. The
+pieces of thoughts hold these fields for their seal; where an answer has no thoughts, an empty piece holds them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,7 +80,11 @@ def assistant_message(*, text: str, thoughts: Iterable[dict[str, Any]], calls: S
         fields.add(one)
     message = fields.whole()
     further = {call.get("id"): call for call in message.pop("tool_calls", ())}
-    message |= {"role": "assistant", "content": text or None}
+    thinking = objects_in(message.get("content"))
+    message |= {
+        "role": "assistant",
+        "content": [*thinking, text_part(text)] if thinking and text else thinking or text or None,
+    }
     return {**message, "tool_calls": [{**further.get(call["id"], {}), **call} for call in calls]} if calls else message
 
 
@@ -161,11 +165,14 @@ class Pieces:
     def add(self, delta: dict[str, Any]) -> Iterator[Change]:
         """Read a message or a delta, and yield the changes of pieces that it causes."""
         fields = {key: value for key, value in delta.items() if value and key not in _UNSEALED}
+        parts = objects_in(delta.get("content"))
+        if thinking := [part for part in parts if part.get("type") == "thinking"]:
+            fields["content"] = thinking
         self._fields.add(fields)
-        thoughts = thoughts_in(delta)
+        thoughts = thoughts_in(delta) or "".join(_text(objects_in(part.get("thinking"))) for part in thinking)
         if thoughts or (fields and self._open is None):
             yield from self._grow("thought", thoughts)
-        if text := text_in(delta.get("content")) or text_in(delta.get("refusal")):
+        if text := text_in(delta.get("content")) or text_in(delta.get("refusal")) or _text(parts):
             yield from self._grow("text", text)
         self._calls.add(delta.get("tool_calls"))
 
@@ -201,6 +208,10 @@ class Pieces:
                 self._open.fields, self._fields = self._fields.whole(), StreamedMessage()
             yield "closed", self._open, ""
         self._open = None
+
+
+def _text(parts: Iterable[dict[str, Any]]) -> str:
+    return "".join(text_in(part.get("text")) for part in parts)
 
 
 def pieces_of(message: dict[str, Any]) -> list[Piece]:

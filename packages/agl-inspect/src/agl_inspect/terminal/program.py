@@ -1,5 +1,6 @@
 """The ``agl`` command itself: global options, lazily loaded commands, and errors printed as one paragraph."""
 
+import errno
 import logging
 import os
 import sys
@@ -95,7 +96,7 @@ class PluginGroup(click.Group):
         """Run the command.
 
         An :class:`AglError` is printed on stderr as one paragraph, with exit status 1; so is a usage error, with exit
-        status 2. Ctrl-C ends the program with exit status 130.
+        status 2. An :class:`OSError` is printed in the same way. Ctrl-C ends the program with exit status 130.
         """
         try:
             with _refused():
@@ -104,6 +105,11 @@ class PluginGroup(click.Group):
             if ctx.params.get("debug"):
                 click.echo(visible(traceback.format_exc()), err=True)
             raise click.ClickException(visible(str(error))) from error
+        except OSError as error:  # such as a full disk; click and the commands treat a closed terminal or pipe
+            if ctx.params.get("debug") or error.errno in (errno.EPIPE, errno.EIO):
+                raise
+            hint = "correct that and repeat the command; agl --debug shows the traceback"
+            raise click.ClickException(visible(f"the operating system refused: {error}; {hint}")) from error
         except KeyboardInterrupt:
             click.echo("\nstopped", err=True)
             sys.exit(STOPPED)

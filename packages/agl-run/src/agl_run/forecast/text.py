@@ -82,14 +82,16 @@ def _row(name: str, cells: Sequence[str]) -> str:
 
 def _step(forecast: AlgorithmForecast, report: RunForecast) -> list[str]:
     shape, step = forecast.shape, forecast.step
-    if shape is None or step is None:
-        why = (
-            f"a step of {forecast.algorithm}: not known, because it collects no rollouts, or has neither a method "
-            "step_size nor the parameters tasks_per_step and group_size"
-        )
-        return ["", *_wrapped(why if forecast.algorithm else "no algorithm: nothing is trained, so there are no steps")]
-    rollouts = f"{count_of(shape.tasks, 'task')} x {shape.samples} = {count_of(shape.rollouts, 'rollout')}"
-    lines = ["", f"a step of {forecast.algorithm}: {rollouts}"]
+    if step is None:
+        return ["", *_wrapped(_no_step(forecast))]
+    head = (
+        f"all of {forecast.algorithm}: at most {count_of(step.rollouts, 'rollout')}, without the waits between their "
+        "batches and the algorithm's own model calls"
+    )
+    if shape is not None:
+        rollouts = f"{count_of(shape.tasks, 'task')} x {shape.samples} = {count_of(shape.rollouts, 'rollout')}"
+        head = f"a step of {forecast.algorithm}: {rollouts}"
+    lines = ["", *_wrapped(head)]
     tokens = [("trained tokens", step.trained_tokens), ("row tokens", step.row_tokens), ("rows", step.rows)]
     seen = [("prompt tokens", step.prompt_tokens), ("answer tokens", step.response_tokens)]
     for name, spread in [*(tokens if step.rows.most else []), *seen]:
@@ -107,10 +109,21 @@ def _step(forecast: AlgorithmForecast, report: RunForecast) -> list[str]:
         basis = "as the run logged it" if forecast.update_basis == "logged" else "measured here, on random rows"
         lines.append(f"  {'updates take':<{_LABEL}}{seconds(forecast.update_s):>{_COLUMN}}  {basis}")
     whole = step.collect_s.mean + (forecast.update_s or 0.0)
-    if shape.steps:
+    if shape is not None and shape.steps:
         what = "" if forecast.update_s is not None else ", without the updates"
         lines.append(f"  {f'{shape.steps} steps take':<{_LABEL}}{seconds(whole * shape.steps):>{_COLUMN}}{what}")
     return [*lines, *_slowest(forecast), *_few_tasks(forecast, report), *_caution(report)]
+
+
+def _no_step(forecast: AlgorithmForecast) -> str:
+    if not forecast.algorithm:
+        return "no algorithm: nothing is trained, so there are no steps"
+    if forecast.steps:
+        return f"all of {forecast.algorithm}: {count_of(forecast.steps, 'step')}, no rollouts"
+    return (
+        f"a step of {forecast.algorithm}: not known, because it collects no rollouts, or has neither a method "
+        "step_size or run_size nor the parameters tasks_per_step and group_size"
+    )
 
 
 def _slowest(forecast: AlgorithmForecast) -> list[str]:

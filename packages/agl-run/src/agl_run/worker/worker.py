@@ -359,11 +359,10 @@ def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:
 
 
 _NO_CALLS = (
-    "the agent finished and no model call was seen. Expected at least one call to a configured policy. Check that the "
-    "agent's client uses the model name of a [policy.*] section or OPENAI_BASE_URL, and that it calls the model "
-    "through httpx (the openai and anthropic clients do). Other clients, and programs that the agent starts, need "
-    "base_url and api_key of the agent's argument llm; with a gateway, the environment of the 'process' and 'command' "
-    "runners has both"
+    "Expected at least one call to a configured policy. Check that the agent's client uses the model name of a "
+    "[policy.*] section or OPENAI_BASE_URL, and that it calls the model through httpx (the openai and anthropic "
+    "clients do). Other clients, and programs that the agent starts, need base_url and api_key of the agent's argument "
+    "llm; with a gateway, the environment of the 'process' and 'command' runners has both"
 )
 
 
@@ -371,7 +370,7 @@ def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
     """Explain why an attempt has no recorded model call, and name clients whose calls were noticed."""
     clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
     if not clients:
-        return f"{_NO_CALLS}.{cache_advice()}"
+        return f"the agent finished and no model call was seen.{cache_advice()} {_NO_CALLS}"
     return (
         f"the agent finished and none of its model calls was recorded: they are by {', '.join(clients)}. Point these "
         "clients at the gateway, with the base URL and key from resources or from the environment, or let them call "
