@@ -185,10 +185,7 @@ async def _rate(store: Store, name: str, reward: Reward) -> str:
 
 @runs.command("gc")
 @click.option(
-    "--older-than",
-    type=seconds_of,
-    metavar="DURATION",
-    help="Only rollouts that finished longer ago than this, such as 7d.",
+    "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished at least this long ago."
 )
 @click.option("--keep", type=click.IntRange(min=0), help="Always keep this many of the newest finished rollouts.")
 @click.option(
